@@ -40,9 +40,6 @@ from jllm.errors import TokenizerError as TokenizerError
 from jllm.errors import UnknownParameterError as UnknownParameterError
 from jllm.hooks import HookRows as HookRows
 from jllm.hooks import Hooks as Hooks
-from jllm.merge_step import Logits as Logits
-from jllm.merge_step import forward as forward
-from jllm.merge_step import sample as sample
 from jllm.merge_step import step as step
 from jllm.param_specs import init_params as init_params
 from jllm.params import Params as Params
@@ -51,5 +48,8 @@ from jllm.pretrained import load as load
 from jllm.state import Outputs as Outputs
 from jllm.state import State as State
 from jllm.state import init_state as init_state
+from jllm.step_forward import Logits as Logits
+from jllm.step_forward import forward as forward
+from jllm.step_sample import sample as sample
 from jllm.tokenizer import Tokenizer as Tokenizer
 from jllm.tokenizer import load_tokenizer as load_tokenizer

@@ -37,6 +37,10 @@ class Rows:
         """W: the most tokens that a short segment may draw."""
         return self.tree.depth + 1
 
+    def of_slots(self, values: Any) -> Any:
+        """What slots have [S, ...] as a row for each sequence [R + B, ...]."""
+        return jax.tree.map(lambda x: x[self.slot], values)
+
     def spread(self, values: Any) -> Any:
         """A row of values for each sequence [R + B, ...] as a row for each of the head's rows [R Q + B, ...]."""
         if self.tree.size == 1:

@@ -69,7 +69,7 @@ class Outputs:
     logprobs: jax.Array | None  # f[R W + B] of these
     top_ids: jax.Array | None  # i32[R W + B, TOP_LOGPROBS], best first
     top_logprobs: jax.Array | None  # f[R W + B, TOP_LOGPROBS]
-    prompt_logprobs: jax.Array | None  # as merge_step.Logits has them
+    prompt_logprobs: jax.Array | None  # as step_forward.Logits has them
     prompt_ranks: jax.Array | None = None
     prompt_best: jax.Array | None = None
     prompt_best_logprobs: jax.Array | None = None

@@ -8,8 +8,7 @@ import jax
 import pytest
 
 import jllm
-from jllm import SamplingParams, api
-from jllm import merge_step as step_module
+from jllm import SamplingParams, api, step_forward
 from jllm.batch import Bucket
 from jllm.engine import compiling, executables
 from jllm.engine.engine import Engine
@@ -55,7 +54,7 @@ def test_steps_are_compiled_ahead_with_progress_and_kept(model, cache, bars, mon
     assert all(bars)
     jax.clear_caches()
     executables._read.cache_clear()  # as in another process
-    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing would call it
     assert (told(1), told(2)) == (one, two)
 
 

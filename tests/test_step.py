@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm import merge_step as step_module
+from jllm import step_forward
 from jllm.batch import Bucket, PromptChunk, choose_bucket, make_buckets, ragged_batch
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
-from jllm.merge_step import forward, sample, step
+from jllm.merge_step import step
 from jllm.model import head
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from jllm.sampling import make_counts
 from jllm.state import State, Variant, init_state, make_slots
+from jllm.step_forward import forward
+from jllm.step_sample import sample
 from tests.kernels_of import kernels_of, of_step
 from tests.tiny import CONFIG, log_softmax, tiny_model
 
@@ -155,11 +157,11 @@ def test_a_vocabulary_of_any_size_is_sampled_from_on_the_kernels(vocabulary):
 
 def test_prompts_are_scored_in_blocks(monkeypatch):
     """Of which the last is not full."""
-    monkeypatch.setattr(step_module, "PROMPT_LOGPROB_ROWS", 5)
+    monkeypatch.setattr(step_forward, "PROMPT_LOGPROB_ROWS", 5)
     model, rng = tiny_model(), np.random.default_rng(0)
     hidden, targets = jnp.asarray(rng.normal(size=(13, 32)), jnp.float32), rng.integers(0, 97, 13).astype(np.int32)
     targets[-1] = -1  # nobody asks
-    scores = step_module._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None, backend=None)
+    scores = step_forward._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None, backend=None)
     logprobs, ranks, best, best_logprobs = scores
     logits = np.asarray(head(model.params, CONFIG, hidden))
     rows = np.arange(12)

@@ -12,12 +12,13 @@ import numpy as np
 
 from experiments.drafts.workloads import read_stories
 from jllm.batch import Packed, PromptChunk, ragged_batch
-from jllm.merge_step import forward, step
+from jllm.merge_step import step
 from jllm.model import packed_logits
 from jllm.pretrained import Model, load
 from jllm.speculative.drafter import Drafts
 from jllm.speculative.tree import Tree, chain
 from jllm.state import init_state
+from jllm.step_forward import forward
 
 Row = dict[str, Any]
 EXACT = 1e-10  # relative to the logits' norm, in float64

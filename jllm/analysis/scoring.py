@@ -22,11 +22,11 @@ from jllm.batch import Chunks, Paged, no_segments, paged_batch
 from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.merge_step import PROMPT_LOGPROB_ROWS
 from jllm.model import backbone, head
 from jllm.params import Params
 from jllm.pretrained import Model
 from jllm.sampling import token_logprobs
+from jllm.step_forward import PROMPT_LOGPROB_ROWS
 
 Scores = dict[str, np.ndarray]  # by name, of tokens in order
 lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))

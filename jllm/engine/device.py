@@ -28,7 +28,6 @@ from jllm.errors import ConfigError, EngineClosed, SnapshotError
 from jllm.hooks import Hooks
 from jllm.linear import linear
 from jllm.memory import Memory
-from jllm.merge_step import Logits
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, has_processes, rank_config
@@ -41,6 +40,7 @@ from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
 from jllm.state import SPREAD, Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state, spread_drafter
+from jllm.step_forward import Logits
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.quantized_weights import QuantizedWeight
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
 from jllm.hooks import Hooks
-from jllm.merge_step import STATIC, Logits, eager_step, forward, sample_step
+from jllm.merge_step import STATIC, eager_step, sample_step
 from jllm.params import Params
 from jllm.speculative.drafter import Drafter
 from jllm.state import State
+from jllm.step_forward import Logits, forward
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def packed_step(
     the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
     if part == FORWARD:
         static.pop("draw", None)
-        return forward(params, state, layout.unpack(buffer), hooks=hooks, **static)
+        return forward(params, state, layout.unpack(buffer), hooks, **static)
     if part == SAMPLE:
         assert logits is not None
         batch = layout.unpack(buffer)

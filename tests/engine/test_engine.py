@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm import merge_step as step_module
+from jllm import step_forward
 from jllm.batch import Bucket
 from jllm.engine import programs as programs_module
 from jllm.engine.engine import Engine
@@ -347,7 +347,7 @@ def test_compile_ahead_leaves_nothing_to_compile(model):
     engine = Engine(model, **options)
     assert engine.compile_ahead() == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "tapped_backbone", None)  # tracing again would call it
+        patch.setattr(step_forward, "tapped_backbone", None)  # tracing again would call it
         engine.submit(PROMPTS[0], greedy(4))
         assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 
@@ -361,7 +361,7 @@ def test_compile_ahead_sees_the_callers_jax_settings():
         )
         engine.compile_ahead()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_module, "tapped_backbone", None)
+            patch.setattr(step_forward, "tapped_backbone", None)
             engine.submit(PROMPTS[0], greedy(4))
             assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
 

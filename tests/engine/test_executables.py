@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm import merge_step as step_module
+from jllm import step_forward
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
@@ -60,7 +60,7 @@ def tokens(engine: Engine, sampling: SamplingParams = greedy(6)) -> list[tuple[i
 def test_a_second_start_traces_nothing(model, folder, monkeypatch, wait):
     wants = tokens(Engine(model, **OPTIONS))
     jax.clear_caches()
-    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing would call it
     engine = Engine(model, **OPTIONS, executables=folder)
     engine.compile_ahead(wait=wait)
     for job in list(engine._device.programs._jobs.values()):
@@ -78,7 +78,7 @@ def test_what_comes_without_warning_is_kept_and_found_as_well(model, tmp_path, m
     assert wants == tokens(Engine(model, **OPTIONS), PENALTIES)
     assert len(list(tmp_path.iterdir())) == len(engine._device.programs.used)
     jax.clear_caches()
-    monkeypatch.setattr(step_module, "tapped_backbone", None)
+    monkeypatch.setattr(step_forward, "tapped_backbone", None)
     assert tokens(Engine(model, **OPTIONS, executables=tmp_path), PENALTIES) == wants
 
 
@@ -209,7 +209,7 @@ def test_steps_with_a_shipped_drafter_are_kept_and_found(model, tmp_path, monkey
     options = OPTIONS | {"speculate": "ngram", "drafts": 2, "executables": tmp_path}
     Engine(model, **options).compile_ahead()
     jax.clear_caches()
-    monkeypatch.setattr(step_module, "tapped_backbone", None)  # tracing would call it
+    monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing would call it
     engine = Engine(model, **options)
     engine.compile_ahead()
     assert tokens(engine) == wants

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm import merge_step
 from jllm import snapshot as snapshots
+from jllm import step_sample
 from jllm.batch import Bucket
 from jllm.engine import device
 from jllm.engine.engine import Engine
@@ -409,7 +409,7 @@ def a_step_late(self, tokens):
 
 
 FAULTS = {
-    "nothing is masked": (merge_step, "constrain", lambda logits, allowed: logits),
+    "nothing is masked": (step_sample, "constrain", lambda logits, allowed: logits),
     "the mask is of the token before": (Matcher, "take", a_step_late),
 }
 

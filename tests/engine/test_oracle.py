@@ -327,9 +327,9 @@ def test_float32_up_to_the_first_near_tie(prompts):
 
 def test_the_oracle_notices_a_stale_page_table(model64, monkeypatch):
     """Seeded fault: page table changes that are forgotten must change tokens."""
-    from jllm import merge_step as step_module
+    from jllm import step_forward
 
-    monkeypatch.setattr(step_module, "_change_pages", lambda slots, deltas: slots)
+    monkeypatch.setattr(step_forward, "_change_pages", lambda slots, deltas: slots)
     job = Job(tuple(range(3, 40)), SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True), 0, None)
     other = Job(tuple(range(50, 80)), job.params, 0, None)
     with jax.enable_x64(True):

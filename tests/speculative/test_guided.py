@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm import merge_step, rows
+from jllm import rows, step_draft
 from jllm.batch import choose_bucket
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
@@ -290,7 +290,7 @@ def test_a_fault_in_what_is_forced_is_found(monkeypatch):
     def early(found, advance, coming, tree):
         return with_forced(found, replace(advance, count=advance.count - 1), coming, tree)
 
-    monkeypatch.setattr(merge_step, "with_forced", early)
+    monkeypatch.setattr(step_draft, "with_forced", early)
     with jax.enable_x64(True):
         model = tiny_model("float64", tokenizer=TOKENIZER, context=123)
     with pytest.raises(AssertionError):

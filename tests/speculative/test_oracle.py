@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import merge_step, rows
+from jllm import rows, step_sample
 from jllm.batch import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.speculative.accept import accept
@@ -167,7 +167,7 @@ FAULTS = {
         "accept",
         lambda tree, drafted, drawn, used: accept(tree, drafted, drawn, used * 0 + tree.size),
     ),
-    "the tree's nodes stay where they are": (merge_step, "_compact", lambda state, *_: state.cache),
+    "the tree's nodes stay where they are": (step_sample, "_compact", lambda state, *_: state.cache),
     "penalties forget drafts": (rows.Rows, "drafts_before", lambda rows: None),
 }
 
