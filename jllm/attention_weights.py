@@ -19,7 +19,7 @@ def packed_weights(q: jax.Array, k: jax.Array, segments: jax.Array, *, scale: fl
 
 def paged_weights(q: jax.Array, pages: KVPages, batch: Paged, *, scale: float, window: int | None) -> jax.Array:
     """Of queries [T, H, D] over the keys as they are stored: [T, H, M P], by cache index. Rows that are not in use have
-    any. Raises EvaluationError for trees of drafts, and where the newest keys are not in the pages (kv_pages.Kivi)."""
+    any. Raises EvaluationError for trees of drafts, and where the newest keys are not in the pages (KIVI)."""
     if pages.tail is not None:
         raise EvaluationError(
             f"attention weights cannot be tapped where K is stored as {pages.k.format.name}: take another KV format"

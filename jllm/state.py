@@ -56,7 +56,7 @@ class State:
     guidance: Guidance | None = None  # only while guides are asked for
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
-    tails: Tails | None = None  # of the slots; only where K is stored as kv_pages.Kivi
+    tails: Tails | None = None  # of the slots; only where K is stored as kv_formats.Kivi
 
 
 @jax.tree_util.register_dataclass

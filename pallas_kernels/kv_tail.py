@@ -1,5 +1,5 @@
-"""K and V of a step where K is stored per channel (kv_pages.Kivi): the newest tokens as they were computed, and groups
-of tokens that go to the pages once they are whole.
+"""K and V of a step where K is stored per channel (kv_formats.Kivi): the newest tokens as they were computed, and
+groups of tokens that go to the pages once they are whole.
 
 A step's rows are at hand, and what came before them lies in the tail's rings. So the rows' K and V are kept beside the
 rings until attention has read both, and go there at its end: a prompt's chunk may be longer than a ring.

@@ -31,7 +31,7 @@ class ReusedPrefix:
 
 class Sharing:
     """Reused prefixes of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache. `block`:
-    tokens of which prefixes are whole multiples, where K and V of newer ones are not in the pages (kv_pages.Kivi)."""
+    tokens of which prefixes are whole multiples, where K and V of newer ones are not in the pages (kv_formats.Kivi)."""
 
     def __init__(self, keep: bool, block: int = 1):
         self.block = block

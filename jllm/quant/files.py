@@ -2,7 +2,7 @@
 
 A quantized weight is stored under its name (params.py) and that of each array of QuantizedWeight: say
 `model.layers.0.self_attn.qkv_proj.values`, `.scales`, and where it has them `.zeros`, `.scale_steps`, `.columns` and
-`.input_scale`, in the layouts of pallas_kernels/quantized_weights.py. Other tensors keep their Hugging Face names.
+`.input_scale`, in the layouts of pallas_kernels/weight_formats.py. Other tensors keep their Hugging Face names.
 config.json says
 
     "quantization_config": {"quant_method": "jllm", "version": 1, "name": "w8a8", "rules": [["o_proj", "bf16"], ...]}

@@ -98,11 +98,15 @@ def test_what_no_key_can_hold_has_none(value):
 
 def test_a_class_whose_source_does_not_count_has_no_content():
     """Its methods may be traced all the same."""
-    without = {name: path for name, path in SOURCES.items() if name != "pallas_kernels.kv_pages"}
-    with pytest.raises(NoKey, match="kv_pages.KVFormat"):
-        content(KVFormat("int8", 8), without)
+
+    def without(module: str) -> dict[str, Path]:
+        return {name: path for name, path in SOURCES.items() if name != f"pallas_kernels.{module}"}
+
+    with pytest.raises(NoKey, match="kv_formats.KVFormat"):
+        content(KVFormat("int8", 8), without("kv_formats"))
+    pages = allocate(1, 1, 8, 8, KVFormat("int8", 8), KVFormat("bfloat16"))
     with pytest.raises(NoKey, match="container"):
-        arguments_content(allocate(1, 1, 8, 8, KVFormat("int8", 8), KVFormat("bfloat16")), [DEVICE], without)
+        arguments_content(pages, [DEVICE], without("kv_pages"))
 
 
 def test_arguments_differ_by_structure_shape_dtype_and_format():
