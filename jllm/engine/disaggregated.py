@@ -10,13 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import jax
-
 from jllm.engine.engine import Engine
 from jllm.engine.handover import DecodeEngine, Handover, PrefillEngine, joining_buckets
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
-from jllm.engine.places import find_places
+from jllm.engine.places import Place, devices_of, find_places
 from jllm.engine.remote import RemotePrefill, identity
 from jllm.engine.replica import Replica, Request
 from jllm.engine.replicas import Replicas
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Disaggregated(Replicas):
-    """Serves requests by two engines on two devices, each with all the weights, and is used as an Engine is.
+    """Serves requests by two engines on two devices, or on two meshes, each with all the weights, and is used as an
+    Engine is.
 
     The first device computes prompts and their first tokens; pages go to the other one by a copy from device to device
     while it decodes, and the request goes on there once they have arrived. While all of its slots are taken, requests
@@ -39,24 +38,26 @@ class Disaggregated(Replicas):
     def __init__(
         self,
         model: "Model",
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Place] | None = None,
         *,
         prefill: Mapping[str, Any] | None = None,
         **options: Unpack[EngineKeywords],
     ):
-        """devices: that of prompts, and that of decoding; None for the first two. Options are those of both engines,
-        and `prefill` has those that are others where prompts are computed (slots, tokens of a step). Raises ConfigError
-        as Replicas does, and for another number of devices, and pages that are not alike."""
-        there = jax.local_devices() if devices is None else devices
+        """devices: that of prompts, and that of decoding, or where the model is on a mesh two meshes of its size; None
+        for the first two. Options are those of both engines, and `prefill` has those that are others where prompts are
+        computed (slots, tokens of a step). Raises ConfigError as Replicas does, and for another number of devices, and
+        pages that are not alike."""
+        there = find_places(None, model.config) if devices is None else devices
         if len(there) < 2 or (devices is not None and len(devices) != 2):
-            raise ConfigError(f"prefill and decode apart take two devices, not {len(there)}")
+            what = "devices" if model.config.mesh is None else "meshes"
+            raise ConfigError(f"prefill and decode apart take two {what}, not {len(there)}")
         chosen = find_places(there[:2], model.config)
         prefill = dict(prefill or {})
         if odd := sorted({"page_size", "kv_cache"} & prefill.keys()):
             raise ConfigError(f"both engines have pages that are alike: give {odd[0]} for both, not in prefill")
 
         def make(here: "Model", **given: Any) -> PrefillEngine | DecodeEngine:
-            if here.params.norm.devices() == {chosen[0]}:
+            if here.params.norm.devices() == {*devices_of(chosen[0])}:
                 return PrefillEngine(here, to=chosen[1], **{**given, **prefill})
             slots = given.get("max_slots") or MAX_SLOTS
             tokens = given.get("max_step_tokens") or max(256, 2 * slots)

@@ -1,6 +1,7 @@
 """A request that changes engines while it runs: what one engine lets go of, and another goes on with.
 
-K and V of the prompt go along, as pages that are copied from device to device, or as a snapshot on the host, which may
+K and V of the prompt go along, as pages that are copied from device to device, on meshes of one size from each device
+to the one that has the same heads, or as a snapshot on the host, which may
 go anywhere and to pages of any size. What was generated so far is few tokens: the engine that goes on computes their K
 and V itself, with the next token. So nothing is drawn twice, and tokens are those that one engine would have given.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jllm.batch import Bucket, make_buckets
 from jllm.engine.device import Device
@@ -21,6 +23,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.live import InFlight, Live
 from jllm.engine.loop import Loop
 from jllm.engine.options import EngineKeywords
+from jllm.engine.places import Place, on
 from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.request import SamplingParams, TokenLogprob
 from jllm.engine.scheduler import Scheduler
@@ -28,6 +31,7 @@ from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
 from jllm.engine.turns import in_turn
 from jllm.model import Cache
+from jllm.parallel.ranks import HEADS
 from jllm.snapshot import Snapshot, gather_pages, join
 
 if TYPE_CHECKING:
@@ -105,10 +109,11 @@ def _alike(leaves: list[jax.Array]) -> list[list[int]]:
 class PagesDevice(Device):
     """A Device whose pages come and go as DevicePages, too."""
 
-    def pack(self, pages: list[int], length: int, to: jax.Device) -> DevicePages:
-        """The first `length` tokens of these pages after all steps dispatched so far, on their way to a device."""
+    def pack(self, pages: list[int], length: int, to: Place) -> DevicePages:
+        """The first `length` tokens of these pages after all steps dispatched so far, on their way to an engine."""
         assert self._state is not None
-        return DevicePages(length, jax.device_put(_pack(self._state.cache, _padded(pages, 0)), to))
+        arrays = _pack(self._state.cache, _padded(pages, 0))
+        return DevicePages(length, jax.device_put(arrays, on(to, P(None, *HEADS))))
 
     def load(self, pages: Any, snapshot: Any) -> None:
         if not isinstance(snapshot, DevicePages):
@@ -118,8 +123,8 @@ class PagesDevice(Device):
         to = _padded(pages, np.iinfo(np.int32).max)
         self._state = replace(self._state, cache=_unpack(self._state.cache, to, snapshot.arrays))
 
-    def warm_up(self, tokens: int, to: jax.Device | None) -> None:
-        """Compiles what moves up to so many tokens: to a device, or from one (None)."""
+    def warm_up(self, tokens: int, to: Place | None) -> None:
+        """Compiles what moves up to so many tokens: to an engine there, or from one (None)."""
         assert self._state is not None
         # As steps will leave it: jit tells apart arrays that are on a device by default and those that were put there.
         self._state = replace(self._state, cache=jax.device_put(self._state.cache, self._home))
@@ -143,10 +148,10 @@ def _padded(pages: list[int], filler: int) -> np.ndarray:
 
 class PrefillEngine(Engine):
     """An Engine that lets requests go once each of their samples has begun: step() then has their Handover behind their
-    events. `room` is asked first, for a number of samples; where it says no they go on here. K and V go to the device
+    events. `room` is asked first, for a number of samples; where it says no they go on here. K and V go to the place
     `to`; without one they become a Snapshot on the host."""
 
-    def __init__(self, model: "Model", *, to: jax.Device | None = None, **options: Unpack[EngineKeywords]):
+    def __init__(self, model: "Model", *, to: Place | None = None, **options: Unpack[EngineKeywords]):
         super().__init__(model, device=PagesDevice, **options)
         self._to = to
         self.room: Callable[[int], bool] = lambda samples: True

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import has_processes, make_mesh, ranks_of, spread
-from jllm.parallel.ranks import STACKED, place
+from jllm.parallel.ranks import STACKED
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
@@ -51,10 +51,13 @@ def name_of(where: Place) -> str:
     return ", ".join(map(str, devices_of(where)))
 
 
+def on(where: Place, spec: PartitionSpec) -> jax.Device | NamedSharding:
+    """Where jax.device_put is to put arrays that are there; spec: how, if it is a mesh."""
+    return NamedSharding(where, spec) if isinstance(where, Mesh) else where
+
+
 def copy_to(where: Place, model: "Model") -> "Model":
     """The model there. On a mesh each device gets its share from the device that has the same one, so that none ever
     holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
-    if not isinstance(where, Mesh):
-        return replace(model, params=jax.device_put(model.params, where))
-    config = spread(replace(model.config, mesh=None), where)
-    return replace(model, config=config, params=place(model.params, config, STACKED))
+    config = spread(replace(model.config, mesh=None), where) if isinstance(where, Mesh) else model.config
+    return replace(model, config=config, params=jax.device_put(model.params, on(where, STACKED)))

@@ -1,4 +1,4 @@
-"""Replicas, each on a mesh: tokens are those of one device, wherever a request runs and whatever fails meanwhile."""
+"""Several engines, each on a mesh: tokens are those of one device, wherever a request runs and whatever fails."""
 
 import warnings
 from dataclasses import replace
@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jllm.batch import Bucket
+from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.drafters import find_drafter
+from jllm.engine.handover import PrefillEngine, _pack
 from jllm.engine.places import copy_to
 from jllm.engine.replicas import Replicas
 from jllm.errors import ConfigError
@@ -107,6 +110,64 @@ def test_hooks_have_their_arrays_on_each_mesh(model):
     engine = Replicas(on_mesh(model, 2), 2, hooks=hooks, **SIZES)
     same(run(engine), alone(model, SEEDED, hooks=hooks))
     engine.close()
+
+
+# A mesh for prompts, and one that decodes
+
+
+@pytest.mark.parametrize(("ranks", "kv_cache"), [(2, None), (4, "k=int8-g16,v=int4-g8")])
+def test_prompts_go_from_one_mesh_to_the_other(model, ranks, kv_cache):
+    """Four devices keep each of the two KV heads twice."""
+    engine = Disaggregated(on_mesh(model, ranks), kv_cache=kv_cache, **SIZES)
+    first, second = (replica.engine for replica in engine._all)
+    engine.compile_ahead([params for _, params in SEEDED])
+    same(run(engine), alone(model, SEEDED, kv_cache=kv_cache))
+    assert second.metrics()["prefix_forked_tokens"] > 0, "what was computed elsewhere"
+    assert engine.metrics()["compile_first_use"] == 0
+    for start, one in ((0, first), (ranks, second)):
+        mesh = make_mesh(jax.devices()[start : start + ranks])
+        wanted = NamedSharding(mesh, P(None, "model"))
+        assert all(x.sharding.is_equivalent_to(wanted, x.ndim) for x in jax.tree.leaves(one._device._state.cache))
+    engine.close()
+
+
+def test_each_device_sends_its_heads_alone(model):
+    engine = PrefillEngine(on_mesh(model, 2), to=pair(2), **SIZES)
+    pages = engine._device.pack([3, 5], 16, pair(2))
+    for array in pages.arrays:
+        assert array.sharding == NamedSharding(pair(2), P(None, None, "model"))
+    packed = _pack(engine._device._state.cache, np.asarray([3, 5], np.int32))
+    for here, there in zip(packed, pages.arrays, strict=True):
+        assert here.addressable_shards[0].data.shape == there.addressable_shards[0].data.shape
+    engine.close()
+
+
+def test_when_the_mesh_that_decodes_fails_the_other_does_all(model, wanted):
+    engine = Disaggregated(on_mesh(model, 2), [pair(4), pair(0)], **SIZES)
+    second = engine._all[1].engine
+    advance, left = second._loop.advance, iter(range(4))
+
+    def advance_or_fail():
+        if next(left, None) is None:
+            raise RuntimeError("this device is gone")
+        advance()
+
+    second._loop.advance = advance_or_fail
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        same(run(engine), wanted)
+    engine.close()
+
+
+PAIRS = [([pair(0)], "take two meshes, not 1"), ([pair(0), make_mesh(4)], "takes one of 2 for each")]
+
+
+@pytest.mark.parametrize(("devices", "why"), PAIRS)
+def test_meshes_of_other_sizes_are_no_pair(model, devices, why):
+    with pytest.raises(ConfigError, match=why):
+        Disaggregated(on_mesh(model, 2), devices, **SIZES)
+
+
+# Bad input
 
 
 @pytest.mark.parametrize(
