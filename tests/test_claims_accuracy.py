@@ -11,6 +11,7 @@ from experiments.accuracy.rows import weight_error
 from experiments.claims import __main__ as command
 from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge
+from experiments.claims.claim import measured_on
 from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import WeightFormat, decode, encode
@@ -75,12 +76,13 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     write("int8_matmul-1-h.json", "int8_matmul", [shape | {"peer": "int8_matmul", "us": 10.0}])
     write("matmul-1-h.json", "matmul", [shape | {"dtype": "bfloat16", "us": 17.0}])
     steps = [{"scheme": s, "kv": "bf16", "batch": 64, "decode_ms": ms} for s, ms in (("bf16", 9.0), ("w8a8-all", 4.0))]
-    rows = list(c7.measure(False))[2:]
-    assert rows == [c7.product_row(64, 4096, 12288, 10.0, 17.0, "int8_matmul-1-h.json, matmul-1-h.json")]
+    rows, files = list(c7.measure(False))[2:], "int8_matmul-1-h.json, matmul-1-h.json"
+    assert rows == [c7.product_row(64, 4096, 12288, 10.0, 17.0, {"file": files, "measured_on": "H"})]
     assert c7.judge(rows + [FIGURES | {"part": "accuracy", "scheme": "w8a8-all"}]).verdict == "partly"
     write("quant_steps-1-h.json", "quant_steps", steps)
     rows = list(c7.measure(False))
     assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
+    assert measured_on({"device": "cpu", "rows": rows}) == ["cpu", "H"]  # accuracy is measured here, speed was there
     assert c7.judge(rows).answers[0].endswith("; 1 decode steps of a model 2 times as fast: 2.25 to 2.25, median 2.25")
     worse = c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows])
     assert [text.partition(": ")[0] for text in worse.answers] == ["Yes", "No"]
@@ -241,7 +243,7 @@ def test_each_claim_draws_its_rows(tmp_path, pretended):
     kinds = {"int8_error": 0.01, "fp8_error": 0.03}
     examples = {
         "C6": [FIGURES | {"kv": "int8-g8", "times": 1.6}, {"kv": "int8-g128", "times": 1.97}],
-        "C7": [FIGURES | {"part": "accuracy", "scheme": "w8a8-all"}, c7.product_row(1, 2, 3, 1.0, 2.0, "f")],
+        "C7": [FIGURES | {"part": "accuracy", "scheme": "w8a8-all"}, c7.product_row(1, 2, 3, 1.0, 2.0, {"file": "f"})],
         "C9": [
             {"part": "rounding", "of": "weights", "which": "all"} | kinds,
             {"part": "scale", "of": "weights", "factor": 1} | kinds,

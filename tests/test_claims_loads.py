@@ -266,7 +266,8 @@ def test_c26_takes_the_files_of_one_day(tmp_path):
         kept = {"input": 8, "output": 9, "prefill_ms": 1.0, "decode_ms": 1.0, "memory_gib": 1.0}
         rows = [{"batch": batch, "tokens_s": 7.0, **kept} for batch in batches]
         rows.append(rows[0] | {"batch": 99, "peer": "torch"})
-        (tmp_path / f"throughput_llama-2-7b_bf16_kv-{name}-h200.json").write_text(json.dumps({"rows": rows}))
+        text = json.dumps({"device": "H", "rows": rows})
+        (tmp_path / f"throughput_llama-2-7b_bf16_kv-{name}-h200.json").write_text(text)
 
     write("bf16-20260101", 1)
     write("bf16-20260202", 1, 2)

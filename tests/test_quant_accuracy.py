@@ -361,6 +361,7 @@ def test_speeds_come_from_files_of_gpus(tmp_path):
         "quant_steps-2-h.json", "quant_steps", "H", [row | {"decode_ms": 1.0} for row in steps], command="a --layers 1"
     )
     write("quant_steps-3-cpu.json", "quant_steps", "cpu", steps)
+    write("quant_steps-3-g.json", "quant_steps", "G", [steps[0], steps[2] | {"decode_ms": 3.0}])  # one device is shown
     for i, other in enumerate(("[]", "{}", "{", '{"device": "H"}')):  # a user's directory may hold anything
         (tmp_path / f"quant_steps-4-{i}.json").write_text(other)
     found = measured_speed.measured_speeds(tmp_path)

@@ -66,7 +66,7 @@ def test_a_device_has_its_own_floors_and_peers(both):
         assert ceilings_of(device).rates in part
         assert f"| {qps} |" in part
         assert "vLLM takes 1.50 to 1.50 times as long" in part
-        assert set(re.findall(r"-(202611\d\d)-", part)) == {mark}, "files of that device alone"
+        assert set(re.findall(r"_kv-\S*?-(202611\d\d)-", part)) == {mark}, "files of that device alone"
         row = re.search(r"^\| 1 \| ([\d.]+) \| ([\d.]+) \|", part, re.M)
         assert row is not None
         floor = 1e3 * 2 * 6.607e9 / ceilings_of(device).bandwidth  # of the weights alone

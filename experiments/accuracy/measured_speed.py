@@ -20,24 +20,38 @@ class Speed:
     what: str  # of what, and in which files
 
 
+Speeds = dict[tuple[str, str], Speed]
+
+
 @dataclass(frozen=True)
 class Product:
     """A product's time by the fastest of its kind, on one device."""
 
     us: float
-    file: str
+    source: Row  # as source_of has it
 
 
-def measured_speeds(results: Path) -> dict[tuple[str, str], Speed]:
-    """(scheme, KV format) -> its speed, for those that some file in `results` has: whole decode steps, else the
-    products of a layer. Of several files the newest counts; a CPU's and runs of a few layers are left out."""
-    found = {}
+def measured_speeds(results: Path) -> Speeds:
+    """(scheme, KV format) -> its speed, for those that some file in `results` has: all on one device, that with the
+    most of them, of several the one with the newest file."""
+    days: dict[str, str] = {}
+    for document, _ in documents(results):
+        device = document["device"]
+        days[device] = max(document.get("date", ""), days.get(device, ""))
+    found = [speeds_on(device, results) for device in sorted(days, key=lambda device: days[device], reverse=True)]
+    return max(found, key=len, default={})
+
+
+def speeds_on(device: str, results: Path) -> Speeds:
+    """Those of one device: whole decode steps, else the products of a layer. Of several files the newest counts; runs
+    of a few layers are left out."""
+    found: Speeds = {}
     for scheme, benchmark in PRODUCTS.items():
-        if speed := layer_speed(results, benchmark):
+        if speed := layer_speed(device, results, benchmark):
             found[scheme, "bf16"] = speed
     for document, file in documents(results, STEPS):
         what = f"decode step of {document.get('model', 'a model')} at batch {BATCH}, {file}"
-        if "--layers" not in document["command"]:
+        if document["device"] == device and "--layers" not in document["command"]:
             found |= {key: Speed(times, what) for key, times in step_speeds(document["rows"]).items()}
     return found
 
@@ -48,24 +62,27 @@ def step_speeds(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     return {} if PLAIN not in ms else {key: round(ms[PLAIN] / each, 3) for key, each in ms.items() if key != PLAIN}
 
 
-def layer_speed(results: Path, benchmark: str) -> Speed | None:
-    """Speed of a 7B layer's products with BATCH rows, those that were measured both ways, together."""
-    pairs = {shape: pair for shape, pair in product_pairs(results, benchmark).items() if shape[0] == BATCH}
+def layer_speed(device: str, results: Path, benchmark: str) -> Speed | None:
+    """Speed of a 7B layer's products with BATCH rows, those that were measured both ways on a device, together."""
+    pairs = {shape: pair for shape, pair in pairs_on(device, results, benchmark).items() if shape[0] == BATCH}
     if not pairs:
         return None
     times = sum(plain.us for _, plain in pairs.values()) / sum(ours.us for ours, _ in pairs.values())
-    files = sorted({product.file for pair in pairs.values() for product in pair})
+    files = sorted({product.source["file"] for pair in pairs.values() for product in pair})
     return Speed(round(times, 3), f"{len(pairs)} products of a 7B layer at {BATCH} rows, {', '.join(files)}")
 
 
 def product_pairs(results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
     """Products of a benchmark's own kernel and of bfloat16, each by the fastest of all runs on the device of the
     benchmark's newest file."""
-    found: dict[Shape, tuple[Product, Product]] = {}
-    for device in [document["device"] for document, _ in documents(results, benchmark)][-1:]:
-        ours, plain = fastest_products(results, device, benchmark), fastest_products(results, device)
-        found = {shape: (ours[shape], plain[shape]) for shape in sorted(ours.keys() & plain.keys())}
-    return found
+    devices = [document["device"] for document, _ in documents(results, benchmark)]
+    return pairs_on(devices[-1], results, benchmark) if devices else {}
+
+
+def pairs_on(device: str, results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
+    """Those of one device."""
+    ours, plain = fastest_products(results, device, benchmark), fastest_products(results, device)
+    return {shape: (ours[shape], plain[shape]) for shape in sorted(ours.keys() & plain.keys())}
 
 
 def fastest_products(results: Path, device: str, peer: str | None = None) -> dict[Shape, Product]:
@@ -78,8 +95,13 @@ def fastest_products(results: Path, device: str, peer: str | None = None) -> dic
                 continue
             shape = row["M"], row["K"], row["N"]
             if shape not in found or row["us"] < found[shape].us:
-                found[shape] = Product(row["us"], file)
+                found[shape] = Product(row["us"], source_of(document, file))
     return found
+
+
+def source_of(document: Row, file: str) -> Row:
+    """What a row says whose figures are those of another result: that result, and the device that measured it."""
+    return {"file": file, "measured_on": document["device"]}
 
 
 def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Row, str]]:

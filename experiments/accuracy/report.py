@@ -162,8 +162,8 @@ def sources(speeds: Speeds, rows: Iterable[Row]) -> str:
 
 
 def speeds_for(results: Path) -> Speeds:
-    """Those that files in a directory have, and those that were recorded."""
-    return measured_speeds(RECORDED) | measured_speeds(results)
+    """Those that files in a directory have, else those that were recorded."""
+    return measured_speeds(results) or measured_speeds(RECORDED)
 
 
 def text_report(document: Row, results: Path) -> str:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import jllm
-from experiments.accuracy.measured_speed import documents
+from experiments.accuracy.measured_speed import documents, source_of
 from experiments.claims.c4 import sampler_inputs
 from experiments.claims.c22 import Step
 from experiments.claims.claim import Claim, Row, Verdict, by_case, measured_rows, microseconds, verdict_of
@@ -69,7 +69,7 @@ def measure(toy: bool) -> Iterator[Row]:
 def recorded(results: Path) -> Iterator[Row]:
     """The parts alone, as the newest file of this claim on a GPU has them."""
     for document, file in [*documents(results, "claims-C19")][-1:]:
-        yield from (row | {"file": file} for row in measured_rows(document) if "how" not in row)
+        yield from (row | source_of(document, file) for row in measured_rows(document) if "how" not in row)
 
 
 def overlapped(results: Path) -> Iterator[Row]:
@@ -81,7 +81,7 @@ def overlapped(results: Path) -> Iterator[Row]:
             sampled, waited = share.get("sampling", 0.0), share["gap"]
             row = {"phase": "decode", "batch": batch, "tokens": context, "how": "overlapped"}
             parts = {"compute": round(1 - sampled - waited, 4), "sample": sampled, "return": waited}
-            yield row | parts | {"file": file}
+            yield row | parts | source_of(document, file)
 
 
 def alone(toy: bool) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
 from experiments.serving.workload import Request
@@ -91,7 +92,7 @@ def recorded(results: Path) -> Iterator[Row]:
             if row.get("how") in POLICIES and row.get("load", 0) is None:
                 kept = {name: row[name] for name in ("how", "slots", "layers", "prompt", "output", "qps")}
                 about = {"part": "two policies", "policy": kept.pop("how"), "source": "measured"}
-                yield about | kept | {"device": document["device"], "file": path.name}
+                yield about | kept | source_of(document, path.name)
 
 
 def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
@@ -127,7 +128,8 @@ def judge(rows: list[Row]) -> Verdict:
         )
     for (_, prompt, output), gain in before.items():
         row = next(row for row in rows if row["part"] == "two policies")
-        figures.append(f"measured on {row['device']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
+        device = row.get("measured_on", row.get("device"))
+        figures.append(f"measured on {device}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
     every = [*workload.values(), *shapes.values(), *before.values()]
     parts = [
         *by_case("more requests a second on the QPS workload", dict(zip(said, (v > NOISE for v in workload.values())))),

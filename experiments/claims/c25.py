@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.accuracy.measured_speed import STEPS, documents
+from experiments.accuracy.measured_speed import STEPS, documents, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.loads import MODEL, server, simulates
 from experiments.quant_steps import Case, parse_args
@@ -27,33 +27,34 @@ ABOUT = 0.05  # how far apart two that are about equal may be
 
 
 def measure(toy: bool) -> Iterator[Row]:
-    file, found = recorded(RESULTS)
+    source, found = recorded(RESULTS)
     for name, scheme in SCHEMES.items():
         for row in found:
             if row["scheme"] == scheme:
                 kept = {key: row[key] for key in ("kind", "batch", "ms")}
-                yield {"part": "step", "format": name, "source": "measured", **kept, "file": file}
+                yield {"part": "step", "format": name, "source": "measured", **kept, **source}
     sizes = [(TOY_SLOTS, None)] if toy else [(SLOTS, COUNT), (512, None)][: 1 + simulates(toy)]
     for slots, count in sizes:
         for name, scheme in SCHEMES.items():
-            costs = fitted(scheme, found, file) if simulates(toy) else None
+            costs = fitted(scheme, found, source.get("file", "")) if simulates(toy) else None
             row = server(toy, costs)(count=count, slots=slots, quantize=TOY_INT4 if toy and name == "int4" else scheme)
             more = {} if costs is None else {"fit_error": round(costs.cost.shares.error or 0.0, 3)}
             yield {"part": "requests", "format": name, "slots": slots, **row, **more}
 
 
-def recorded(results: Path) -> tuple[str, list[Row]]:
-    """The newest file of quant_steps, and of its steps over 16-bit pages {scheme, kind, batch, context, ms}."""
+def recorded(results: Path) -> tuple[Row, list[Row]]:
+    """What names the newest file of quant_steps, and its steps over 16-bit pages: {scheme, kind, batch, context, ms}
+    each."""
     for document, file in [*documents(results, STEPS)][-1:]:
         rows = [row for row in document["rows"] if row.get("kv") == "bf16"]
         found = [(row, kind) for row in rows for kind in ("decode", "prefill") if f"{kind}_ms" in row]
         names = ("scheme", "batch", "kv")
-        return file, [
+        return source_of(document, file), [
             {name: row[name] for name in names}
             | {"kind": kind, "context": row.get("context", 0), "ms": row[f"{kind}_ms"]}
             for row, kind in found
         ]
-    return "", []
+    return {}, []
 
 
 def fitted(scheme: str, rows: list[Row], file: str) -> Costs:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import throughput
+from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.loads import MODEL, simulate, simulates
 from experiments.claims.serving import workload
@@ -101,7 +102,7 @@ def recorded(results: Path) -> list[Row]:
                     continue
                 kept = ("batch", "input", "output", "prefill_ms", "decode_ms", "tokens_s", "memory_gib")
                 about = {"part": "recorded", "kv": kv, "source": "measured"} | {key: row[key] for key in kept}
-                found.setdefault((kv, *(row[key] for key in kept[:3])), about | {"file": path.name})
+                found.setdefault((kv, *(row[key] for key in kept[:3])), about | source_of(document, path.name))
     return list(found.values())
 
 

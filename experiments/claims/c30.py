@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from experiments.report.documents import read_result
 from pallas_kernels.bench.peers import FLASHINFER, best
@@ -37,7 +38,7 @@ def recorded(results: Path) -> Iterator[Row]:
         for cell in [cell for cell in cuda if cell in tensor]:
             row: Row = dict(zip(SHAPE, cell)) | {"cuda_us": cuda[cell], "tensor_us": tensor[cell]}
             row |= {"us": own[cell]} if cell in own else {}
-            yield row | {"times": round(tensor[cell] / cuda[cell], 3), "file": name}
+            yield row | {"times": round(tensor[cell] / cuda[cell], 3)} | source_of(document, name)
         if cuda and tensor:
             return
     yield {"error": f"no file has FlashInfer's variants: {COMMAND}"}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.hardware import backend_of, shares_by_backend
 from experiments.meshes import BATCHES, Mesh
@@ -99,7 +100,8 @@ def checks() -> Iterator[Row]:
     link = read_link(LINK)
     for name, layers in CHECKS:
         for path in sorted(RESULTS.glob(f"{name}-{'[0-9]' * 8}-h100-80gb-hbm3.json"))[-1:]:
-            for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            for row in document["rows"]:
                 config = load_config(CONFIGS / f"{row['model']}.json")
                 config = config if layers is None else replace(config, num_layers=layers)
                 mesh = Mesh(config, row["devices"], None, None, link, EXCHANGE, "h100-sxm")
@@ -108,7 +110,7 @@ def checks() -> Iterator[Row]:
                     "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
                     "model": row["model"], "layers": config.num_layers, "batch": row["batch"],
                     "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
-                    "off_by": ms / row["decode_ms"] - 1, "file": path.name,
+                    "off_by": ms / row["decode_ms"] - 1, **source_of(document, path.name),
                 })  # fmt: skip
 
 

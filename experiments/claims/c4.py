@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.accuracy.measured_speed import documents
+from experiments.accuracy.measured_speed import documents, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, measured_rows, microseconds, verdict_of
 from experiments.claims.contest import RULE, SAMPLING, contest, draw_qps, gain_parts
 from jllm.sampling import Sampling, neutral_sampling, sample, sample_reference
@@ -36,7 +36,7 @@ def measure(toy: bool) -> Iterator[Row]:
 def recorded(results: Path) -> Iterator[Row]:
     """What the newest file of this claim on a GPU served."""
     for document, file in [*documents(results, "claims-C4")][-1:]:
-        yield from (row | {"file": file} for row in measured_rows(document) if "policy" in row)
+        yield from (row | source_of(document, file) for row in measured_rows(document) if "policy" in row)
 
 
 def samplers(results: Path) -> Iterator[Row]:
@@ -50,7 +50,7 @@ def samplers(results: Path) -> Iterator[Row]:
             if {"mosaic", "xla", "sort"} <= us.keys():
                 row = {"rows": rows, "V": vocabulary, "threshold_us": us["mosaic"], "plain_us": us["xla"]}
                 yield row | {"sort_us": us["sort"], "times": round(us["sort"] / us["mosaic"], 2),
-                             "plain_times": round(us["sort"] / us["xla"], 2), "file": file}  # fmt: skip
+                             "plain_times": round(us["sort"] / us["xla"], 2), **source_of(document, file)}  # fmt: skip
 
 
 def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax.Array]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs
+from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs, source_of
 from experiments.claims.accuracy import BUNDLED_SUBJECT, judge_of, percent
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from pallas_kernels.backends import on_hopper
@@ -42,8 +42,8 @@ def measure(toy: bool) -> Iterator[Row]:
 def products(results: Path) -> Iterator[Row]:
     """From result files."""
     for (m, k, n), (ours, wide) in product_pairs(results, OURS).items():
-        files = ", ".join(dict.fromkeys((ours.file, wide.file)))
-        yield product_row(m, k, n, ours.us, wide.us, files)
+        files = ", ".join(dict.fromkeys((ours.source["file"], wide.source["file"])))
+        yield product_row(m, k, n, ours.us, wide.us, ours.source | {"file": files})
 
 
 def timed_products() -> Iterator[Row]:
@@ -68,13 +68,13 @@ def timed_products() -> Iterator[Row]:
                     continue
                 best = known.get((case.m, k, n))
                 here = best is None or wide_us <= best.us
-                file = "measured here" if best is None or here else f"measured here, {best.file}"
-                yield product_row(case.m, k, n, us, wide_us if best is None or here else best.us, file)
+                file = "measured here" if best is None or here else f"measured here, {best.source['file']}"
+                yield product_row(case.m, k, n, us, wide_us if best is None or here else best.us, {"file": file})
 
 
-def product_row(m: int, k: int, n: int, us: float, wide_us: float, file: str) -> Row:
+def product_row(m: int, k: int, n: int, us: float, wide_us: float, source: Row) -> Row:
     row: Row = {"part": "product", "M": m, "K": k, "N": n, "us": round(us, 2), "bf16_us": round(wide_us, 2)}
-    return row | {"times": round(wide_us / us, 3), "file": file}
+    return row | {"times": round(wide_us / us, 3)} | source
 
 
 def steps(results: Path) -> Iterator[Row]:
@@ -86,7 +86,7 @@ def steps(results: Path) -> Iterator[Row]:
             if scheme in SCHEMES and kv == PLAIN[1] and wide:
                 times = round(wide / ms, 3)
                 about = {"part": "step", "model": document.get("model", "a model"), "scheme": scheme, "batch": batch}
-                yield about | {"ms": ms, "bf16_ms": wide, "times": times, "file": file}
+                yield about | {"ms": ms, "bf16_ms": wide, "times": times} | source_of(document, file)
 
 
 def judge(rows: list[Row]) -> Verdict:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import quant_steps
-from experiments.accuracy.measured_speed import STEPS, documents
+from experiments.accuracy.measured_speed import STEPS, documents, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report import floors_today
 from jllm.config import load_config
@@ -37,7 +37,7 @@ def recorded(results: Path) -> Iterator[Row]:
     for document, file in [*documents(results, STEPS)][-1:]:
         steps = [row for row in floors_today.with_floors(document) if "decode_ms" in row and row["kv"] == "bf16"]
         found = [row for scheme in ("bf16", INT4) for row in steps if row["scheme"] == scheme]
-        yield from beside_floors({**row, "file": file} for row in found)
+        yield from beside_floors(row | source_of(document, file) for row in found)
 
 
 def timed(toy: bool) -> Iterator[Row]:

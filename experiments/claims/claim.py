@@ -142,6 +142,12 @@ def measured_rows(document: Row) -> list[Row]:
     return [row for row in document["rows"] if "verdict" not in row and "error" not in row]
 
 
+def measured_on(document: Row) -> list[str]:
+    """The devices whose figures a claim's file has: of rows taken from other results those that they name, of others
+    its own."""
+    return list(dict.fromkeys(row.get("measured_on", document["device"]) for row in measured_rows(document)))
+
+
 def microseconds(call: Callable[[], Any]) -> float:
     """Microseconds of one call: by the device's own clock, without gaps, on a GPU; else by the host's, the median of
     five."""
@@ -179,6 +185,6 @@ def _cell(value: Any) -> str:
 def draw(claim: Claim, title: str, document: Row, path: Path) -> None:
     """The claim's picture. Raises ImportError without matplotlib."""
     verdict = document["rows"][-1].get("verdict", "incomplete")
-    whole = f"{claim.id}: {title} ({document['device']}): {verdict}"
+    whole = f"{claim.id}: {title} ({', '.join(measured_on(document) or [document['device']])}): {verdict}"
     with svg(path, (7, 3.6), claim.id, title=whole) as figure:
         claim.draw(figure, measured_rows(document))

@@ -72,7 +72,9 @@ def heading(section: Section, entry: Entry, entries: Sequence[Entry]) -> str:
         title += f": {entry.label}"
     elif any(other.name != entry.name for other in same):
         title += f": {entry.name}"
-    return f"{title} ({short(entry.device)})" if any(other.device != entry.device for other in same) else title
+    if all(other.device == entry.device for other in same):
+        return title
+    return f"{title} ({', '.join(map(short, dict.fromkeys((entry.device, *entry.devices))))})"
 
 
 def _natural(entry: Entry) -> tuple[list[str | int], str]:
@@ -91,7 +93,8 @@ def index(found: Placed) -> str:
         document, bars = entry.document, entry.document["bars"]
         met = f"{len(bars) - len(entry.missed)} of {len(bars)}" if bars else ""
         when = document["date"] + ("" if document["complete"] else ", incomplete")
-        lines.append([f"[{title}](#{slug(title)})", section.answer(document), met, short(document["device"]), when])
+        devices = ", ".join(map(short, entry.devices))
+        lines.append([f"[{title}](#{slug(title)})", section.answer(document), met, devices, when])
     return markdown(["what", "in short", "bars met", "device", "date"], lines)
 
 
@@ -99,7 +102,9 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     path, document = entry.path, entry.document
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     about = [
-        f"{document['device']}, {document['date']}, {versions}"
+        document["device"]
+        + "".join(f", figures of an {device}" for device in entry.devices if device != entry.device)
+        + f", {document['date']}, {versions}"
         + "".join(f", {text}" for text in made_with(document))
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")
         + (

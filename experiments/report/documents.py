@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from experiments.claims.claim import measured_on
 from experiments.report.commands import name_of
 from experiments.report.judged import judged
 from jllm.errors import InputFileError
@@ -81,6 +82,11 @@ class Entry:
     @property
     def device(self) -> str:
         return self.document["device"]
+
+    @property
+    def devices(self) -> list[str]:
+        """Those whose figures it has: a claim's rows may be of other results."""
+        return measured_on(self.document) or [self.device]
 
     @property
     def rows(self) -> list[Row]:

@@ -114,17 +114,18 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
                 f"[{name}]({places[entry.path]}) {TITLES[name]}",
                 row["stated"],
                 " ".join(shortened(text) for text in found),
+                ", ".join(map(short, entry.devices)),
                 f"**{row['verdict']}**",
             ]
         )
     if cells:
-        yield markdown(["claim", "stated", "measured, in short", "answer"], cells)
+        yield markdown(["claim", "stated", "measured, in short", "on", "answer"], cells)
         answered = {name for name, _ in claim_rows(results)}
         left = [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]
         yield (
             "Yes: every part of the claim holds; no: none; partly: some, by the rule on its page; open: the interval "
-            "has room for either. Where nothing else is said figures are an H200's, those of accuracy the bundled "
-            "model's." + f" Not measured yet: {', '.join(left)}." * bool(left)
+            "has room for either. What a CPU says is simulated, computed, or accuracy, of the bundled model where "
+            "nothing else is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
         )
 
 

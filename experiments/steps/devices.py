@@ -59,7 +59,7 @@ class Measured:
     bandwidth_gb_s: float
     dense_tflops: Mapping[str, float] = field(hash=False)
     attention_tflops: float
-    source: str  # the file that has them
+    source: str  # the file that has them, or where else they are written
 
     def __post_init__(self) -> None:
         figures = (self.bandwidth_gb_s, self.attention_tflops, *self.dense_tflops.values())
@@ -143,7 +143,7 @@ class DeviceSheet:
             return self.nominal
         found = self.measured
         peaks = {None: 1e12 * found.dense_tflops["bf16"]} | _eight_bits(found.dense_tflops)
-        said = f"the best figures measured on {self.name}"
+        said = f"the best figures measured on {self.name} ({found.source})"
         return Ceilings(1e9 * found.bandwidth_gb_s, peaks, 1e12 * found.attention_tflops, said)
 
 
