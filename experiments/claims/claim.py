@@ -145,7 +145,8 @@ def measured_rows(document: Row) -> list[Row]:
 def measured_on(document: Row) -> list[str]:
     """The devices whose figures a claim's file has: of rows taken from other results those that they name, of others
     its own."""
-    return list(dict.fromkeys(row.get("measured_on", document["device"]) for row in measured_rows(document)))
+    own: str = document["device"]
+    return list(dict.fromkeys(str(row.get("measured_on", own)) for row in measured_rows(document)))
 
 
 def microseconds(call: Callable[[], Any]) -> float:
