@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jllm.attention_weights import packed_weights, paged_weights
 from jllm.batch import Packed, Paged
 from jllm.config import LlamaConfig
-from jllm.linear import linear, norm_linear
+from jllm.fused_linear import norm_linear
+from jllm.linear import linear
 from jllm.params import AttentionParams
 from jllm.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention

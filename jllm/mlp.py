@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from jllm.config import LlamaConfig
-from jllm.linear import fuses_codes, fuses_swiglu, linear, norm_linear, norm_mlp, norm_swiglu, silu_linear
+from jllm.fused_linear import fuses_codes, fuses_swiglu, norm_linear, norm_mlp, norm_swiglu, silu_linear
+from jllm.linear import linear
 from jllm.params import MLPParams
 from jllm.taps import Tap
 from pallas_kernels.norm_quant import norm_quant

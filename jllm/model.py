@@ -17,8 +17,9 @@ from jllm.batch import Packed, Paged
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
+from jllm.fused_linear import norm_linear
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
-from jllm.linear import embed, linear, norm_linear
+from jllm.linear import embed, linear
 from jllm.mlp import mlp_block
 from jllm.parallel.ranks import HEADS, WHOLE, per_rank
 from jllm.params import LayerParams, Params

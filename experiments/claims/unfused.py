@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import linear, norm_linear, silu_mul
+from jllm.fused_linear import norm_linear, silu_mul
+from jllm.linear import linear
 from jllm.model import Paged
 from jllm.params import LayerParams
 from jllm.rope import angles

@@ -23,7 +23,8 @@ from experiments.training.data import Rows
 from jllm.attention import rms_norm
 from jllm.batch import Packed
 from jllm.config import LlamaConfig
-from jllm.linear import embed, linear, norm_linear
+from jllm.fused_linear import norm_linear
+from jllm.linear import embed, linear
 from jllm.mlp import mlp_block
 from jllm.model import backbone, head, packed_logits
 from jllm.params import Params

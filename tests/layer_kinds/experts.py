@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import linear, norm_linear
+from jllm.fused_linear import norm_linear
+from jllm.linear import linear
 from jllm.mlp import mlp_block
 from jllm.param_specs import layer_types
 from jllm.params import AttentionParams, MLPParams, Weight, matrix, norm_weight

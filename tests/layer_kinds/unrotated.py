@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jllm.attention import AttentionInputs, attention_block, paged_attention
 from jllm.batch import Packed
 from jllm.config import LlamaConfig
-from jllm.linear import linear, norm_linear
+from jllm.fused_linear import norm_linear
+from jllm.linear import linear
 from jllm.param_specs import layer_types
 from jllm.params import OUT, QKV, MLPParams, Weight, matrix, norm_weight
 from jllm.taps import Tap

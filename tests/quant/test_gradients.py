@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.linear import linear, norm_linear, norm_mlp, rounded_inputs, silu_linear
+from jllm.fused_linear import norm_linear, norm_mlp, silu_linear
+from jllm.linear import linear
 from jllm.model import Packed, packed_logits
 from jllm.quant.quantize import quantize
+from jllm.weight_inputs import rounded_inputs
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, parse_weight_format
 from tests.tiny import tiny_model

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jllm import fused_linear
 from jllm import linear as module
-from jllm.linear import norm, silu_mul
+from jllm.fused_linear import norm, silu_mul
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
@@ -132,13 +133,13 @@ def test_gate_and_up_make_the_codes_of_groups(dtype):
         quantized(normal(1, 64, 96, dtype=dtype), "w8a8-act-g32"),
     )
     x, weight, bias = normal(2, 6, 64, dtype=dtype), normal(3, 64, dtype=dtype), normal(4, 64, dtype=dtype)
-    assert module.fuses_codes(w, None, reader)
-    assert not module.fuses_codes(w, bias, reader)
-    assert not module.fuses_codes(w, None, quantized(normal(1, 64, 96, dtype=dtype), "w8a8"))
-    assert not module.fuses_codes(quantized(normal(0, 192, 64, dtype=dtype), "fp8"), None, reader)
-    got = jax.jit(partial(module.norm_mlp, eps=EPS))(x, weight, w, reader, bias)
-    apart = module.norm_linear(x, weight, w, eps=EPS)
-    apart = module.silu_linear(apart, reader, bias, residual=x)
+    assert fused_linear.fuses_codes(w, None, reader)
+    assert not fused_linear.fuses_codes(w, bias, reader)
+    assert not fused_linear.fuses_codes(w, None, quantized(normal(1, 64, 96, dtype=dtype), "w8a8"))
+    assert not fused_linear.fuses_codes(quantized(normal(0, 192, 64, dtype=dtype), "fp8"), None, reader)
+    got = jax.jit(partial(fused_linear.norm_mlp, eps=EPS))(x, weight, w, reader, bias)
+    apart = fused_linear.norm_linear(x, weight, w, eps=EPS)
+    apart = fused_linear.silu_linear(apart, reader, bias, residual=x)
     y = np.asarray(x, np.float64)
     y = y / np.sqrt((y**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight, np.float64)
     gate, up = np.split(fake_quantized(y, "w8a8") @ np.asarray(decode(w, dtype), np.float64).T, 2, axis=1)

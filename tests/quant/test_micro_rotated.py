@@ -11,13 +11,14 @@ import pytest
 import jllm
 from jllm.checkpoint import save
 from jllm.errors import QuantizationError
-from jllm.linear import linear, rounded_inputs
+from jllm.linear import linear
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration.block_scales import search_scales, squared_errors
 from jllm.quant.calibration.inputs import rotate_gram
 from jllm.quant.calibration.scale_search import output_error, round_clipped
 from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
+from jllm.weight_inputs import rounded_inputs
 from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.hadamard import hadamard
 from pallas_kernels.quantized_weights import (

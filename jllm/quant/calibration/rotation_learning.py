@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import QuantizationError
-from jllm.linear import rounded_inputs
 from jllm.model import Packed, packed_logits
 from jllm.params import HEAD, Params, Weight, layer_prefix, matrices, matrix_entries
 from jllm.pretrained import Model
@@ -22,6 +21,7 @@ from jllm.quant.calibration.scale_learning import divergence, load_optax
 from jllm.quant.quantize import map_weights
 from jllm.quant.rotation import Rotation, check_rotates, hadamard_rotation, rotate_by
 from jllm.quant.schemes import Formats, Scheme, choose_format
+from jllm.weight_inputs import rounded_inputs
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import WeightFormat, decode, encode, rotate_groups
 

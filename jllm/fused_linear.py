@@ -1,0 +1,173 @@
+"""linear together with what comes before it: a norm, SiLU, or both, as the weight that reads their rows takes them.
+
+The norm or SiLU before a weight with quantized activations makes its rows of eight bits in the same pass (`norm`,
+`silu_mul`). Where groups of inputs have scales of their own, gate and up projection make the rows with them
+(`norm_mlp`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.linear import Rows, column_parts, linear, multiply, straight_through, sum_parts, with_gradient
+from jllm.params import Weight
+from jllm.weight_inputs import rows_kind, takes_numbers, takes_plain_rows
+from pallas_kernels.all_reduce import MeshAxis
+from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
+from pallas_kernels.matmul import matmul
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.quantized_rows import QuantizedRows
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.scaled_matmul.gated import scaled_swiglu
+from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
+from pallas_kernels.silu_mul_quant import silu_mul_quant
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_swiglu
+
+
+def norm(x: jax.Array, weight: jax.Array, eps: float, reader: Weight, *, backend: str | None = None) -> Rows:
+    """RMSNorm of x [T, E], as the weight that reads it takes it."""
+    return norm_quant(x, weight, eps=eps, kind=rows_kind(reader), backend=backend)[0]
+
+
+def silu_mul(gate_up: jax.Array, reader: Weight, *, backend: str | None = None) -> Rows:
+    """SiLU(gate) * up of gate_up [T, 2F], as the weight that reads it takes it: [T, F]."""
+    kind = rows_kind(reader)
+    return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
+
+
+def norm_linear(
+    x: jax.Array,
+    weight: jax.Array,
+    w: Weight,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    out_dtype=None,
+    backend: str | None = None,
+) -> jax.Array:
+    """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable, which norm and then linear
+    are not where codes lie between them."""
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if not isinstance(w, QuantizedWeight):
+        return matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=where_faster(backend))
+
+    def run(x, weight, w, bias):
+        if takes_plain_rows(w):
+            how: dict[str, Any] = {"norm": weight, "eps": eps, "out_dtype": out_dtype, "backend": backend}
+            return of_plain_rows(x, w.values, w.scales, bias=bias, **how)
+        if takes_numbers(w):
+            return weight_only_matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=backend)
+        rows = norm(x, weight, eps, w, backend=backend)
+        return multiply(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
+
+    def straight(x, weight, w, bias):
+        rows = _plain_norm(x, weight, eps)
+        return straight_through(rows, w, bias, None, out_dtype=out_dtype)
+
+    return with_gradient(run, straight)(x, weight, w, bias)
+
+
+def silu_linear(
+    gate_up: jax.Array,
+    w: Weight,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array,
+    backend: str | None = None,
+    axis: MeshAxis | None = None,
+    parts: int = 1,
+) -> jax.Array:
+    """linear of silu_mul of gate_up [T, 2F], in the residual's dtype; axis and parts as linear has them."""
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
+        gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
+        cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
+        options: dict[str, Any] = {"out_dtype": residual.dtype, "backend": backend}
+        each = zip(cut, column_parts(w, parts))
+        return sum_parts([linear(silu_mul(r, v, backend=backend), v, **options) for r, v in each], bias, residual)
+    if axis is not None:
+        whole = backend == DETERMINISTIC  # linear quantizes whole rows, of which this device has a part
+        rows = silu_mul_quant(gate_up, backend=backend) if whole else silu_mul(gate_up, w, backend=backend)
+        return linear(rows, w, bias, residual=residual, out_dtype=residual.dtype, backend=backend, axis=axis)
+
+    def run(gate_up, w, bias, residual):
+        rows = silu_mul(gate_up, w, backend=backend)
+        return multiply(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend, parts=parts)
+
+    def straight(gate_up, w, bias, residual):
+        rows = silu_mul_quant(gate_up, backend=DIFFERENTIABLE)
+        return straight_through(rows, w, bias, residual, out_dtype=residual.dtype, parts=parts)
+
+    return (with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)
+
+
+def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
+    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows as they
+    are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what
+    comes."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or takes_numbers(w):
+        return bias is None and rows_kind(reader) is None
+    if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):
+        return False
+    return one_kernel(x, w.values, gated=True, backend=backend) is not None
+
+
+def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
+    """swiglu of norm of x [T, E] with w [2F, E], where fuses_swiglu says so: [T, F]."""
+    if not isinstance(w, QuantizedWeight):
+        return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+
+    def run(x, weight, w):
+        if takes_numbers(w):
+            return weight_only_swiglu(x, w, norm=weight, eps=eps, backend=backend)
+        return of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
+
+    def straight(x, weight, w):
+        rows = _plain_norm(x, weight, eps)
+        return silu_mul_quant(straight_through(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
+
+    return with_gradient(run, straight)(x, weight, w)
+
+
+def fuses_codes(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
+    """Whether gate and up projection, SiLU and the codes of its groups are one operation: of int8 codes, for a reader
+    whose inputs have a scale for each group."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or not isinstance(reader, QuantizedWeight):
+        return False
+    return takes_plain_rows(w) and w.format.row_codes == "int8" and reader.format.row_group is not None
+
+
+def norm_mlp(
+    x: jax.Array,
+    weight: jax.Array,
+    w: Weight,
+    reader: Weight,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    backend: str | None = None,
+) -> jax.Array:
+    """x [T, E] plus linear, with `reader`, of SiLU(gate) * up of x's norm with w [2F, E], where fuses_codes says so."""
+
+    def run(x, weight, w, reader, bias):
+        if one_kernel(x, w.values, gated=True, backend=backend) is not None:
+            rows: Rows = of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
+        else:
+            normed = norm(x, weight, eps, w, backend=backend)
+            assert isinstance(normed, QuantizedRows), "w takes codes"
+            group = reader.format.row_group
+            rows = scaled_swiglu(normed, w.values, w.scales, group=group, dtype=x.dtype, backend=backend)
+        return multiply(rows, reader, bias, x, out_dtype=x.dtype, backend=backend)
+
+    def straight(x, weight, w, reader, bias):
+        rows = _plain_norm(x, weight, eps)
+        gated = silu_mul_quant(straight_through(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
+        return straight_through(gated, reader, bias, x, out_dtype=x.dtype)
+
+    return with_gradient(run, straight)(x, weight, w, reader, bias)
+
+
+def _plain_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of x [T, E] in plain jnp."""
+    return norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]
