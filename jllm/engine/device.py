@@ -9,43 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jllm import fingerprint
 from jllm.batch import Bucket
 from jllm.cache import COPIES, jit_copy_pages, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
+from jllm.engine import between_steps
+from jllm.engine.between_steps import MASKS, put_masks
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.engine.guides import words
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout, packed_step
+from jllm.engine.model_checks import check_model
 from jllm.engine.options import EngineOptions, drafter_of
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import check_room, check_step, sizes_for
-from jllm.errors import ConfigError, EngineClosed, SnapshotError
-from jllm.hooks import Hooks
-from jllm.linear import linear
+from jllm.errors import EngineClosed, SnapshotError
 from jllm.memory import Memory
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, place, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
-from jllm.params import HEAD, Params, linears
-from jllm.sampling import make_counts
+from jllm.params import Params
 from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
-from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree, chain
-from jllm.state import SPREAD, Guidance, Outputs, State, Variant, init_drafts, make_slots, place_state, spread_drafter
+from jllm.state import SPREAD, Outputs, State, Variant, init_drafts, make_slots, place_state, spread_drafter
 from jllm.step_forward import Logits
-from pallas_kernels.backends import DETERMINISTIC
-from pallas_kernels.quantized_weights import QuantizedWeight
-
-MASKS = (4, 32)  # of guided samples that are put into the state at once: few sizes, which are compiled when first used
-REMEMBERED = 512  # tokens that a drafter or hooks are told at once
 
 
 @dataclass(frozen=True)
@@ -67,14 +59,7 @@ class Device:
 
     def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
         self._config, self._params, self._backend = config, params, options.kernels
-        if options.kernels == DETERMINISTIC:
-            check_one_order(params, config)
-        if options.compile_processes and config.mesh is not None:
-            raise ConfigError(
-                "compile_processes trace steps of one device, and this model is spread over several: leave them out"
-            )
-        if has_processes(config):
-            check_alike(options)
+        check_model(params, config, options)
         self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
@@ -160,14 +145,7 @@ class Device:
         """Before the second half of a step: what its guided slots may draw at the nodes that it has, and what probably
         comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
         assert self._state is not None
-        assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
-        for at in range(0, len(slots), MASKS[-1]):
-            some = slice(at, at + MASKS[-1])
-            size = next(size for size in MASKS if size >= len(slots[some]))
-            where = np.full(size, np.iinfo(np.int32).max, np.int32)
-            where[: len(slots[some])] = slots[some]
-            new = (np.resize(x[some], (size, *x.shape[1:])) for x in (allowed, coming))
-            self._state = replace(self._state, guidance=_guide(self._state.guidance, where, *new))
+        self._state = between_steps.guide(self._state, slots, allowed, coming)
 
     def sample(self, half: Halfway) -> Outputs:
         """Dispatches the second half of a guided step."""
@@ -188,11 +166,7 @@ class Device:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatches copies of pages (from, to), none of them both; they come after all steps dispatched so far."""
         assert self._state is not None
-        for at in range(0, len(copies), COPIES):
-            pages = np.full((COPIES, 2), np.iinfo(np.int32).max, np.int32)
-            some = copies[at : at + COPIES]
-            pages[: len(some)] = some
-            self._state = _with_pools(self._state, jit_copy_pages(_pools(self._state), pages))
+        self._state = between_steps.copy_pages(self._state, copies)
 
     @property
     def remembers(self) -> bool:
@@ -201,18 +175,8 @@ class Device:
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Tells the drafter and hooks the first tokens of a slot's sequence, which no step computes."""
-        if self._state is None:
-            return
-        for start in range(0, len(tokens), REMEMBERED):
-            some = tokens[start : start + REMEMBERED]
-            padded = np.zeros(REMEMBERED, np.int32)
-            padded[: len(some)] = some
-            where = np.asarray([slot, start, len(some)], np.int32)
-            if self._drafter is not None and self._state.drafts is not None:
-                memory = _remember(self._drafter, self._state.drafts.memory, where, padded)
-                self._state = replace(self._state, drafts=replace(self._state.drafts, memory=memory))
-            if self._hooks is not None and self._hooks.observe is not None:
-                self._state = replace(self._state, user=_observe(self._hooks, self._state.user, where, padded))
+        if self._state is not None:
+            self._state = between_steps.remember(self._state, self._drafter, self._hooks, slot, tokens)
 
     def read_pages(self, pages: Sequence[int]) -> Cache:
         """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
@@ -264,7 +228,7 @@ class Device:
     def _copying(self) -> Recipe:
         assert self._state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        pools, own = jax.eval_shape(_pools, self._state), len(self._state.cache)
+        pools, own = jax.eval_shape(between_steps.pools, self._state), len(self._state.cache)
         pools = self._placed(pools, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
@@ -283,7 +247,7 @@ class Device:
                     (guidance.coming.shape[1:], np.int32),
                 )
             )
-            found.append(Recipe(partial(_guide.lower, guidance, where, *new), name=f"{size} masks"))
+            found.append(Recipe(partial(put_masks.lower, guidance, where, *new), name=f"{size} masks"))
         return found
 
     def _check(self, top: jax.stages.Compiled) -> None:
@@ -327,86 +291,7 @@ class Device:
         return static if part == WHOLE else static | {"part": part}
 
     def _as_asked(self, state: State, variant: Variant) -> State:
-        """With penalties, and with masks of tokens, where and only where the variant has them."""
-        state = self._with_penalties(state, variant.penalties)
-        if variant.guided == (state.guidance is not None):
-            return state
-        guidance = None
-        if variant.guided:
-            S, tree = self.sizes.limits.max_slots, self.tree()
-            with jax.default_device(self._home):
-                allowed = ~jnp.zeros((S, tree.size, words(self._config.vocab_size)), jnp.uint32)
-                guidance = Guidance(allowed, jnp.full((S, coming_tokens(tree)), -1, jnp.int32))
-        return place_state(replace(state, guidance=guidance), self._config)
-
-    def _with_penalties(self, state: State, wanted: bool) -> State:
-        """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
-        sequences that run already, since none of those asked."""
-        if wanted == (state.counts is not None):
-            return state
-        S, V = self.sizes.limits.max_slots, self._config.vocab_size
-        with jax.default_device(self._home):
-            neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
-            counts = make_counts(S, V) if wanted else None
-        slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
-        return place_state(replace(state, slots=slots, counts=counts), self._config)
-
-
-def _pools(state: State) -> Cache:
-    """All pools of pages: the model's, and those of a drafter, which share its page tables."""
-    return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
-
-
-def _with_pools(state: State, pools: Cache) -> State:
-    layers = len(state.cache)
-    drafts = None if state.drafts is None else replace(state.drafts, cache=pools[layers:])
-    return replace(state, cache=pools[:layers], drafts=drafts)
-
-
-@partial(jax.jit, donate_argnames="guidance")
-def _guide(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
-    """Guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in `allowed`."""
-    return Guidance(
-        guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
-        guidance.coming.at[slots].set(coming, mode="drop"),
-    )
-
-
-@partial(jax.jit, donate_argnames="memory")
-def _remember(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """A drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first, and how
-    many are valid."""
-    slot, start, count = where
-    return drafter.remember(memory, slot, tokens, start, count)
-
-
-def check_alike(options: EngineOptions) -> None:
-    """ConfigError for what each of several processes that share a model would decide by what it alone sees."""
-    if options.num_pages is None:
-        raise ConfigError("processes share this model, and each would see other free memory: give num_pages")
-    if options.speculate is not None and options.drafts is None:
-        raise ConfigError("processes share this model, and each would time drafts by its own clock: give drafts")
-
-
-def check_one_order(params: Params, config: LlamaConfig) -> None:
-    """ConfigError for a weight that has one scale for all rows of a step, or whose products have no one order of sums
-    here."""
-    seen, stacked = set(), config.mesh is not None
-    for name, w in [*linears(params).items(), (HEAD, params.embed if params.head is None else params.head)]:
-        if isinstance(w, QuantizedWeight) and w.format.per_tensor and w.input_scale is None:
-            raise ConfigError(
-                f"{name} takes activations with one scale for all tokens of a step, and deterministic=True none: "
-                "quantize it with a scale a token, as w8a8 does"
-            )
-        of = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[stacked:], leaf.dtype), w)  # one rank's
-        if (key := (jax.tree.structure(of), *jax.tree.leaves(of))) in seen:
-            continue
-        seen.add(key)
-        row = jax.ShapeDtypeStruct((1, of.shape[1]), params.dtype)
-        try:
-            jax.eval_shape(partial(linear, backend=DETERMINISTIC), row, of)
-        except NotImplementedError as error:
-            raise ConfigError(f"deterministic=True has no product for {name}: {error}") from None
+        return between_steps.as_asked(state, variant, self._config, self.tree(), self._home)
 
 
 def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables:
@@ -421,10 +306,3 @@ def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables
 def _power_of_two(n: int) -> int:
     """The least that is not less than n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-@jax.jit
-def _observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """State.user with tokens i32[REMEMBERED] of a sequence; where: as for _remember."""
-    (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
-    return hooks.see(user, jnp.where(i < count, slot, np.iinfo(np.int32).max), start + i, tokens)

@@ -89,7 +89,7 @@ class Short:
 
 
 def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(monkeypatch):
-    from jllm.engine import device as device_module
+    from jllm.engine import between_steps
 
     model, calls = tiny_model(), []
     prompts = [[5, 6, 7], list(range(30, 50)), [9]]
@@ -104,7 +104,7 @@ def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(mo
         calls.append(int((pages[:, 1] != NOWHERE).sum()))
         return jit_copy_pages(cache, pages)
 
-    monkeypatch.setattr(device_module, "jit_copy_pages", counted)
+    monkeypatch.setattr(between_steps, "jit_copy_pages", counted)
     want, _ = tokens()
     assert calls == []
     got, m = tokens(kv_policy="extent", length_predictor=Short(), extent_overflow="move")
@@ -119,7 +119,7 @@ def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(mo
 
 def test_a_move_that_forgets_the_copy_changes_tokens(monkeypatch):
     """The fault that the test above is there for."""
-    from jllm.engine import device as device_module
+    from jllm.engine import between_steps
 
     model = tiny_model()
 
@@ -130,5 +130,5 @@ def test_a_move_that_forgets_the_copy_changes_tokens(monkeypatch):
         return [done[i] for i in ids]
 
     want = tokens()
-    monkeypatch.setattr(device_module, "jit_copy_pages", lambda cache, pages: cache)
+    monkeypatch.setattr(between_steps, "jit_copy_pages", lambda cache, pages: cache)
     assert tokens(kv_policy="extent", length_predictor=Short(), extent_overflow="move") != want

@@ -344,7 +344,7 @@ def test_what_uploads_masks_is_compiled_before_steps_need_it(caplog, asked, draf
         engine.submit([5, 6], params)
         list(engine.run())
         engine.close()
-    found = [record for record in caplog.records if "Compiling jit(_guide)" in record.getMessage()]
+    found = [record for record in caplog.records if "Compiling jit(put_masks)" in record.getMessage()]
     assert not [record for record in found if record.thread == threading.get_ident()]
     assert bool(found) != asked
 
