@@ -5,6 +5,8 @@ import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+from jllm.errors import how_to_install
+
 COMMANDS = {
     "generate": ("jllm.generate", "continue prompts of the command line, of standard input or of a file"),
     "chat": ("jllm.chat", "talk in the terminal, or in a pipe"),
@@ -35,7 +37,7 @@ def main() -> None:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
         sys.exit(_error(f"no command {name!r}: {hint}" if name else f"no command given: {hint}"))
     if name == "eval" and find_spec("lm_eval") is None:
-        sys.exit(_error("lm-eval is not installed: pip install 'jllm[eval]'"))
+        sys.exit(_error(f"lm-eval is not installed: {how_to_install('eval')}"))
     sys.argv[:2] = [f"jllm {name}"]
     # lm-eval starts processes, which look for the command in sys.modules.
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=name == "eval")

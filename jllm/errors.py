@@ -4,6 +4,11 @@ The command line prints the line and exits with status 2; a program catches the 
 """
 
 
+def how_to_install(extra: str) -> str:
+    """What a message says of an extra that is missing: from the sources, since PyPI's jllm is another project."""
+    return f"pip install '.[{extra}]' in the folder of jllm's sources"
+
+
 class JllmError(Exception):
     """Base of all errors that jllm raises on purpose."""
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
 COMMAND = re.compile(rf"(?:{MODULE}|(?:^|\| )(jllm)(?= \w))((?: [^`\n|&#]*)?)", re.MULTILINE)
+SAID = {"hooks": "swim"}  # what a page says that its blocks print
 LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
 
 
@@ -36,11 +37,12 @@ def commands(page: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-def test_python_runs(page, tmp_path, monkeypatch):
+def test_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
+    assert SAID.get(page.stem, "") in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # another test imported it

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
     "analysis": BELOW_ENGINE | {"engine", "api"},
     "cli": BELOW_ENGINE | {"engine", "api"},
     "generate": {"cli", "api"},
-    "__main__": set(),  # it runs commands by name
+    "__main__": {"errors"},  # it runs commands by name
     "chat": {"cli"},
     "serve": BELOW_ENGINE | {"engine", "cli"},
 }

@@ -63,9 +63,10 @@ KV_FORMATS = (
 SCHEMES = (
     "bf16, w8a16, w8a8 (w8a8-talk: not the O projection; w8a8-all: every linear layer; w8a8-head: and the output head; "
     "w8a8-groups: every linear layer, inputs of O and down in groups of 128), w4a16-g128, w4a16-g64, w4a16-g32 (each "
-    "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, uint8-zp; mxfp4, mxfp8, nvfp4 (and "
-    "-weight); llm-int8 (-tX: its threshold); w8a8-tensor, for experiments: not batch-invariant; or a .toml or .json "
-    "file of rules (README); each with +rotate-kv or +rotate-all as well"
+    "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, uint8-zp; mxfp4, mxfp8, mxfp8-e5m2, nvfp4 "
+    "(each also with -h: rotated blocks, and -weight); llm-int8 (-tX: its threshold); w8a8-tensor, for experiments: "
+    "not batch-invariant; or a .toml or .json file of rules (docs/quantization.md); each also with +rotate-kv or "
+    "+rotate-all"
 )
 DTYPES = "bf16, f16, f32"
 NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sampling parameters
@@ -300,8 +301,8 @@ def add_engine(group: Group) -> None:
     group.add_argument(
         "--speculate",
         metavar="NAME",
-        help="check drafts of this drafter, for speed: ngram, draft[:DIR], medusa[:FILE], eagle[:FILE]; "
-        "changes no token (see below; default: none)",
+        help="check drafts of this drafter, for speed: ngram, draft[:DIR], medusa[:FILE], eagle[:FILE], "
+        "copy:SCHEME; changes no token (docs/speculation.md; default: none)",
     )
     group.add_argument(
         "--drafts", type=int, metavar="K", help="drafts a step checks of each sequence (default: some, where they pay)"

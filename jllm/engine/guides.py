@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jllm.engine.guide import Guide
-from jllm.errors import RequestError
+from jllm.errors import RequestError, how_to_install
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
 
@@ -144,7 +144,7 @@ class Guides:
         try:
             from llguidance import LLExecutor, LLMatcher
         except ImportError:
-            raise RequestError("a guide needs llguidance: pip install 'jllm[guided]'") from None
+            raise RequestError(f"a guide needs llguidance: {how_to_install('guided')}") from None
         with self._reading:
             if self._words is None:
                 self._words = self._read_words()

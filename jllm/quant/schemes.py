@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from jllm.errors import QuantizationError
+from pallas_kernels.block_floats import KINDS
 from pallas_kernels.quantized_weights import LLM_INT8, WeightFormat, check_shape, parse_weight_format
 
 PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
@@ -195,18 +196,19 @@ def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
     try:
         parse_weight_format(scheme)
     except ValueError:
-        close = _near_presets(scheme)
-        hint = f"near ones: {', '.join(close)}" if close else f"schemes: {', '.join(PRESETS)}"
+        names = (*PRESETS, *KINDS)
+        close = _near(scheme, names)
+        hint = f"near ones: {', '.join(close)}" if close else f"schemes: {', '.join(names)}"
         raise QuantizationError(f"unknown quantization scheme {scheme!r}; {hint}, or a .toml or .json file") from None
     return _linears(scheme, scheme)
 
 
-def _near_presets(name: str) -> list[str]:
-    """Finds presets that `name` may have been meant to be, in either case: those that begin so come first."""
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """Finds what of `known` a name may have been meant to be, in either case: those that begin so come first."""
     lower = name.strip().lower()
     lower = {"int8": "w8a", "int4": "w4a16"}.get(lower, lower)  # as others call them
-    begin = [preset for preset in PRESETS if lower and preset.startswith(lower)]
-    return list(dict.fromkeys(begin + get_close_matches(lower, PRESETS, NEAR, 0.5)))[:NEAR]
+    begin = [each for each in known if lower and each.startswith(lower)]
+    return list(dict.fromkeys(begin + get_close_matches(lower, known, NEAR, 0.5)))[:NEAR]
 
 
 def read_scheme(file: Path) -> Scheme:

@@ -55,9 +55,9 @@ def make_parser() -> Parser:
     serving.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that clients must show (see below)")
     waiting = "samples that may wait beside those that run; more get status 429 (default: %(default)s)"
     serving.add_argument("--max-waiting", type=int, default=256, metavar="N", help=waiting)
-    deadline = "end a request after so long, with what it has (default: never)"
+    deadline = "end a request that takes longer, with what it has (default: never)"
     serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
-    grace = "what runs may take so long when the server is stopped (default: %(default)s)"
+    grace = "how long requests that run may still take when the server is stopped (default: %(default)s)"
     serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)
     serving.add_argument("--no-access-log", action="store_true", help="no line for each request on standard error")
     other = parser.add_argument_group("other")
@@ -67,7 +67,14 @@ def make_parser() -> Parser:
 
 def add_served_model(group: Group) -> None:
     add_model(group)
-    group.add_argument("--served-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    name = "what requests call the model (default: as --model, or fairytale)"
+    group.add_argument("--served-name", type=_not_empty, metavar="NAME", help=name)
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 def served_name(args: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jllm.cli.process import note
-from jllm.errors import ConfigError, JllmError, OutputError, RemoteError
+from jllm.errors import ConfigError, JllmError, OutputError, RemoteError, how_to_install
 from jllm.serve.batch_rows import read_done, read_rows, shards_of, with_ids
 from pallas_kernels.one_writer import only_writer
 
@@ -93,7 +93,7 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
     give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError where the
     cluster cannot be reached."""
     if find_spec("ray") is None:
-        raise ConfigError("--workers needs Ray: pip install 'jllm[ray]'")
+        raise ConfigError(f"--workers needs Ray: {how_to_install('ray')}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # workers without a GPU keep the variables

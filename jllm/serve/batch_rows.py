@@ -13,7 +13,7 @@ from typing import Any
 
 from jllm.cli.jsonl import Job, jobs_of, read_lines, settings_of
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, InputFileError, OutputError
+from jllm.errors import ConfigError, InputFileError, OutputError, how_to_install
 from jllm.run_identity import digest
 from jllm.serve.batch_file import Task, tasks_of
 
@@ -61,7 +61,7 @@ def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
 
 def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     if find_spec("pyarrow") is None:
-        raise ConfigError("a .parquet file needs pyarrow: pip install 'jllm[ray]'")
+        raise ConfigError(f"a .parquet file needs pyarrow: {how_to_install('ray')}")
     import pyarrow
     from pyarrow import parquet
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jllm.cli.arguments import ENGINE_FLAGS
 from jllm.cli.display import one_line
-from jllm.errors import ConfigError, JllmError
+from jllm.errors import ConfigError, JllmError, how_to_install
 from jllm.serve.arguments import api_key, parse_args, served_name
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'jllm[serve]'") from None
+        raise ConfigError(f"{error.name} is not installed: {how_to_install('serve')}") from None
     from jllm.checkpoint_files import find_model
     from jllm.cli.generation_config import warn_of_ignored
     from jllm.cli.process import compile_cache, make_engine, plain_warnings

@@ -262,6 +262,7 @@ def test_the_command_serves_and_stops(checkpoint):
     [
         (["--model", "/nowhere"], "/nowhere"),
         (["--port", "70000"], "--port must be 0 to 65535, not 70000"),
+        (["--served-name", ""], "argument --served-name: must not be empty"),
         (["--grace", "-1"], "--grace must be 0 to any finite number"),
         (["--drafts", "2"], "--drafts needs --speculate NAME"),
         (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),

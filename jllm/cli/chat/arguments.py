@@ -14,7 +14,7 @@ Without --model, a small bundled one is asked, which knows fairy tales and no ch
 EPILOG = """\
 examples:
   python -m jllm.chat --model ~/models/Llama-3.2-1B-Instruct --system "Answer in one sentence."
-  printf '%%s\\n' "Why is the sky blue?" "And at night?" | python -m jllm.chat --model ~/models/Llama-3.2-1B-Instruct
+  printf '%s\\n' "Why is the sky blue?" "And at night?" | python -m jllm.chat --model ~/models/Llama-3.2-1B-Instruct
 
 at the prompt, and as lines of a pipe:
   /reset        forget the conversation, but for --system

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
-from jllm.errors import QuantizationError
+from jllm.errors import QuantizationError, how_to_install
 from jllm.model import Packed, packed_logits
 from jllm.params import LayerParams, Params, matrices, with_matrices
 from jllm.pretrained import Model
@@ -221,5 +221,5 @@ def load_optax(what: str) -> Any:
     try:
         import optax
     except ModuleNotFoundError:
-        raise QuantizationError(f"{what} need optax: pip install 'jllm[learn]'") from None
+        raise QuantizationError(f"{what} need optax: {how_to_install('learn')}") from None
     return optax
