@@ -128,7 +128,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=275, help="tokens of a sequence that slots are counted for")
     parser.add_argument("--step-tokens", type=positive, default=1536, help="most prompt tokens in a step")
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
-    parser.add_argument("--requests", type=positive, help="the first so many of the workload, for each GPU")
+    parser.add_argument("--requests", type=positive, help="of the workload for each GPU, the first ones")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals")
     add_result_options(parser)
     args = parser.parse_args(argv)

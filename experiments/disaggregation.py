@@ -241,7 +241,7 @@ def with_claim(rows: Iterator[Row]) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, default=8, help="of these so many, measured (simulated: all)")
+    parser.add_argument("--layers", type=positive, default=8, help="that are measured of it (simulated: all)")
     parser.add_argument("--dtype", default="bfloat16", help="of random weights")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="measured, merged first")
     parser.add_argument("--load", type=float, nargs="*", default=[0.4, 0.7], help="shares of the throughput merged")

@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0], help="sizes of the page pool")
     parser.add_argument("--slots", type=positive, default=512)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--requests", type=positive, default=2048, help=f"so many draws from {WORKLOAD}")
+    parser.add_argument("--requests", type=positive, default=2048, help=f"draws from {WORKLOAD}")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     add_result_options(parser)
     return parser.parse_args(argv)

@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cases = [parse_case(text) for text in ("reserve", "paged", "extent:longest", "extent:oracle")]
     parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]")
     parser.add_argument("--pool-gib", type=float, nargs="+", default=[16.0])
-    parser.add_argument("--requests", type=positive, help="only the first so many (default: all)")
+    parser.add_argument("--requests", type=positive, help="how many, the first ones (default: all)")
     parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")

@@ -45,7 +45,7 @@ class Request:
     prompt: tuple[int, ...]
     stop: tuple[str, ...]
     output: int
-    ended: bool = True  # else it has at least so many
+    ended: bool = True  # else it has at least `output` tokens
 
 
 def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[Text]:

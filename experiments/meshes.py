@@ -10,7 +10,7 @@ and one for the draw, each of batch x hidden size in 16 bits (configs/links: mea
 more). Nothing overlaps. That smaller shares run at the same part of their limits as whole weights is an assumption, and
 the likeliest error: kernels' ramps stay, and weights shrink.
 
---gpus: replicas of meshes of --ranks share so many GPUs, each with the largest batch whose step takes at most --step-ms
+--gpus: replicas of meshes of --ranks share these GPUs, each with the largest batch whose step takes at most --step-ms
 and whose weights, K and V fit nine tenths of a GPU's memory; the mesh that makes the most tokens a second is marked
 `best`. Hosts have eight GPUs, and no mesh is larger, so that 64 GPUs are eight times 8.
 """

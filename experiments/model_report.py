@@ -119,7 +119,7 @@ def smallest(found: Sequence[Choice], kl: float) -> Choice | None:
 
 
 def closest(found: Sequence[Choice], limit: float) -> Choice | None:
-    """The least divergence in at most so many bytes."""
+    """The least divergence in at most `limit` bytes."""
     return min((c for c in found if c.bytes <= limit), key=lambda c: (c.kl, c.bytes), default=None)
 
 
@@ -207,7 +207,7 @@ def _choice_row(choice: Choice) -> list[str]:
 
 
 def _unit(count: float) -> tuple[str, float]:
-    """The largest unit that so many bytes have one of, and its bytes."""
+    """The largest unit that `count` bytes have one of, and its bytes."""
     return next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if count >= s or u == "B")
 
 

@@ -5,7 +5,7 @@
     python -m experiments.simulate --requests 100000 --rate 27.8     # an hour of traffic
     python -m experiments.simulate --replay run.jsonl    # a trace that an engine recorded, Engine(trace="run.jsonl")
 
-Every combination is one row. The pool has so many pages as --pool-gib hold; weights count for time alone. A request
+Every combination is one row. The pool has as many pages as --pool-gib hold; weights count for time alone. A request
 allows --max-new-tokens and makes what the workload says, which only the oracle knows. Step times are those of a cost
 model fitted to measured steps (cost_model.py; --floor takes floors alone), the same for every policy; the file says
 which results it is from, and how far from them. Nothing is measured but `host_us`: this machine's own microseconds in
@@ -212,7 +212,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens in a step")
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
-    parser.add_argument("--requests", type=positive, help="so many draws from the workload (default: it, once)")
+    parser.add_argument("--requests", type=positive, help="draws from the workload (default: it, once)")
     parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
     parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
     parser.add_argument("--seed", type=int, default=0, help="of draws and arrivals")

@@ -53,7 +53,7 @@ Steps are timed as experiments.decode_step times them.
 
   over_plain             time of a step of Q rows over that of a plain step: the tokens that it must make to break even
   break_even_acceptance  of each draft where those before it were accepted; none where all drafts would not do
-  times                  tokens a second over plain decoding's, with so many imposed tokens a step
+  times                  tokens a second over plain decoding's, with that number of imposed tokens a step
   times_here             what a published number of tokens a step gives by these times
   drafting_over_plain    time of a step that also drafts, with a quantized copy of the model, over that of a plain step
   times_at_0.9           what it gives where each of these drafts is accepted 9 times of 10

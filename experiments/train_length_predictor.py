@@ -276,7 +276,7 @@ def kinds(requests: Sequence[Request]) -> dict[str, list[Request]]:
 
 
 def write_workload(requests: Sequence[Request], path: Path) -> None:
-    """One line a request, those left out whose end nobody knows. Raises OutputError."""
+    """One line a request, those left out whose end is not known. Raises OutputError."""
     lines = [
         json.dumps({"prompt": r.prompt, "stop": r.stop, "output": r.output}, separators=(",", ":"))
         for r in requests

@@ -78,9 +78,8 @@ class LlamaConfig:
     dtype: str = "bfloat16"  # what the checkpoint stores
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    activation_parts: int = field(
-        default=1, repr=False
-    )  # of the inputs of o and down, each quantized by itself as on so many devices
+    # Of the inputs of o and down, each quantized by itself, as on that number of devices.
+    activation_parts: int = field(default=1, repr=False)
     mesh: "Mesh | None" = field(
         default=None, repr=False
     )  # the devices that share each layer (jllm.parallel); None: there is one

@@ -53,7 +53,7 @@ def own_compile_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def room_for_compiled_functions():
-    """Lets go of compiled functions between modules, once there are many."""
+    """Drops compiled functions between modules, once there are many."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:

@@ -341,7 +341,7 @@ def test_missing_config(tmp_path):
         {"architecture": "Qwen2ForCausalLM", "qkv_bias": True, "windows": (8, 16, 8)},
         {"rope_scaling": RopeScaling("linear", 2.0, original_context=7)},
         {"rope_scaling": RopeScaling("yarn", 2.0)},
-        {"architecture": "Nobody"},
+        {"architecture": "Unknown"},
     ],
 )
 def test_a_config_that_its_architecture_cannot_express_is_not_written(change):

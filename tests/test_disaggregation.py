@@ -35,7 +35,7 @@ def test_times_of_a_request_that_changes_engines():
     assert (one.requests, one.output_tokens, one.prompt_tokens) == (1, 3, 20)
 
 
-def test_apart_nobody_waits_for_prompts():
+def test_apart_none_waits_for_prompts():
     coming = sent((4, 12, 0.0), *((60, 1, 3.0 + i) for i in range(6)))
     both = {"merged": merged(engine, coming, 1), "apart": apart(engine, coming, 1, 1, float)}
     assert [tally.requests for tally in both.values()] == [7, 7]

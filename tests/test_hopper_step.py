@@ -1,4 +1,4 @@
-"""What a step of a 7B runs on a Hopper GPU where nobody names a backend: its kernels, by name and number."""
+"""What a step of a 7B runs on a Hopper GPU where no backend is named: its kernels, by name and number."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Estimates for meshes: exchanges as data, a rank's share of a step, and what so many GPUs would give."""
+"""Estimates for meshes: exchanges as data, a rank's share of a step, and what a number of GPUs would give."""
 
 import json
 

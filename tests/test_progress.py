@@ -28,7 +28,7 @@ def texts(count: int = 6) -> list[list[int]]:
 
 
 def interrupt(monkeypatch, after: int) -> list[int]:
-    """Ctrl-C when so many windows have been scored; returns the list that numbers the windows scored."""
+    """Ctrl-C when `after` windows have been scored; returns the list that numbers the windows scored."""
     scored, cut = [], scoring._scored
 
     def one(window, pieces):

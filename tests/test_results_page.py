@@ -308,7 +308,7 @@ def test_what_a_file_does_not_hold_of_its_run_is_said(tmp_path):
     assert ", commit abc, no driver or clocks recorded" in page(tmp_path, "kernels")
 
 
-def test_an_experiment_that_nobody_described_is_shown_whole(tmp_path):
+def test_an_experiment_without_a_description_is_shown_whole(tmp_path):
     write(tmp_path, "new-20261120-h200", experiment="new", rows=[{"a": 1, "b": [2, 2]}, {"c": "x|y"}])
     text = page(tmp_path)
     assert "## new, H200" in text

@@ -89,7 +89,7 @@ REST = [pair for pair in product(SHAPES, SCHEMES) if pair not in LOWERED]
 
 def products(scheme: str) -> int:
     """The kernels that a layer of 7B and some hundred rows has beside those of every layer, and a head of int8."""
-    if scheme in ("bf16", "fp4", "fp4-dq"):  # plain products are XLA's for so many rows, and FP4 has no kernel
+    if scheme in ("bf16", "fp4", "fp4-dq"):  # plain products are XLA's for that many rows, and FP4 has no kernel
         return 0
     if scheme == "llm-int8":  # two of each weight
         return 8
@@ -160,7 +160,7 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
     monkeypatch.setattr(step_forward, "PROMPT_LOGPROB_ROWS", 5)
     model, rng = tiny_model(), np.random.default_rng(0)
     hidden, targets = jnp.asarray(rng.normal(size=(13, 32)), jnp.float32), rng.integers(0, 97, 13).astype(np.int32)
-    targets[-1] = -1  # nobody asks
+    targets[-1] = -1  # not asked for
     scores = step_forward._score_prompt(model.params, CONFIG, hidden, jnp.asarray(targets), None, backend=None)
     logprobs, ranks, best, best_logprobs = scores
     logits = np.asarray(head(model.params, CONFIG, hidden))

@@ -100,7 +100,7 @@ _full = jax.jit(_full_impl, static_argnames="config")
 
 
 def greedy(tokens: int = 16, **kw) -> SamplingParams:
-    """Greedy for so many tokens whatever they are."""
+    """Greedy for `tokens` tokens, whatever they are."""
     return SamplingParams(**{"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **kw})
 
 

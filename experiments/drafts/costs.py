@@ -27,7 +27,7 @@ CHEAP = 1.25  # times a plain step, that a tree may take and still count as chea
 
 
 def node_costs(args: argparse.Namespace) -> Iterator[Row]:
-    """A step of one sequence with a tree of so many nodes, of which none is accepted, against a plain step: in turn,
+    """A step of one sequence with a tree of that many nodes, of which none is accepted, against a plain step: in turn,
     the medians of --repeats."""
     model = load(args.model)
     params, config = model.params, model.config

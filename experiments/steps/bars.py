@@ -14,7 +14,7 @@ DECODE = {  # weights, and K and V: up to a batch, the least share of the floor
     ("w8a8", "int8-g8"): ((64, 0.70), (math.inf, 0.75)),
 }
 OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # which have bars of their own
-PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where so many tokens of prompts are computed
+PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where at least that many tokens of prompts are computed
 
 
 OWN = ("default", "mosaic")  # backends that are a Hopper GPU's own, of which bars of shares are
@@ -36,7 +36,7 @@ def decode_bars(name: str, row: Row) -> Iterator[Row]:
 
 
 def prefill_bars(name: str, row: Row, tokens: int, share: float) -> Iterator[Row]:
-    """The bar of what computing so many tokens of prompts reaches of its floor, where it has one."""
+    """The bar of what computing that many tokens of prompts reaches of its floor, where it has one."""
     if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS and of_own_kernels(row):
         yield bar(f"{name}, share of the floor", share, "1", PREFILL)
 

@@ -21,7 +21,7 @@ LINKS = Path(__file__).parents[2] / "configs" / "links"
 
 @dataclass(frozen=True)
 class Table:
-    """Measured seconds by bytes, between so many ranks."""
+    """Measured seconds by bytes, between that number of ranks."""
 
     ranks: int
     points: tuple[tuple[float, float], ...]
@@ -33,7 +33,7 @@ class Table:
             raise ConfigError(f"a link's table needs ranks >= 2 and points [bytes, seconds] in order: {self}")
 
     def seconds(self, nbytes: float, ranks: int | None = None) -> float:
-        """Seconds of one transfer, or of an exchange of that many bytes by so many ranks (by default the table's)."""
+        """Seconds of one transfer, or of an exchange of these bytes by `ranks` ranks (by default the table's)."""
         if ranks == 1:
             return 0.0
         sizes, times = zip(*self.points)

@@ -45,7 +45,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def fit(weights: Any, params: Params, data: Any, loss: Loss, recipe: Recipe, name: str) -> tuple[Any, list[float]]:
-    """Weights after recipe.steps steps of so many random rows of the data (leaves [N, ...] on the host), and the loss
+    """Weights after recipe.steps steps, each of random rows of the data (leaves [N, ...] on the host), and the loss
     of each step. Every row is taken once before any is taken again."""
     optimizer = make_optimizer(recipe)
 

@@ -78,7 +78,7 @@ def compile_cache(args: Namespace) -> Path | None:
 
 
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
-    """An engine; or so many, each on a device, or on a mesh as the model is."""
+    """An engine; or several, each on a device, or on a mesh as the model is."""
     from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
 

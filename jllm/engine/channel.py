@@ -34,7 +34,7 @@ class Channel:
         self._socket = connection
 
     def waiting(self, seconds: float | None) -> bool:
-        """Whether a message (or the end) comes within so many seconds; None waits for one."""
+        """Whether a message (or the end) comes within these seconds; None waits for one."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def send(self, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NOTHING) -> None:
@@ -87,7 +87,7 @@ class Channel:
 
 
 def connect(address: str, seconds: float) -> Channel:
-    """A channel to HOST:PORT. RemoteError where nobody listens there within so many seconds."""
+    """A channel to HOST:PORT. RemoteError where none accepts it within these seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise RemoteError(f"an address must be HOST:PORT, not {address!r}")

@@ -1,8 +1,8 @@
 """Prefill and decode apart: one engine computes prompts, another one all tokens after the first, behind the surface of
 one engine (DistServe, Zhong et al., arXiv 2401.09670; Splitwise, Patel et al., arXiv 2311.18677).
 
-A long prompt then makes nobody's next token late. It costs a second copy of the weights and the way of K and V from one
-engine to the other.
+A long prompt then delays no other request's next token. It costs a second copy of the weights and the way of K and V
+from one engine to the other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +177,7 @@ class Disaggregated(Replicas):
         return super()._move(replica, error)
 
     def _reserve(self, samples: int) -> bool:
-        """Whether there is room for so many where they decode; it is theirs then."""
+        """Whether there is room for these samples where they decode; it is theirs then."""
         with self._lock:
             there = self._reserved + sum(self._moved.values())
             if self._decode.engine.closed or there + samples > self._decode.engine.slots:

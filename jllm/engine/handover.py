@@ -1,4 +1,4 @@
-"""A request that changes engines while it runs: what one engine lets go of, and another goes on with.
+"""A request that changes engines while it runs: what one engine gives up, and another goes on with.
 
 K and V of the prompt go along, as pages that are copied from device to device, on meshes of one size from each device
 to the one that has the same heads, or as a snapshot on the host, which may
@@ -124,7 +124,7 @@ class PagesDevice(Device):
         self._state = replace(self._state, cache=_unpack(self._state.cache, to, snapshot.arrays))
 
     def warm_up(self, tokens: int, to: Place | None) -> None:
-        """Compiles what moves up to so many tokens: to an engine there, or from one (None)."""
+        """Compiles what moves up to that many tokens: to an engine there, or from one (None)."""
         assert self._state is not None
         # As steps will leave it: jit tells apart arrays that are on a device by default and those that were put there.
         self._state = replace(self._state, cache=jax.device_put(self._state.cache, self._home))

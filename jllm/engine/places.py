@@ -19,7 +19,7 @@ type Place = jax.Device | Mesh
 
 
 def find_places(wanted: int | Sequence[Place] | None, config: LlamaConfig) -> list[Place]:
-    """For engines with this model: these places, or so many as the devices of this process make in their order, each as
+    """For engines with this model: these places, or as many as the devices of this process make in their order, each as
     large as the mesh that the model is on; None for as many as there are. Raises ConfigError for more, for a device
     that is named twice, for places of another size, and for a model that several processes share."""
     if has_processes(config):

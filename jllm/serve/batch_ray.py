@@ -89,7 +89,7 @@ def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tup
 
 @contextlib.contextmanager
 def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
-    """The module ray, connected to the cluster at an address; "local" starts one on this machine, with so many CPUs to
+    """The module ray, connected to the cluster at an address; "local" starts one on this machine, with `cpus` CPUs to
     give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError where the
     cluster cannot be reached."""
     if find_spec("ray") is None:
@@ -175,7 +175,7 @@ class Mapped:
 
 
 def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
-    """What a function gives in a worker with so many GPUs. RemoteError where it fails."""
+    """What a function gives in a worker with `gpus` GPUs. RemoteError where it fails."""
     try:
         return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
     except ray.exceptions.RayError as error:

@@ -172,7 +172,7 @@ class ShardsOfTable:
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
         self._worker: Worker | str
-        warnings.simplefilter("ignore")  # nobody reads them
+        warnings.simplefilter("ignore")  # they would be lost in a worker's log
         try:
             self._worker = Worker(args, run, folder)
         except JllmError as error:  # Ray would make a page of it, and start the worker again and again

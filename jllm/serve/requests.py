@@ -70,7 +70,7 @@ GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # fie
 }
 COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING}
 COMMON |= {"response_format", "structured_outputs", *GUIDES}
-COMMON |= {"user", "store"}  # which change nothing: nobody is told apart, and nothing is stored
+COMMON |= {"user", "store"}  # which change nothing: users are not told apart, and nothing is stored
 COMPLETION = COMMON | {"prompt", "logprobs", "echo", "best_of"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
@@ -133,7 +133,7 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     tokens = next((tokens for tokens in given.values() if tokens is not None), max(1, served.context - len(ids)))
     sampling = _sampling(body, max_new_tokens=tokens, logprobs=(top or 0) if wants else None)
     if sampling.n > served.most_samples:
-        raise bad("n", f"must be at most {served.most_samples}: so many samples may run and wait")
+        raise bad("n", f"must be at most {served.most_samples}, the number of samples that may run and wait")
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
     checked = _checked(ids, sampling, body, "messages", served)
     return Wanted((checked,), sampling, True, stream, usage, token_ids, priority=priority)

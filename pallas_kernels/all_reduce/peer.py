@@ -47,7 +47,7 @@ def check_unasked(x: jax.Array, axis: MeshAxis) -> None:
     """check, and what XLA's exchange does faster. Raises NotImplementedError."""
     check(x, axis)
     if x.size * x.dtype.itemsize > FASTER:
-        raise NotImplementedError(f"{x.size * x.dtype.itemsize} bytes: XLA's exchange of so many is faster")
+        raise NotImplementedError(f"{x.size * x.dtype.itemsize} bytes: XLA's exchange of that much is faster")
 
 
 def all_reduce(

@@ -31,7 +31,7 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     stage_queries(plan, refs, wg)
     plgpu.barrier_arrive(refs.q_free)
 
-    # A block is free when all warpgroups have let go of it, those too that have no use for it. In this order a single
+    # A block is free when all warpgroups have released it, those too that have no use for it. In this order a single
     # stage is enough, and the next pack's blocks come while this one's rows leave.
     k, v = (refs.k.ready, refs.k.free), (refs.v.ready, refs.v.free)
     slot, later = plan.slot(blocks + wg), (wg + 1, plan.config.warpgroups)
@@ -59,7 +59,7 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
 
 
 def _pass_by(plan: Plan, blocks: jax.Array, span: tuple[Any, Any], barriers: Sequence[tuple[Any, Any]]) -> None:
-    """Waits for blocks of other warpgroups and lets go of them: barriers (ready, free)."""
+    """Waits for blocks of other warpgroups and releases them: barriers (ready, free)."""
 
     @pl.loop(*span)
     def _(w: jax.Array) -> None:

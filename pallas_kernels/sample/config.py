@@ -70,7 +70,7 @@ CONFIGS = (Config(), Config(pieces=2), Config(pieces=1), Config(2, 1), Config(1,
 
 
 def choose_config(vocabulary: int) -> Config:
-    """The configuration for rows of so many logits: the largest chunks that they fill."""
+    """The configuration for rows of that many logits: the largest chunks that they fill."""
     return next(config for config in CONFIGS if config.chunk <= vocabulary)
 
 

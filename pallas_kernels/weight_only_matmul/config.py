@@ -106,7 +106,7 @@ AnyConfig = Config | RowConfig | StreamConfig
 
 
 def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowConfig = ONE_ROW) -> bool:
-    """Whether the kernel for one row of x takes a weight of so many rows as stored, or of two such halves in all."""
+    """Whether the kernel for one row of x takes a weight of that many rows as stored, or of two such halves in all."""
     halves = 2 if gated else 1
     known = fmt.codes in GROUPS and (fmt.group or ROW) in GROUPS[fmt.codes]
     return known and config.rows >= 8 * halves and n % config.rows == 0

@@ -276,7 +276,7 @@ def test_a_file_has_one_writer_and_none_that_was_made_for_nothing_stays(tmp_path
 
 
 class FullDisk(io.FileIO):
-    """Takes so many bytes and no more."""
+    """Takes a number of bytes and no more."""
 
     room = 100
 

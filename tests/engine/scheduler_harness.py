@@ -13,7 +13,7 @@ from jllm.engine.sequence import Sequence
 
 STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
 
-GARBAGE = 255  # what a page holds that nobody wrote
+GARBAGE = 255  # what a page holds that was not written
 
 
 def sample(tokens) -> int:
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step made of a sequence that had so many rows in it."""
+    """What a step made of a sequence that had `rows` rows in it."""
 
     seq: Sequence
     tokens: list[int]
@@ -63,7 +63,7 @@ class Sampled:
 
 class Device:
     """Executes plans in order, as they are dispatched; a slot that it knows to be done writes nothing. A decode of
-    several rows advances by any number of tokens that they allow, as if so many drafts were right."""
+    several rows advances by any number of tokens that they allow, as if that many drafts were right."""
 
     def __init__(self, limits: Limits):
         self.limits = limits

@@ -30,8 +30,8 @@ def model():
 
 
 class Held:
-    """Holds back programs that threads compile: so many go through at once, the rest once it is opened. Notes their
-    order; raises an error, if it is given one, instead of compiling what it held back."""
+    """Holds back programs that threads compile: `through` of them go through at once, the rest once it is opened. Notes
+    their order; raises an error, if it is given one, instead of compiling what it held back."""
 
     def __init__(self, monkeypatch, through: int, error: Exception | None = None):
         self.order, self.opened, self.error = [], threading.Event(), error

@@ -307,7 +307,7 @@ def test_wrong_priorities_and_deadlines_are_named(model, urgency, says):
     assert not engine.has_work
 
 
-def test_penalties_cost_nothing_once_nobody_asks(model):
+def test_penalties_cost_nothing_once_none_asks(model):
     engine = Engine(model, **OPTIONS)
     engine.submit(PROMPTS[0], greedy(3, presence_penalty=1.0))
     engine.submit(PROMPTS[1], greedy(20))

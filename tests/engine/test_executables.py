@@ -72,7 +72,7 @@ def test_a_second_start_traces_nothing(model, folder, monkeypatch, wait):
 
 
 def test_what_comes_without_warning_is_kept_and_found_as_well(model, tmp_path, monkeypatch):
-    """A variant that nobody compiled ahead."""
+    """A variant that was not compiled ahead."""
     engine = Engine(model, **OPTIONS, executables=tmp_path)
     wants = tokens(engine, PENALTIES)
     assert wants == tokens(Engine(model, **OPTIONS), PENALTIES)
@@ -121,7 +121,7 @@ def files(folder: Path) -> Executables:
     return Executables(folder, (jax.devices()[0],))
 
 
-def test_what_nobody_used_for_long_goes(tmp_path):
+def test_what_was_not_used_for_long_goes(tmp_path):
     kept = files(tmp_path)
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
     used, forgotten, new = (tmp_path / f"{name}.pickle" for name in ("used", "forgotten", "new"))

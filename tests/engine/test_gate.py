@@ -156,7 +156,7 @@ def test_a_failure_of_two_together_is_not_told_to_one_that_was_asked_for_alone()
 
 
 @pytest.mark.parametrize("busy", ["a sequence runs", "programs are compiled", "all was compiled ahead", None])
-def test_only_where_nobody_is_delayed_steps_wait_for_the_compiler(busy):
+def test_only_where_none_is_delayed_steps_wait_for_the_compiler(busy):
     gate = make_gate(PLAIN, ahead=busy == "all was compiled ahead")
     gate._programs.compiling = busy == "programs are compiled"
     if busy == "a sequence runs":
@@ -326,7 +326,7 @@ def test_who_waits_can_be_forked_and_aborted(model, engine, threads):
     assert not engine.has_work
 
 
-def test_a_failure_to_compile_ends_who_asked_and_nobody_else(engine, threads):
+def test_a_failure_to_compile_ends_who_asked_and_no_other(engine, threads):
     threads.error = ValueError("the compiler fell over\nand more")
     threads.opened.set()
     plain, asking = engine.submit([5, 6, 7], greedy(20)), engine.submit([9, 8], greedy(3, logprobs=0, n=2))

@@ -186,7 +186,7 @@ def test_prompts_that_pages_do_not_admit_fill_no_step():
     for seq in list(scheduler.running):
         scheduler.finish(seq, "length")
     fill(scheduler, [1] * 6)
-    assert prompt_tokens(scheduler) == 32, "nobody decodes: all that there is"
+    assert prompt_tokens(scheduler) == 32, "no sequence decodes: all that there is"
 
 
 @pytest.mark.parametrize(("pages", "rows"), [(40, 16), (200, 18)])

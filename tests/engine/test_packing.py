@@ -1,4 +1,4 @@
-"""What a plan says is what the device reads, field by field; what nobody writes is padding."""
+"""What a plan says is what the device reads, field by field; what is not written is padding."""
 
 from dataclasses import fields, is_dataclass, replace
 

@@ -102,7 +102,7 @@ class Hoard:
         return page in self.pages
 
     def on_share(self, page):
-        raise AssertionError("nobody shares these")
+        raise AssertionError("these are not shared")
 
     def evict(self, pages):
         for _ in range(min(pages, len(self.pages))):

@@ -36,7 +36,7 @@ class Held:
         monkeypatch.setattr(self.engine._device, "run", wait)
 
     def waiting(self, count: int) -> None:
-        """Returns once so many callers have the turn or wait for it."""
+        """Returns once that many callers have the turn or wait for it."""
         end = time.monotonic() + 60
         while len(self.engine._turns._threads) < count:
             assert time.monotonic() < end

@@ -120,7 +120,7 @@ RUNS = {  # the pages of two rows, of 9 and 5
 
 
 def with_runs(case: Case, runs):
-    """The case's inputs, their pages moved to where `runs` has them; what nobody owns is NaN."""
+    """The case's inputs, their pages moved to where `runs` has them; pages without an owner are NaN."""
     q, pages, table, lengths = case.inputs()
     source = np.zeros(25, np.int32)
     moved = np.full(table.shape, 2**30, np.int32)

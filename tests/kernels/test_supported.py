@@ -29,7 +29,7 @@ CALLS = {  # of each operation over pages: the operation, its arguments, and whe
 
 
 def stored_as(pages: KVPages, fmt: KVFormat) -> KVPages:
-    """Pages whose arrays fit a format, be it one that nobody reads."""
+    """Pages whose arrays fit a format, be it one that no backend reads."""
 
     def pool(old: Pages) -> Pages:
         scales = None

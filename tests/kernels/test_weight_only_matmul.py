@@ -129,7 +129,7 @@ def test_what_is_refused():
     [("w4a16-g128", 4096), ("w4a16-g32-zp", 4096), ("nf4", 4096), ("w8a16", 1024), ("fp8-weight", 1024)],
 )
 def test_the_kernel_is_chosen_where_it_is_the_faster_one(monkeypatch, name, most):
-    """Unasked on a Hopper GPU: up to so many rows, of what the kernel takes."""
+    """Unasked on a Hopper GPU: up to `most` rows, of what the kernel takes."""
     fmt = parse_weight_format(name)
     for m in (1, 16, 64, most):
         check_faster("bfloat16", m, 12288, 4096, fmt)

@@ -32,7 +32,7 @@ def seq(known: int, most: int, expected: int = 0, computed: int = 0, pages=(), a
 
 
 class Fixed(Longest):
-    """An output of so many tokens, then so many more."""
+    """An output of some tokens, then of some more."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -208,7 +208,7 @@ def test_the_victim_is_the_cheapest_that_frees_enough_and_never_the_oldest():
     running = [seq(n, 60, computed=n, pages=pool.allocate(-(-n // P)), arrival=i) for i, n in enumerate(sizes)]
     assert policy.victim(running, 1) is running[4]  # of equals the newest
     assert policy.victim(running, 4) is running[1]
-    assert policy.victim(running, 30) is running[1]  # nobody frees enough: the one that frees most
+    assert policy.victim(running, 30) is running[1]  # none frees enough: the one that frees most
     assert policy.victim(running[:1], 1) is running[0]
     pool.share(running[2].pages + running[4].pages)  # what others hold as well frees nothing
     assert policy.victim(running, 1) is running[3]

@@ -69,7 +69,7 @@ def test_the_living_are_no_shorter_than_they_are():
     assert naive.predict((), LONG, 0.3) < 0.6 * np.quantile(lengths, 0.3)
     naive.alive([now] * int((lengths > now).sum()))
     assert naive.predict((), LONG, 0.3) == pytest.approx(np.quantile(lengths, 0.3), rel=0.15)
-    assert naive.predict((), LONG, 0.9) == LONG.max_new_tokens  # nobody knows yet
+    assert naive.predict((), LONG, 0.9) == LONG.max_new_tokens  # nothing is known yet
     naive.alive([])
     assert naive.predict((), LONG, 0.3) < 0.6 * np.quantile(lengths, 0.3)
 

@@ -84,7 +84,7 @@ def test_modules_of_the_same_inputs_get_the_largest_of_their_scales(tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"activations": False, "symmetric": False}])
 def test_sizes_that_are_no_multiples_of_32(changes, tmp_path):
-    """Rows and columns that are padded: of values for which nobody looks, and with zero points what stands for zero."""
+    """Rows and columns that are padded: of values that are not looked at, and with zero points what stands for zero."""
     model = layouts.small_model(hidden_size=72, intermediate_size=100, vocab_size=97)
     written = layouts.write(tmp_path / "m", model, partial(compressed, ignore=(), dtype=np.float32, **changes))
     loaded = jllm.load(tmp_path / "m")

@@ -164,7 +164,7 @@ class Simulation:
 
 
 def sequences(rng: np.random.Generator, vocabulary: int = 97, length: int = 24) -> list[Sequence]:
-    pages = rng.permutation(N - 1)  # the last page is nobody's
+    pages = rng.permutation(N - 1)  # the last page has no owner
     texts = rng.integers(0, vocabulary, (SLOTS, length)).tolist()
     return [Sequence(t, int(rng.integers(3, 10)), pages[i * M : (i + 1) * M].tolist()) for i, t in enumerate(texts)]
 

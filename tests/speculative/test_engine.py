@@ -149,7 +149,7 @@ def test_drafts_are_chosen_where_they_pay():
     plain, drafted = Bucket(4, 0, 0), Bucket(4, 0, 0, 5)
 
     def run(gain: int, steps: int, cost: float = 1.5) -> float:
-        """The share of steps that verify drafts of which so many are accepted."""
+        """The share of steps that verify drafts of which `gain` are accepted."""
         found = 0
         for _ in range(steps):
             with_drafts = drafting.rows(4, False) > 1
