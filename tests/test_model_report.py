@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import model_report
-from experiments.model_report import Choice, closest, decode_ms, front, plain_shapes, runnable, smallest
+from experiments.model_report import decode_ms, plain_shapes, runnable
+from experiments.report.model_page import Choice, closest, front, smallest
 from experiments.steps.devices import device_sheet
 from jllm.quant.schemes import PLAIN
 from tests.tiny import CONFIG

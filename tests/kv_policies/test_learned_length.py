@@ -20,6 +20,7 @@ from experiments.length_data import (
     generate_texts,
     read_texts,
 )
+from experiments.training import length_fit
 from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
@@ -184,11 +185,11 @@ def lessons():
 
 @pytest.fixture(scope="module")
 def taught(lessons):
-    edges = train.make_edges(100)
-    recipe = train.Recipe(
+    edges = length_fit.make_edges(100)
+    recipe = length_fit.Recipe(
         width=16, steps=300, rows=128, lr=1e-2, weight_decay=0.01, dropout=0.1, table_rate=1.0, seed=0
     )
-    found, steps = train.fit(lessons[:3], edges, recipe)
+    found, steps = length_fit.fit(lessons[:3], edges, recipe)
     assert steps > 0
     return found
 
@@ -219,12 +220,14 @@ def test_seeds_are_told_as_ranges():
 
 
 def test_cut_off_texts_count_as_at_least_so_long():
-    edges = train.make_edges(100)
+    edges = length_fit.make_edges(100)
     cut = [Request((4, 5, 6), (), 40, ended=False)] * 200
     ended = [Request((4, 5, 6), (), 10)] * 200
-    recipe = train.Recipe(width=4, steps=100, rows=64, lr=5e-2, weight_decay=0.0, dropout=0.0, table_rate=1.0, seed=0)
-    part = train.examples(cut + ended, edges)
-    weights, _ = train.train(part, len(edges), recipe, part)
+    recipe = length_fit.Recipe(
+        width=4, steps=100, rows=64, lr=5e-2, weight_decay=0.0, dropout=0.0, table_rate=1.0, seed=0
+    )
+    part = length_fit.examples(cut + ended, edges)
+    weights, _ = length_fit.train(part, len(edges), recipe, part)
     below = Learned({**weights, "edges": edges, "levels": np.zeros(0)}).distribution((4, 5, 6))
     at = {n: float(np.interp(n, edges, below)) for n in (8, 12, 37)}
     assert at[8] < 0.05
