@@ -9,7 +9,7 @@ import pytest
 
 from experiments.claims import c30, c31
 from experiments.claims.claim import draw
-from pallas_kernels.decode_attention import bench
+from pallas_kernels.decode_attention import bench_runs
 from pallas_kernels.decode_attention.cases import BENCH_CASES
 from tests.test_results_page import GOOD
 
@@ -59,10 +59,10 @@ def test_c31_counts_the_bytes_of_a_pass_of_its_own_unless_caches_hold_them():
 def test_c31s_pass_and_library_give_what_the_fused_kernel_gives(monkeypatch, kv):
     (case, *_) = (case for case in BENCH_CASES if case.k_format == kv)
     case = dataclasses.replace(case, lengths=(37, 37), heads=(4, 2), dtype="float32")
-    monkeypatch.setattr(bench, "layers_for", lambda case: 2)
+    monkeypatch.setattr(bench_runs, "layers_for", lambda case: 2)
 
-    separate, fused = c31.separate(case, "xla"), bench.paged(case, "xla")
-    arguments = fused.make(bench.random_key())
+    separate, fused = c31.separate(case, "xla"), bench_runs.paged(case, "xla")
+    arguments = fused.make(bench_runs.random_key())
     np.testing.assert_allclose(jax.jit(separate.attend)(*arguments), jax.jit(fused.attend)(*arguments), atol=2e-3)
     k, v = c31.dequantize(case).attend(*arguments)[0]
     assert k.shape == v.shape == (2, 37, 2, 128)

@@ -82,7 +82,7 @@ def test_rooms_of_jllm_point_one_way():
 def test_an_operation_does_not_need_its_benchmark(operation):
     """And its cases, which benchmarks and tests share, not its kernels."""
     for path, name in imports_of(f"pallas_kernels/{operation}"):
-        if path.name not in ("bench.py", "cases.py"):
+        if path.name not in ("bench.py", "bench_runs.py", "cases.py"):
             assert ".bench" not in name, f"{path} imports {name}"
             assert not name.endswith(".cases"), f"{path} imports {name}"
 

@@ -14,7 +14,7 @@ from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
 from experiments.claims.torch_attention import flash_attention
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.decode_attention.bench import layers_for
+from pallas_kernels.decode_attention.bench_runs import layers_for
 from pallas_kernels.decode_attention.cases import BENCH_CASES
 
 BARS = {(64, 1024): 1.5, (128, 2048): 1.6, (256, 512): 1.6}  # times as fast as FlashAttention-2

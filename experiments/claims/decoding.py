@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from experiments.claims.claim import microseconds
-from pallas_kernels.decode_attention import bench
-from pallas_kernels.decode_attention.bench import Run, moved_bytes
-from pallas_kernels.decode_attention.bench import cudnn as contiguous
+from pallas_kernels.decode_attention import bench_runs
+from pallas_kernels.decode_attention.bench_runs import Run, moved_bytes
+from pallas_kernels.decode_attention.bench_runs import cudnn as contiguous
 from pallas_kernels.decode_attention.cases import Case
 
 __all__ = ["Run", "compiled", "contiguous", "moved_bytes", "paged", "size"]
@@ -24,7 +24,7 @@ class Compiled(Run):
 
     def timed(self) -> tuple[float, jax.Array]:
         """Microseconds of one layer, and the result of the last."""
-        arguments = self.make(bench.random_key())
+        arguments = self.make(bench_runs.random_key())
         return microseconds(partial(self.attend, *arguments)) / self.layers, self.attend(*arguments)
 
 
@@ -36,7 +36,7 @@ def size(case: Case) -> dict[str, Any]:
 
 def paged(case: Case, dequantize: int = 1) -> Run:
     """The Mosaic kernel over shuffled pages, the work list made once."""
-    return bench.paged(case, "mosaic", dequantize=dequantize)
+    return bench_runs.paged(case, "mosaic", dequantize=dequantize)
 
 
 def compiled(runs: Sequence[Run], free: Callable[[], Any] = lambda: None) -> list[Compiled]:
@@ -46,7 +46,7 @@ def compiled(runs: Sequence[Run], free: Callable[[], Any] = lambda: None) -> lis
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    shapes = [jax.eval_shape(run.make, bench.random_key()) for run in runs]
+    shapes = [jax.eval_shape(run.make, bench_runs.random_key()) for run in runs]
     lowered = [jax.jit(run.attend).lower(*arguments) for run, arguments in zip(runs, shapes)]
     note(f"traced {len(runs)} runs of decode attention")
     free()

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.decode_attention import (
     Segments,
     bench,
+    bench_runs,
     compute_sm90,
     decode_attention,
     make_work,
@@ -286,8 +287,8 @@ BENCHMARKED = [
 
 @pytest.mark.parametrize("case", BENCHMARKED, ids=str)
 def test_what_is_benchmarked_lowers_for_cuda(case):
-    run = bench.paged(case, "mosaic")
-    arguments = jax.eval_shape(run.make, bench.random_key())
+    run = bench_runs.paged(case, "mosaic")
+    arguments = jax.eval_shape(run.make, bench_runs.random_key())
     assert arguments[0].shape[0] == case.width
     assert "mosaic_gpu" in jax.jit(run.attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
