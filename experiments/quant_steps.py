@@ -5,8 +5,9 @@
 
 Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
 KV format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding: every slot at
---context tokens of KV, greedy, steps dispatched one after the other and timed together on the host's clock, the best of
---repeats. Prefill: a step with a prompt of --input tokens for each slot. Floors are those of floors.py on this device.
+--context tokens of KV, greedy, steps dispatched one after the other and timed together on the host's clock. Schemes of
+a batch are timed in turn, --repeats times; a row has all of its times (`_ms_runs`) and the best. Prefill: a step with a
+prompt of --input tokens for each slot. Floors are those of floors.py on this device.
 
 What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
 itself. Files are read through rows_of(path). --draw FILE.json draws a run's crossover as SVG beside it.
@@ -17,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,7 @@ def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
     timer.place(args.context if case.kind == "decode" else 0)
     try:
         _, buffer = step_of(case.kind, case.batch, args.input)
-        return timer.one(step, buffer, case.batch, args.steps, args.repeats)
+        return timer.one(step, buffer, case.batch, args.steps, 1)
     finally:
         timer.state = None
 
@@ -122,23 +123,41 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
         lower = {case: partial(timer.lower, layouts[case]) for case, timer in timers.items()}
         steps = compile_ahead(lower, args.threads)
         note(f"compiled {stage.kind} {stage.kv}")
-        base: dict[int, float] = {}
-        for case in cases:
-            try:
-                found = seconds(case, timers[case], steps[case].result(), args)
-            except Exception as error:  # whatever a compiler or a kernel may do: the other cases go on
-                text = str(error).partition("\n")[0][:200]
-                yield {**vars(case), "error": f"{type(error).__name__}: {text}"}
-                continue
-            if case.scheme == "bf16":
-                base[case.batch] = found
-            yield row(case, models[case.scheme], config, found, base.get(case.batch), args)
+        for batch in stage.batches:
+            of_batch = {case: timer for case, timer in timers.items() if case.batch == batch}
+            base = None
+            for case, found in in_turn(of_batch, steps, args).items():
+                if isinstance(found, Exception):
+                    text = str(found).partition("\n")[0][:200]
+                    yield {**vars(case), "error": f"{type(found).__name__}: {text}"}
+                    continue
+                base = min(found) if case.scheme == "bf16" else base
+                yield row(case, models[case.scheme], config, found, base, args)
         note(f"measured {stage.kind} {stage.kv}")
 
 
+def in_turn(
+    timers: dict[Case, StepTimer], steps: dict[Case, Future[Any]], args: argparse.Namespace
+) -> dict[Case, list[float] | Exception]:
+    """Seconds of a step of each case, as many as --repeats, or why it could not be measured."""
+    found: dict[Case, list[float] | Exception] = {case: [] for case in timers}
+    for _ in range(args.repeats):
+        for case, timer in timers.items():
+            times = found[case]
+            if isinstance(times, Exception):
+                continue
+            try:
+                times.append(seconds(case, timer, steps[case].result(), args))
+            except Exception as error:  # whatever a compiler or a kernel may do: the other cases go on
+                found[case] = error
+    return found
+
+
 def row(
-    case: Case, params: Params, config: LlamaConfig, seconds: float, base: float | None, args: argparse.Namespace
+    case: Case, params: Params, config: LlamaConfig, times: list[float], base: float | None, args: argparse.Namespace
 ) -> Row:
+    """times: seconds of a step, of each round; base: the best of bf16's."""
+    seconds = min(times)
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
     token_bytes = page_bytes(config, params.dtype, PAGE, case.kv) / PAGE
@@ -147,6 +166,7 @@ def row(
     found |= {"backend": args.backend} if args.backend else {}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
+    found[f"{case.kind}_ms_runs"] = [round(1e3 * each, 3) for each in times]
     found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}
     found["floor_fraction"] = round(floor / seconds, 3)
     if base is not None:
@@ -167,7 +187,8 @@ def rows_of(path: str | Path) -> list[Row]:
 
     Each has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
     (times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and
-    input. `speedups` picks from them. Raises OSError, and ValueError for what is no file of quant_steps.
+    input; since 2026-11-25 the times of each round, too: decode_ms_runs or prefill_ms_runs. `speedups` picks from them.
+    Raises OSError, and ValueError for what is no file of quant_steps.
     """
     return [row for row in read_document(Path(path))["rows"] if "scheme" in row and "error" not in row]
 
@@ -179,6 +200,14 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
         for r in rows
         if r.get("scheme") == scheme and f"{kind}_ms" in r and r["kv"] == "bf16"
     }
+
+
+def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[float]]:
+    """Batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
+    key = f"{kind}_ms_runs"
+    runs = {(r["scheme"], r["batch"]): r[key] for r in rows if key in r and r["kv"] == "bf16"}
+    of_batch = [batch for name, batch in runs if name == scheme and ("bf16", batch) in runs]
+    return {batch: [a / b for a, b in zip(runs["bf16", batch], runs[scheme, batch])] for batch in of_batch}
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:

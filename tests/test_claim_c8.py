@@ -61,3 +61,14 @@ def test_without_a_gpu_the_rows_are_those_of_the_newest_file(tmp_path):
     assert [(row["scheme"], row["batch"]) for row in found] == [("bf16", 1), ("bf16", 64), (c8.INT4, 1), (c8.INT4, 64)]
     assert {row["file"] for row in found} == {"quant_steps-20260102-h200.json"}
     assert found[-1]["floor_over_bf16"] == 2.0
+
+
+def test_rounds_decide_with_their_interval():
+    def rows(int4):
+        kept = {"kv": "bf16", "batch": 64, "over_bf16": 1.0}
+        runs = (("bf16", [4.0, 4.0, 4.0]), (c8.INT4, int4))
+        return [kept | {"scheme": name, "decode_ms": min(ms), "decode_ms_runs": ms} for name, ms in runs]
+
+    found = c8.judge(rows([2.5, 2.49, 2.51]))
+    assert "Yes: at least 1.3 times as fast at batch 64: 1.60 [1.58, 1.62]" in found.answers[0]
+    assert any(text.startswith("Open: at least 1.3") for text in c8.judge(rows([3.0, 3.3, 2.9])).answers)

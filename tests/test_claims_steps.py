@@ -323,13 +323,17 @@ def test_c18_is_decided_by_each_fusion():
     assert c18.judge(rows(none=4.0, norm=3.0, all=2.0)).verdict == "yes"
     found = c18.judge(rows(none=4.0, norm=5.0, all=2.0))
     assert found.verdict == "partly"
-    assert found.answers[1:] == ("Yes: all: less time (decode -50%)", "No: norm: less time (decode +25%)")
+    assert found.answers[1:] == ("Yes: all: less time (decode -50.0 %)", "No: norm: less time (decode +25.0 %)")
     assert found.figures == ("decode 1 x 8: 9 to 9 kernels a layer",)
-    assert c18.judge(rows(none=4.0, norm=4.04, all=2.0)).answers[2] == "Open: norm: less time (decode +1%)"
+    assert c18.judge(rows(none=4.0, norm=4.04, all=2.0)).answers[2] == "Open: norm: less time (decode +1.0 %)"
     assert c18.judge(rows(none=4.0, all=5.0)).verdict == "no"
     last = c18.judge(rows(none=4.0, norm=4.0, all=2.0) + rows(**{c18.BUT + "norm": 2.5}))
-    assert last.answers[1:] == ("Yes: norm: less time (decode as the last -20%); all: less time (decode -50%)",
-                                "Open: norm: less time (decode +0%)")  # fmt: skip
+    assert last.answers[1:] == ("Yes: norm: less time (decode as the last -20.0 %); all: less time (decode -50.0 %)",
+                                "Open: norm: less time (decode +0.0 %)")  # fmt: skip
+    rounds = [row | {"round": i} for i, ms in enumerate((2.0, 2.1, 1.9)) for row in rows(none=4.0 + i, norm=ms + i)]
+    assert c18.judge(rounds).answers[1] == "Yes: norm: less time (decode -41.0 % [-60.7, -21.3])"
+    wide = [row | {"round": i} for i, ms in enumerate((3.0, 4.1, 3.9)) for row in rows(none=4.0, norm=ms)]
+    assert c18.judge(wide).verdict == "open"
 
 
 def test_c18_leaves_each_fusion_out(tiny):
@@ -337,6 +341,7 @@ def test_c18_leaves_each_fusion_out(tiny):
     rows = list(c18.measure(True))
     assert not [row for row in rows if "error" in row]
     assert {row["fused"] for row in rows} == set(c18.VARIANTS)
+    assert {row["round"] for row in rows} == set(range(c18.ROUNDS))
     for name in NAMES:
         without = c18.VARIANTS[c18.BUT + name]
         assert [each for each in NAMES if not getattr(without, each)] == [name]
@@ -373,7 +378,8 @@ def test_c19_reads_what_shows_of_the_host_from_a_trace(tmp_path):
     (tmp_path / "claims-C19-20260101-h.json").write_text(json.dumps(document))
     (row,) = c19.overlapped(tmp_path)
     assert (row["compute"], row["sample"], row["return"]) == (0.96, 0.01, 0.03)
-    assert list(c19.recorded(tmp_path)) == [alone | {"file": "claims-C19-20260101-h.json"}]
+    source = {"file": "claims-C19-20260101-h.json", "measured_on": "NVIDIA H200"}
+    assert list(c19.recorded(tmp_path)) == [alone | source]
     assert "return in 1 of 2 cases (decode 1 x 136 overlapped 3.0%)" in c19.judge([row, alone]).answers[1]
 
 

@@ -12,10 +12,35 @@ import jax
 
 from experiments.report.svg import svg
 from experiments.result_file import ResultFile
+from experiments.serving.workload import half_interval
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
 FEW = 4  # cases that an answer names one by one
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over rounds, and half of its 95 % interval (Student's t); of a single round what noise leaves of it."""
+
+    mean: float
+    half: float
+    rounds: int
+
+    def reaches(self, least: float) -> bool | None:
+        """Whether all of it does; None where it has room for either."""
+        return True if self.mean - self.half >= least else False if self.mean + self.half < least else None
+
+    def shown(self, form: str, scale: float = 1.0, unit: str = "") -> str:
+        """Its mean and ends in a form like "{:.2f}"; of a single round the figure alone."""
+        mean, *ends = (form.format(scale * (self.mean + side * self.half)) for side in (0, -1, 1))
+        return f"{mean}{unit}" if self.rounds == 1 else f"{mean}{unit} [{', '.join(ends)}]"
+
+
+def interval_of(values: Sequence[float], noise: float = 0.0) -> Interval:
+    """Of the values of each round; `noise` is half of the interval of a single one."""
+    half = half_interval(values)
+    return Interval(statistics.fmean(values), noise if half is None else half, len(values))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from functools import cache
 from typing import Any
 
 from experiments.baselines import DEVICES
-from experiments.claims.claim import Part, Row
+from experiments.claims.claim import Interval, Part, Row, interval_of
 from experiments.claims.serving import KEPT, make_model, settings, workload
 from experiments.result_file import rounded
 from experiments.serving.engines import make_engine, sampling_of
 from experiments.serving.run import run_once, warm_up
-from experiments.serving.workload import half_interval
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 
@@ -102,35 +101,12 @@ def contest(toy: bool, policies: Mapping[str, str]) -> Iterator[Row]:
             yield {"policy": name, "round": at} | contest_of(toy).row(policy, at)
 
 
-@dataclass(frozen=True)
-class Gain:
-    """How many more requests a second one of two policies serves, as a share, and half of its 95 % interval over the
-    rounds; None for a single one."""
-
-    mean: float
-    half: float | None
-    rounds: int
-
-    def reaches(self, least: float) -> bool | None:
-        """Whether all of the interval does, of a single run what noise leaves of it; None where it has room for
-        either."""
-        half = NOISE if self.half is None else self.half
-        return True if self.mean - half >= least else False if self.mean + half < least else None
-
-    def __str__(self) -> str:
-        if self.half is None:
-            return f"{100 * self.mean:+.1f} %, one run each, no interval"
-        ends = (100 * (self.mean + side * self.half) for side in (-1, 1))
-        return (
-            f"{100 * self.mean:+.1f} % [{', '.join(f'{end:+.1f}' for end in ends)}], {self.rounds} alternated runs each"
-        )
-
-
-def gain_of(rows: list[Row], ours: str, other: str) -> Gain | None:
-    """The mean over the rounds of the gain of each. None where no round has both."""
+def gain_of(rows: list[Row], ours: str, other: str) -> Interval | None:
+    """How many more requests a second one of two policies serves, as a share, over the rounds. None where no round has
+    both."""
     a, b = ([row["qps"] for row in rows if row.get("policy") == name] for name in (ours, other))
     gains = [x / y - 1 for x, y in zip(a, b)]
-    return Gain(statistics.fmean(gains), half_interval(gains), len(gains)) if gains else None
+    return interval_of(gains, NOISE) if gains else None
 
 
 def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str]:
@@ -143,7 +119,9 @@ def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]
     qps, first = (
         [statistics.fmean(row[key] for row in some) for some in found.values()] for key in ("qps", "ttft_ms_p50")
     )
-    parts = [Part(f"more requests a second, {gain} ({qps[0]:.4g} for {qps[1]:.4g})", gain.reaches(0.0))]
+    runs = "one run each, no interval" if gain.rounds == 1 else f"{gain.rounds} alternated runs each"
+    more = f"more requests a second, {gain.shown('{:+.1f}', 100, ' %')}, {runs} ({qps[0]:.4g} for {qps[1]:.4g})"
+    parts = [Part(more, gain.reaches(0.0))]
     parts += [Part(f"{least:+.0%}", gain.reaches(least)) for least in stated]
     one = found[ours][0]
     where = f" in {one['slots']} slots" if "slots" in one else ""
