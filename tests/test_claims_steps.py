@@ -1,4 +1,4 @@
-"""Claims about requests a second and about the parts of a step: what they measure, at toy size, and what they judge."""
+"""Claims about the parts of a step: what they measure, at toy size, and what they judge."""
 
 import json
 
@@ -7,26 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.baselines import BASELINES
 from experiments.claims import __main__ as command
-from experiments.claims import (
-    c1,
-    c3,
-    c4,
-    c11,
-    c13,
-    c14,
-    c18,
-    c19,
-    c20,
-    c23,
-    c27,
-    c32,
-    contest,
-    serving,
-    shapes,
-    unfused,
-)
+from experiments.claims import c13, c14, c18, c19, c20, c23, c27, c32, shapes, unfused
 from experiments.claims.unfused import NAMES, Fusions
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.model import backbone
@@ -35,174 +17,15 @@ from tests.test_results_page import GOOD
 from tests.tiny import CONFIG, tiny_model
 
 
-@pytest.fixture(autouse=True)
-def nothing_served():
-    """What one test's claims served, another's do not share."""
-    yield
-    serving.make_model.cache_clear()
-    serving._served.cache_clear()
-    contest.contest_of.cache_clear()
-
-
 @pytest.fixture
 def tiny(monkeypatch) -> None:
     monkeypatch.setattr(shapes, "TOY", shapes.TOY | {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32})
-
-
-def test_policies_are_alternated_side_by_side(tiny, tmp_path, monkeypatch, capsys):
-    """Four claims through the command: in each round every policy runs once, whatever claims ask for it."""
-    ran, devices = [], []
-    once = contest.run_once
-
-    def run_once(engine, requests, args):
-        ran.append(args)
-        devices.append((engine._device, args.sampling))
-        assert [(r.prompt, r.output) for r in requests] == [*serving.TOY_LENGTHS]
-        return once(engine, requests, args)
-
-    monkeypatch.setattr(contest, "run_once", run_once)
-    monkeypatch.setattr(c4, "alone", lambda rows, vocabulary: {"rows": rows, "V": 8, "times": 2.0, "sort_us": 2.0})
-    monkeypatch.setattr(c11, "step_of", lambda model, lengths, rows: lambda: jnp.zeros(rows))
-    assert command.main(["C1", "C3", "C11", "C4", "--toy", "--results", str(tmp_path), "--json"]) == 0
-    asked = [{name: getattr(args, name) for name in BASELINES} for args in ran]
-    plain = {name: choices[0] for name, choices in BASELINES.items()}
-    assert asked == contest.ROUNDS * [plain | changes for changes in contest.POLICIES.values()]
-    assert {(args.temperature, args.top_k, args.top_p, args.slots) for args in ran} == {(0.8, 50, 0.9, 2)}
-    assert len({id(each) for each, _ in devices}) == len({sampling for _, sampling in devices}) == 2
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name, policies in (("C1", ["dynamic", "static"]), ("C4", ["threshold", "sort"])):
-        *rows, last = found[f"claims-{name}"]["rows"]
-        assert [(row["policy"], row["round"]) for row in rows if "policy" in row] == [
-            (policy, at) for at in range(contest.ROUNDS) for policy in policies
-        ]
-        assert {row["slots"] for row in rows if "policy" in row} == {2}
-        assert last["verdict"] == "toy size: no verdict"
-        assert f"{contest.ROUNDS} alternated runs each" in last["measured"]
-    first = [row["qps"] for claim in ("C1", "C3", "C11", "C4") for row in found[f"claims-{claim}"]["rows"][:1]]
-    assert len(set(first)) == 1, "the usual policy's run is that of all four"
-
-
-def test_at_full_size_the_whole_workload_is_sent():
-    assert len(serving.workload(False)) == 1024
-    assert serving.workload(False, 8, rate=2.0)[-1].arrival > 0
-    args = serving.settings(False, batching="static")
-    assert (args.slots, args.batching, args.requests, args.repeats) == (512, "static", None, 1)
-
-
-def test_what_was_served_is_not_served_again(monkeypatch):
-    runs = []
-
-    def measure(model, requests, args):
-        runs.append((len(requests), args.batching))
-        yield dict.fromkeys(serving.KEPT, float(len(runs))) | {"repeat": "mean"}
-
-    monkeypatch.setattr(serving, "measure", measure)
-    monkeypatch.setattr(serving, "make_model", lambda toy: None)
-    rows = [serving.served(False, batching=name) for name in ("merge", "static", "merge")]
-    assert [row["qps"] for row in rows] == [1.0, 2.0, 1.0]
-    assert runs == [(1024, "merge"), (1024, "static")]
 
 
 def count(jaxpr, primitive: str) -> int:
     """How often an operation is computed, inner functions included."""
     inner = [value.jaxpr for eqn in jaxpr.eqns for value in eqn.params.values() if hasattr(value, "jaxpr")]
     return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns) + sum(count(each, primitive) for each in inner)
-
-
-def policy_rows(*names: str, qps: tuple[tuple[float, ...], ...]) -> list[dict]:
-    return [
-        {"policy": name, "requests": 8, "qps": q, "ttft_ms_p50": 8.0, "goodput": q / 2}
-        for name, runs in zip(names, qps)
-        for q in runs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("claim", "names", "least"),
-    [
-        (c1, ("dynamic", "static"), 2.0), (c3, ("pipelined", "waiting"), 1.3), (c4, ("threshold", "sort"), 1.1)
-    ],
-)  # fmt: skip
-def test_gains_are_judged_by_their_interval(claim, names, least):
-    """Of three rounds, which differ by one percent of the slower policy's requests a second."""
-
-    def judged(ratio: float, off: float = 0.01):
-        rounds = [10 * (ratio + off * side) for side in (-1, 0, 1)]
-        return claim.judge(policy_rows(*names, qps=(tuple(rounds), (10.0,) * 3)))
-
-    half = 4.303 * 0.01 / 3**0.5
-    assert [judged(ratio).verdict for ratio in (least + 0.03, least - 0.03, 0.9)] == ["yes", "partly", "no"]
-    ends = f"[{100 * (least - 1 - half):+.1f}, {100 * (least - 1 + half):+.1f}]"
-    between = judged(least)
-    assert between.verdict == "partly"
-    assert f"{100 * (least - 1):+.1f} % {ends}, 3 alternated runs each" in between.answers[0]
-    assert between.answers[-1] == f"Open: {least - 1:+.0%}"
-    assert judged(1.01).answers[-1].startswith("Open: more requests a second, +1.0 % [-1.5, +3.5]")
-    single = claim.judge(policy_rows(*names, qps=((10.1,), (10.0,))))
-    assert single.answers[-1].startswith(
-        "Open: more requests a second, +1.0 %, one run each, no interval (10.1 for 10)"
-    )
-    more = [claim.judge(policy_rows(*names, qps=((10.0 * ratio,), (10.0,)))) for ratio in (1.05, least + 0.05)]
-    assert [each.verdict for each in more] == ["partly", "yes"]
-    assert claim.judge(policy_rows(names[0], qps=((1.0,),))).verdict == "no"
-
-
-def test_c4_times_samplers_that_agree(monkeypatch):
-    row = c4.alone(3, 64)
-    assert row["times"] == pytest.approx(row["sort_us"] / row["threshold_us"], abs=0.01)
-    monkeypatch.setattr(c4, "sample_reference", lambda logits, params, at: jnp.full(3, -1, jnp.int32))
-    assert "only 0.0% of the tokens are the same" in c4.alone(3, 64)["error"]
-
-
-def test_c11_saves_what_padding_would_compute(tiny):
-    model = serving.make_model(True)
-    for rows in (8, 10):
-        assert int(jnp.min(c11.step_of(model, (5, 3), rows)())) >= 0
-    step = {"prompts": 16, "work_saved": 0.6, "time_saved": 0.55}
-    assert c11.judge([step]).verdict == "yes"
-    of_64 = {"prompts": 64, "work_saved": 0.8}  # which is not timed
-    assert c11.judge([of_64, step | {"time_saved": 0.3}]).verdict == "partly"
-    assert c11.judge([of_64]).answers == ("No: no step was measured",)
-    between = c11.judge([step | {"time_saved_ci": 0.1}])
-    assert between.answers == ("Yes: 60% of rows at 16 prompts a step", "Open: 55% of the time at 16 [45.0%, 65.0%]")
-    found = c11.judge([step | {"time_saved": 0.0}, *policy_rows("ragged", "padded", qps=((12.0,), (10.0,)))])
-    assert found.figures[0].startswith("on the workload more requests a second, +20.0 %")
-
-
-def test_c11_groups_the_prompts_of_the_workload(monkeypatch):
-    timed = []
-    monkeypatch.setattr(c11, "make_model", lambda toy: None)
-    monkeypatch.setattr(c11, "contest", lambda *_: iter(()))
-    monkeypatch.setattr(c11, "step_of", lambda model, lengths, rows: timed.append((lengths, rows)) or float(rows))
-    monkeypatch.setattr(c11, "microseconds", lambda rows: rows)
-    lengths = np.array([request.prompt for request in serving.workload(False)][: c11.GROUPED])
-    for row, batch in zip(c11.measure(False), c11.BATCHES, strict=True):
-        groups = lengths.reshape(-1, batch)
-        assert row["work_saved"] == round(1 - groups.sum() / (batch * groups.max(axis=1)).sum(), 4)
-        assert ("time_saved" in row) == (batch == c11.TYPICAL)
-        assert row.get("time_saved", row["work_saved"]) == pytest.approx(row["work_saved"], abs=0.05)
-    assert all(rows in (sum(group), len(group) * max(group)) for group, rows in timed)
-
-
-def test_c4_has_the_samplers_of_the_newest_file(tmp_path, monkeypatch):
-    """Sorting may win at one row, which the answer says."""
-
-    def write(name, experiment, rows):
-        document = {"experiment": experiment, "device": "H", "command": "python", "rows": rows}
-        (tmp_path / name).write_text(json.dumps(document))
-
-    us = {1: {"mosaic": 40.0, "xla": 400.0, "sort": 60.0}, 64: {"mosaic": 50.0, "xla": 400.0, "sort": 500.0}}
-    rows = [{"R": r, "V": 8, "asked": c4.ASKED, "peer": p, "us": t} for r, each in us.items() for p, t in each.items()]
-    write("sample-1-h.json", "sample", [*rows, {"R": 1, "V": 8, "asked": "greedy", "peer": "sort", "us": 1.0}])
-    write(
-        "claims-C4-1-h.json", "claims-C4", [*policy_rows("threshold", "sort", qps=((12.0,), (10.0,))), {"verdict": "x"}]
-    )
-    monkeypatch.setattr(c4, "RESULTS", tmp_path)
-    found = list(c4.measure(False))
-    assert [row.get("file") for row in found] == ["claims-C4-1-h.json"] * 2 + ["sample-1-h.json"] * 2
-    said = c4.judge(found)
-    assert said.answers[1] == "No: the same in plain jnp faster than sorting at 1 row, 0.15 to 0.15 times"
-    assert "; the sampler alone faster than sorting at 1 row, 1.50 to 1.50 times; " in said.answers[0]
 
 
 def test_c13_products_are_those_of_a_step():
