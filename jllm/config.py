@@ -80,12 +80,10 @@ class LlamaConfig:
     eos_ids: tuple[int, ...] = ()
     # Of the inputs of o and down, each quantized by itself, as on that number of devices.
     activation_parts: int = field(default=1, repr=False)
-    mesh: "Mesh | None" = field(
-        default=None, repr=False
-    )  # the devices that share each layer (jllm.parallel); None: there is one
-    axis: "MeshAxis | None" = field(
-        default=None, repr=False
-    )  # of that mesh, in the config of the part that one of its devices computes
+    # The devices that share each layer (jllm.parallel); None: there is one.
+    mesh: "Mesh | None" = field(default=None, repr=False)
+    # Of that mesh, in the config of the part that one of its devices computes.
+    axis: "MeshAxis | None" = field(default=None, repr=False)
     kv_copies: int = field(default=1, repr=False)  # devices of that axis that have the same KV heads, likewise
 
     def __post_init__(self) -> None:
@@ -104,10 +102,8 @@ class LlamaConfig:
             raise ConfigError(f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one a layer")
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
             raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
-        if not any(self.windows):
-            object.__setattr__(
-                self, "windows", ()
-            )  # one spelling of "none anywhere", so that equal models compare equal
+        if not any(self.windows):  # one spelling of "none anywhere", so that equal models compare equal
+            object.__setattr__(self, "windows", ())
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
