@@ -2,9 +2,12 @@
 
     how long a step takes       decode_step, throughput (PPL.LLM's table), quant_steps (by weight scheme),
                                 step_profile (by kernel), ceilings (what floors count with)
-    requests a second           qps, kv_measured (by KV policy); simulate, kv_choices (without a GPU)
+    requests a second           qps, kv_measured (by KV policy), disaggregation; without a GPU simulate, kv_choices,
+                                clusters, and simulation_error (of these)
     other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
-    what quantization costs     quant_accuracy, outliers, ptq_methods, long_context
+    what quantization costs     report (one page about your model), quant_accuracy, mixed_precision, ptq_methods,
+                                rotations, outliers, continuations, long_context
+    speculation                 speculation, train_drafters
     starts and memory           first_command, start_up, step_tracing (without a GPU), load_memory
     what others claimed         claims C1 ... C32
     training                    train_small, train_card (the bundled model), train_needle, train_heads (KV heads),

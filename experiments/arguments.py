@@ -1,35 +1,29 @@
 """What the command lines of several experiments share."""
 
 import argparse
-import math
 import os
 from collections.abc import Iterable
 
 import jax
 
 from experiments.steps.devices import Ceilings, ceilings_of
+from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError, QuantizationError
+from jllm.pretrained import DTYPES
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
+from pallas_kernels.bench.numbers import natural as natural
+from pallas_kernels.bench.numbers import positive as positive
+from pallas_kernels.bench.numbers import positive_number as positive_number
 
 MEMORY_SHARE = 0.9  # of a GPU's memory, for weights, pages and steps
 
 
-def positive(text: str) -> int:
-    """A number of tokens, rows, steps or the like."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def positive_seconds(text: str) -> float:
-    """A time to measure for."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
+def dtype_name(text: str) -> str:
+    """A dtype of weights by its name or short name, as `jllm.load` has them."""
+    name = DTYPES.get(text, text)
+    if name not in DTYPES.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; known are {', '.join(DTYPES)}")
+    return name
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -> None:
@@ -39,8 +33,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -
     if scheme:
         parser.add_argument("--scheme", default="bf16", help="of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights before they are quantized")
-    parser.add_argument("--page-size", type=positive, default=16)
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the weights before they are quantized")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16)
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: int) -> None:
@@ -52,7 +46,9 @@ def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: 
 
 def add_bandwidth(parser: argparse.ArgumentParser) -> None:
     """What floors count with in place of the device's own bandwidth."""
-    parser.add_argument("--bandwidth", type=float, help="bytes a second (default: the device's, of configs/devices)")
+    parser.add_argument(
+        "--bandwidth", type=positive_number, help="bytes a second (default: the device's, of configs/devices)"
+    )
 
 
 def ceilings_here(args: argparse.Namespace) -> Ceilings:

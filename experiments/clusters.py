@@ -20,7 +20,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from experiments.arguments import positive
+from experiments.arguments import natural, positive, positive_number
 from experiments.disaggregation import PAGE
 from experiments.meshes import BATCHES, HOST, LINK, Mesh
 from experiments.other_devices import MEMORY_SHARE
@@ -124,12 +124,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8], help="GPUs of a mesh")
     parser.add_argument("--splits", type=float, nargs="*", default=[0.25], help="shares of engines for prompts")
     parser.add_argument("--load", type=float, nargs="*", default=[0.7], help="shares of the best throughput")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="most that a decode step of all slots may take")
+    parser.add_argument(
+        "--step-ms", type=positive_number, default=25.0, help="most that a decode step of all slots may take"
+    )
     parser.add_argument("--context", type=positive, default=275, help="tokens of a sequence that slots are counted for")
     parser.add_argument("--step-tokens", type=positive, default=1536, help="most prompt tokens in a step")
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
     parser.add_argument("--requests", type=positive, help="of the workload for each GPU, the first ones")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals")
+    parser.add_argument("--seed", type=natural, default=0, help="of arrivals")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if any(not 0 < load < 10 for load in args.load) or any(not 0 < share < 1 for share in args.splits):

@@ -35,6 +35,7 @@ from experiments.steps.timer import (
 from jllm.config import LlamaConfig
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
+from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -93,7 +94,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
     parser.add_argument(
-        "--backend", nargs="+", default=["default"], help="xla, mosaic, triton, deterministic, or default"
+        "--backend",
+        nargs="+",
+        choices=("default", *OF_MODELS),
+        default=["default"],
+        help="default: chosen for the device",
     )
     add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.arguments import claim_memory, positive
+from experiments.arguments import claim_memory, dtype_name, positive, positive_number
 from experiments.baselines import SeparateSteps
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.run import serve
@@ -242,7 +242,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=positive, default=8, help="that are measured of it (simulated: all)")
-    parser.add_argument("--dtype", default="bfloat16", help="of random weights")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="measured, merged first")
     parser.add_argument("--load", type=float, nargs="*", default=[0.4, 0.7], help="shares of the throughput merged")
     parser.add_argument("--requests", type=positive, default=160, help="of a run (simulated: for each GPU)")
@@ -258,7 +258,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="shares of GPUs for prompts")
     parser.add_argument("--quantize", help="scheme of the weights, simulated (default: bf16)")
     parser.add_argument("--kv-cache", help="KV format, simulated (default: bf16)")
-    parser.add_argument("--pool-gib", type=float, default=100.0, help="size of each page pool, simulated")
+    parser.add_argument("--pool-gib", type=positive_number, default=100.0, help="size of each page pool, simulated")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if not args.simulate and args.levels[0] != "merged":

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from experiments.result_file import Row, bar, command_line, record
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 TOKENS = 64
 BARS = {"cold": 15.0, "cached": 6.0}  # seconds, on two CPU cores
@@ -52,7 +53,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("first_command", argv)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.arguments import positive
+from experiments.arguments import natural, positive, positive_number
 from experiments.result_file import command_line, record, rounded
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
@@ -103,11 +103,13 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
-    parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0], help="sizes of the page pool")
+    parser.add_argument(
+        "--pool-gib", nargs="+", type=positive_number, default=[16.0, 32.0], help="sizes of the page pool"
+    )
     parser.add_argument("--slots", type=positive, default=512)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--requests", type=positive, default=2048, help=f"draws from {WORKLOAD}")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--seed", type=natural, default=0, help="of the draws")
     add_result_options(parser)
     return parser.parse_args(argv)
 

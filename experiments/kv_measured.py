@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import claim_memory, positive
+from experiments.arguments import claim_memory, natural, positive, positive_number
 from experiments.qps import measure
 from experiments.qps import parse_args as qps_args
 from experiments.result_file import command_line, record, rounded
@@ -105,14 +105,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = [parse_case(text) for text in ("reserve", "paged", "extent:longest", "extent:oracle")]
     parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]")
-    parser.add_argument("--pool-gib", type=float, nargs="+", default=[16.0])
+    parser.add_argument("--pool-gib", type=positive_number, nargs="+", default=[16.0])
     parser.add_argument("--requests", type=positive, help="how many, the first ones (default: all)")
     parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
     parser.add_argument("--step-tokens", type=positive, default=2048, help="most in a step")
-    parser.add_argument("--warmup", type=int, default=32, help="requests served before the clock starts")
+    parser.add_argument("--warmup", type=natural, default=32, help="requests served before the clock starts")
     parser.add_argument("--workload", type=Path, default=qps_args([]).workload, help="JSON with requests")
     add_result_options(parser)
     return parser.parse_args(argv)

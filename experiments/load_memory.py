@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from experiments.arguments import dtype_name, positive
 from experiments.result_file import Row, bar, command_line, record
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
@@ -110,8 +111,8 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mib", type=int)
-    parser.add_argument("--dtype", default="bfloat16", help="what to load as (the file has bfloat16)")
+    parser.add_argument("mib", type=positive)
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="what to load as (the file has bfloat16)")
     parser.add_argument("--naive", action="store_true")
     parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
     add_result_options(parser)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllm
-from experiments.arguments import check_draws_only, positive
+from experiments.arguments import check_draws_only, natural, positive
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
 from experiments.report.documents import result_of
@@ -255,7 +255,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
     parser.add_argument("--windows", type=positive, default=6, help="of the text, at most")
-    parser.add_argument("--seed", type=int, default=0, help="of contexts, outliers and intervals")
+    parser.add_argument("--seed", type=natural, default=0, help="of contexts, outliers and intervals")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)

@@ -28,6 +28,7 @@ from queue import Empty, SimpleQueue
 
 from experiments.campaign import TOPICS, Command
 from pallas_kernels.bench.command import add_results_folder, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.bench.peers import asked
 
 LEAST = 10  # seconds: with fewer left, nothing is begun
@@ -97,12 +98,12 @@ def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands or topics (default: campaign)")
-    parser.add_argument("--seconds", type=float, default=3600, help="for all together")
+    parser.add_argument("--seconds", type=positive_number, default=3600, help="for all together")
     parser.add_argument(
-        "--jobs", type=int, default=8, help="commands that run side by side on a GPU, where they are not timed"
+        "--jobs", type=positive, default=8, help="commands that run side by side on a GPU, where they are not timed"
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="others' side beside those that have one")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the commands over")
+    parser.add_argument("--gpus", type=positive, default=1, help="GPUs to spread the commands over")
     add_results_folder(parser)
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args(argv)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from experiments.arguments import positive
+from experiments.arguments import positive, positive_number
 from experiments.other_devices import MEMORY_SHARE, floor_on
 from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
@@ -166,7 +166,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64, 512], help="sequences that decode")
     parser.add_argument("--context", type=positive, default=1024, help="tokens of each")
     parser.add_argument("--gpus", type=positive, nargs="*", default=[8, 64], help="in all")
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[25.0], help="most that a step may take")
+    parser.add_argument("--step-ms", type=positive_number, nargs="+", default=[25.0], help="most that a step may take")
     add_result_options(parser)
     args = parser.parse_args(argv)
     known = read_link(LINK).all_reduce

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import bytes_per_weight
-from experiments.arguments import by_name, positive
+from experiments.arguments import by_name, natural, positive, positive_number
 from experiments.ptq_methods import as_row, read_tokens, rounded, run_of, score
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
@@ -168,8 +168,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of which each layer gets one")
-    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="bytes a weight")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the tokens for sensitivity")
+    parser.add_argument("--budgets", nargs="+", type=positive_number, default=list(BUDGETS), help="bytes a weight")
+    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of the tokens for sensitivity")
     parser.add_argument("--rows", type=positive, default=4, help="of these tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row")
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help="the scheme of the one budget and first seed")

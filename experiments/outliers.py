@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import check_draws_only, positive
+from experiments.arguments import check_draws_only, natural, positive
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.report.documents import result_of
 from experiments.report.svg import heading, svg, without_matplotlib_said
@@ -188,12 +188,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=float, default=[1, 4, 16, 64], help="powers of two")
-    parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", type=positive, default=list(GROUPS))
     parser.add_argument("--alpha", type=float, default=0.5, help="of SmoothQuant")
-    parser.add_argument("--layer", type=int, default=LAYER, help="of part channel (default: %(default)s)")
+    parser.add_argument("--layer", type=natural, default=LAYER, help="of part channel (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--seed", type=int, default=0, help="of the channels and of calibration tokens")
+    parser.add_argument("--seed", type=natural, default=0, help="of the channels and of calibration tokens")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)

@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import by_name, positive
+from experiments.arguments import by_name, natural, positive
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
@@ -224,7 +224,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of calibration tokens")
+    parser.add_argument("--seeds", nargs="+", type=natural, default=[0], help="of calibration tokens")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")

@@ -30,7 +30,16 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import add_bandwidth, ceilings_here, claim_memory, positive, scheme_name
+from experiments.arguments import (
+    add_bandwidth,
+    ceilings_here,
+    claim_memory,
+    dtype_name,
+    natural,
+    positive,
+    positive_number,
+    scheme_name,
+)
 from experiments.baselines import BASELINES
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.serving.engines import MEMORY, make_engine, make_model, sampling_of
@@ -44,6 +53,7 @@ from experiments.steps.words import ENDLESS
 from jllm.errors import ConfigError
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
+from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options
 
@@ -158,19 +168,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--config", default="configs/llama-2-7b.json", help="model shape (a config.json), random weights"
     )
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
-    parser.add_argument("--dtype", default="bfloat16", help="of random weights")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
     parser.add_argument("--quantize", help="scheme of the weights")
     parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
     parser.add_argument("--requests", type=positive, help="only this many, the first")
-    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
+    parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
+    parser.add_argument("--seed", type=natural, default=0, help="of arrivals and prompts")
     parser.add_argument(
-        "--warmup", type=int, default=32, help="requests served before the clock starts, 16 tokens each"
+        "--warmup", type=natural, default=32, help="requests served before the clock starts, 16 tokens each"
     )
-    parser.add_argument("--cut", type=int, default=0, help="first arrivals left out of percentiles and goodput")
+    parser.add_argument("--cut", type=natural, default=0, help="first arrivals left out of percentiles and goodput")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-k", type=natural, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
@@ -178,7 +188,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
-    parser.add_argument("--pool-gib", type=float, help="size of the pool, in place of --pages")
+    parser.add_argument("--pool-gib", type=positive_number, help="size of the pool, in place of --pages")
     parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
     parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
     parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
@@ -189,8 +199,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--backend",
         nargs="+",
+        choices=("default", *OF_MODELS),
         default=OWN[:1],
-        help="xla, mosaic, triton, deterministic, or default: one after another",
+        help="one after another (default: chosen for the device)",
     )
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
     parser.add_argument("--guided", type=float, metavar="SHARE", help=share)

@@ -26,7 +26,14 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import add_timing_options, ceilings_here, check_draws_only, positive, scheme_name
+from experiments.arguments import (
+    add_timing_options,
+    ceilings_here,
+    check_draws_only,
+    positive,
+    positive_number,
+    scheme_name,
+)
 from experiments.report.svg import svg
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
@@ -46,7 +53,7 @@ from jllm.config import LlamaConfig
 from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
-from pallas_kernels.backends import on_hopper
+from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options, interruptible
 
@@ -286,12 +293,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="KIND:KV:BATCHES[:SCHEMES]",
         default=[parse_stage(s) for s in stages],
     )
-    parser.add_argument("--seconds", type=float, help="begin no stage after so long")
-    parser.add_argument("--context", type=int, default=136, help="KV tokens of each slot when decoding starts")
-    parser.add_argument("--input", type=int, default=8, help="tokens of each prompt")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device)")
+    parser.add_argument("--seconds", type=positive_number, help="begin no stage after so long")
+    parser.add_argument("--context", type=positive, default=136, help="KV tokens of each slot when decoding starts")
+    parser.add_argument("--input", type=positive, default=8, help="tokens of each prompt")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_timing_options(parser, steps=20, repeats=3)
-    parser.add_argument("--threads", type=int, default=12, help="that compile at once")
+    parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
     args = parser.parse_args(argv)

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import PLAIN_KV, kv_name
-from experiments.arguments import positive
+from experiments.arguments import natural, positive, positive_number
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
@@ -231,12 +231,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the channels")
+    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of the channels")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but the last")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--steps", type=int, default=40, help="of part learned (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=RATE, help="of part learned (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=40, help="of part learned (default: %(default)s)")
+    parser.add_argument("--rate", type=positive_number, default=RATE, help="of part learned (default: %(default)s)")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -27,6 +27,7 @@ from experiments.result_file import command_line
 from experiments.sanitized_calls import KERNELS
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 
 TOOLS = ("memcheck", "racecheck")
 TOLERANCE = 8e-3  # of a row's norm: what rounding to bfloat16 costs, several times
@@ -101,8 +102,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
     parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="whose kernels")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="of the kernels' cases these alone, such as bf16")
-    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one process may take")
+    parser.add_argument("--jobs", type=positive, default=8, help="processes at a time")
+    parser.add_argument("--timeout", type=positive_number, default=300, help="seconds that one process may take")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     add_result_options(parser)
     parser.add_argument("--run", nargs=3, metavar=("KERNEL", "CASE", "BACKEND"), help=argparse.SUPPRESS)

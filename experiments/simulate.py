@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.arguments import positive
+from experiments.arguments import natural, positive, positive_number
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
@@ -205,7 +205,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantile", type=float, help="of predicted lengths, that admission counts on")
     parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests go on")
     parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
-    parser.add_argument("--pool-gib", nargs="+", type=float, default=[16.0, 32.0, 64.0], help="sizes of the page pool")
+    parser.add_argument(
+        "--pool-gib", nargs="+", type=positive_number, default=[16.0, 32.0, 64.0], help="sizes of the page pool"
+    )
     parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape: a name in configs/, or a path")
     parser.add_argument("--quantize", help="scheme of the weights (default: bf16)")
@@ -214,8 +216,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
     parser.add_argument("--requests", type=positive, help="draws from the workload (default: it, once)")
     parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
-    parser.add_argument("--rate", type=float, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=int, default=0, help="of draws and arrivals")
+    parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
+    parser.add_argument("--seed", type=natural, default=0, help="of draws and arrivals")
     parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
     parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
     add_result_options(parser)

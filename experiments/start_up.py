@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import claim_memory, positive, scheme_name
+from experiments.arguments import claim_memory, dtype_name, natural, positive, scheme_name
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.serving.engines import make_model
 from jllm.engine.engine import Engine
@@ -91,13 +91,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(host_only=False, guided=None)  # make_model asks
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
-    parser.add_argument("--dtype", default="bfloat16", help="of random weights")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
     parser.add_argument("--quantize", help="scheme of the weights")
     parser.add_argument("--slots", type=positive, default=512)
     parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
     parser.add_argument("--kv-cache", help="KV format")
     processes = "that trace steps beside a cold start's own; with several numbers, one cold start with each"
-    parser.add_argument("--processes", type=int, nargs="+", default=[0], metavar="N", help=processes)
+    parser.add_argument("--processes", type=natural, nargs="+", default=[0], metavar="N", help=processes)
     parser.add_argument("--repeats", type=positive, default=2, help="of the warm start, after the last cold one")
     add_result_options(parser)
     args = parser.parse_args(argv)

@@ -37,6 +37,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
+from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
 
@@ -161,7 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--input", type=positive, default=8, help="prefill: tokens of each prompt")
     parser.add_argument("--steps", type=positive, default=4, help="steps in one profile")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device)")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_result_options(parser)
     return parser.parse_args(argv)
 

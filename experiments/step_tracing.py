@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.arguments import positive, scheme_name
+from experiments.arguments import natural, positive, scheme_name
 from experiments.result_file import command_line, record
 from experiments.steps.timer import model_config
 from jllm.batch import Bucket
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scheme", nargs="+", default=["bf16"], help="of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
     parser.add_argument("--decodes", type=positive, nargs="+", default=[1, 16, 64, 512], help="rows that decode")
-    parser.add_argument("--tokens", type=int, default=0, help="prompt tokens in the step")
-    parser.add_argument("--chunks", type=int, default=0, help="chunks that these may be")
+    parser.add_argument("--tokens", type=natural, default=0, help="prompt tokens in the step")
+    parser.add_argument("--chunks", type=natural, default=0, help="chunks that these may be")
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("step_tracing", argv)

@@ -34,7 +34,7 @@ from experiments.arguments import (
     ceilings_here,
     claim_memory,
     positive,
-    positive_seconds,
+    positive_number,
     scheme_name,
 )
 from experiments.result_file import command_line, record, rounded
@@ -60,7 +60,7 @@ from jllm.errors import ConfigError
 from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
 from jllm.params import Params
-from pallas_kernels.backends import on_hopper
+from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
 
 Table = dict[str, Any]
@@ -245,10 +245,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="default: the published table's")
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
-    parser.add_argument("--backend", help="xla, mosaic, triton or deterministic (default: the best for the device)")
+    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_timing_options(parser, steps=10, repeats=2)
     parser.add_argument(
-        "--seconds", type=positive_seconds, default=0.6, help="of steps timed together: what --steps takes, at least"
+        "--seconds", type=positive_number, default=0.6, help="of steps timed together: what --steps takes, at least"
     )
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
     peers.add_options(parser, ("torch", "vllm"), 120)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from experiments.arguments import positive
+from experiments.arguments import natural, positive
 from experiments.result_file import ResultFile
 from experiments.train_small import BOS, EOS
 from experiments.training.data import Book, Rows, batches, read_books, train_tokenizer
@@ -92,7 +92,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", required=True, metavar="FILE", help="as train_small takes it")
     parser.add_argument("--valid", required=True, metavar="FILE", help="held-out text")
     parser.add_argument("--kv-heads", nargs="+", type=positive, default=[8, 2, 1])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2])
     parser.add_argument("--steps", type=positive, default=RECIPE.steps, help="in tens (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=RECIPE.rows, help="a step (default: %(default)s)")
     parser.add_argument("--eval-every", type=positive, default=RECIPE.eval_every, metavar="STEPS", help="in tens")

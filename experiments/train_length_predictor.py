@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.arguments import natural, positive, positive_number
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
 from experiments.result_file import ResultFile, command_line, refusing, told
 from experiments.training.length_fit import Recipe, bins_of, fit, make_edges
@@ -158,19 +159,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
     parser.add_argument("--out", default="length_predictor.safetensors", help="the predictor (default: %(default)s)")
-    parser.add_argument("--texts", type=int, default=720, help="texts to generate (default: %(default)s)")
+    parser.add_argument("--texts", type=positive, default=720, help="texts to generate (default: %(default)s)")
     parser.add_argument("--texts-file", help="where they are kept (default: beside --out)")
-    parser.add_argument("--longest", type=int, default=1000, help="tokens of a text (default: %(default)s)")
-    parser.add_argument("--cuts", type=int, default=24, help="requests from each text (default: %(default)s)")
+    parser.add_argument("--longest", type=positive, default=1000, help="tokens of a text (default: %(default)s)")
+    parser.add_argument("--cuts", type=positive, default=24, help="requests from each text (default: %(default)s)")
     parser.add_argument("--workload", help="write held-out requests for the simulator to this .jsonl")
-    parser.add_argument("--width", type=int, default=32, help="of the hidden layer (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1500, help="most training steps (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=256, help="requests a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--width", type=positive, default=32, help="of the hidden layer (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=1500, help="most training steps (default: %(default)s)")
+    parser.add_argument("--rows", type=positive, default=256, help="requests a step (default: %(default)s)")
+    parser.add_argument("--lr", type=positive_number, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=1.0)
     parser.add_argument("--dropout", type=float, default=0.2)
-    parser.add_argument("--table-rate", type=float, default=0.1, help="of what the tables of tokens learn")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table-rate", type=positive_number, default=0.1, help="of what the tables of tokens learn")
+    parser.add_argument("--seed", type=natural, default=0)
     add_result_options(parser)
     args = parser.parse_args(argv)
     for name in ("texts", "longest", "cuts", "width", "steps", "rows", "lr"):

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from experiments.arguments import positive
+from experiments.arguments import natural, positive, positive_number
 from experiments.needles import VOCAB, draw, questions
 from experiments.result_file import ResultFile
 from jllm.checkpoint import init_params, save
@@ -144,11 +144,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
     parser.add_argument("--steps", type=positive, default=240)
     parser.add_argument("--tokens", type=positive, default=4096, help="a step, about (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--lr", type=positive_number, default=2e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS")
     parser.add_argument("--valid-rows", type=positive, default=8, help="contexts of a validation")
     parser.add_argument("--random", action="store_true", help="begin with random weights")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=natural, default=0)
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments import outliers, qps, quant_accuracy, quant_steps, throughput
+from experiments import decode_step, outliers, qps, quant_accuracy, quant_steps, throughput
+from pallas_kernels.norm_quant import bench
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,29 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
     with pytest.raises(SystemExit):
         qps.main(["--slots", text])
     assert "is not a whole number from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "says"),
+    [
+        (qps.main, ["--seed", "-5"], "'-5' is not a whole number from 0 on"),
+        (qps.main, ["--rate", "0"], "'0' is not a positive number"),
+        (qps.main, ["--pool-gib", "nan"], "'nan' is not a positive number"),
+        (decode_step.main, ["--dtype", "f17"], "'f17' is not known; known are bf16, f16, f32"),
+        (decode_step.main, ["--page-size", "7"], "invalid choice: 7"),
+        (decode_step.main, ["--backend", "cuda"], "invalid choice: 'cuda'"),
+        (bench.main, ["--rows", "7"], "invalid choice: 7"),
+    ],
+)
+def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main, options, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(options)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_dtype_has_its_short_name_too():
+    assert decode_step.parse_args(["--dtype", "bf16"]).dtype == "bfloat16"
 
 
 def test_a_file_of_rules_is_named_as_it_says(tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from experiments.arguments import claim_memory, positive_seconds
+from experiments.arguments import claim_memory, positive_number
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
@@ -40,7 +40,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="which ones, of those below")
     parser.add_argument("--toy", action="store_true", help="toy size on a GPU too, for a try")
     parser.add_argument(
-        "--seconds", type=positive_seconds, help="that requests arrive for, at each load (default: as the claim says)"
+        "--seconds", type=positive_number, help="that requests arrive for, at each load (default: as the claim says)"
     )
     parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
     parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")

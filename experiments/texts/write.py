@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import jllm
+from experiments.arguments import positive
 from experiments.result_file import refusing
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import OutputError
@@ -35,7 +36,7 @@ def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, 
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="how many (default: %(default)s)")
+    parser.add_argument("--documents", type=positive, default=DOCUMENTS, help="how many (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=BUNDLED_TEXT, help="default: the bundled text itself")
     args = parser.parse_args(argv)
     lines = [json.dumps(document, ensure_ascii=False) for document in documents(jllm.load(), args.documents)]

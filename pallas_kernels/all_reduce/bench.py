@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.all_reduce import MeshAxis, all_reduce, peer
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.numbers import positive, positive_number
 
 AXIS = "model"
 CHAINS = (64, 256)  # exchanges in one jit: the first is what is told, their difference leaves the host out
@@ -173,13 +174,13 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--devices", type=int, default=2, help="ranks")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--devices", type=positive, default=2, help="ranks")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 64, 128, 512, 4096])
+    parser.add_argument("--columns", type=positive, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--replays", type=int, default=1000, help="steps that are replayed")
+    parser.add_argument("--replays", type=positive, default=1000, help="steps that are replayed")
     parser.add_argument("--backends", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--limit", type=float, default=60, help="seconds for a backend")
+    parser.add_argument("--limit", type=positive_number, default=60, help="seconds for a backend")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a process beside this one measures

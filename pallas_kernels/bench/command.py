@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.bench.result_file import RECORD, ResultFile
 
 Row = dict[str, Any]
@@ -33,6 +34,12 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     add_results_folder(parser)
     parser.add_argument("--label", type=label, help="to tell runs apart: a part of the result's name")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+
+
+def add_rows(parser: argparse.ArgumentParser, cases: Iterable[Any]) -> None:
+    """--rows: which cases are measured, by their rows."""
+    rows = sorted({case.rows for case in cases})
+    parser.add_argument("--rows", type=int, nargs="+", choices=rows, default=rows, help="those of cases (default: all)")
 
 
 def label(text: str) -> str:
@@ -95,7 +102,7 @@ def add_triton(parser: argparse.ArgumentParser, config: type) -> None:
     parser.add_argument("--triton", action="store_true", help="backend triton too, as configured")
     for each in fields(config):
         option = f"--triton-{each.name.replace('_', '-')}"
-        parser.add_argument(option, type=int, nargs="+", default=[], help="and with all combinations of such numbers")
+        parser.add_argument(option, type=positive, nargs="+", default=[], help="all combinations of such numbers, too")
 
 
 def triton_changes(args: argparse.Namespace, config: type) -> list[dict[str, int]]:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench.numbers import positive_number
+
 Row = dict[str, Any]
 FLASHINFER = "FlashInfer"
 PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
@@ -32,7 +34,7 @@ PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
 def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
     """Options of a command that can show others' side beside its own."""
     parser.add_argument("--peers", type=Path, metavar="DIR", help=f"{what}, by scripts in DIR")
-    parser.add_argument("--peer-seconds", type=float, default=seconds, help="for each of its runs")
+    parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="for each of its runs")
 
 
 def asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_rows, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90
 from pallas_kernels.cache_update.cases import BENCH_CASES, Case
@@ -115,7 +115,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    add_rows(parser, BENCH_CASES)
     parser.add_argument("--fused-only", action="store_true", help="leave out the slices and XLA")
     args = parser.parse_args(argv)
     return record("cache_update", args, argv, table(args.rows, not args.fused_only), bars)

@@ -22,6 +22,7 @@ from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_triton, make_parser, record, triton_changes, triton_name
 from pallas_kernels.bench.measure import copy_bandwidth
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.decode_attention.bench_runs import Run, cudnn, moved_bytes, paged
 from pallas_kernels.decode_attention.cases import (
     BENCH_CASES,
@@ -185,10 +186,14 @@ def main(argv: list[str] | None = None) -> int:
     known = [*formats, *VARIANTS]
     parser.add_argument("--formats", nargs="+", choices=known, default=formats, help="of K and V, among the parts'")
     add_triton(parser, TritonConfig)
-    parser.add_argument("--stages", type=int, default=8, help="tiles in flight, at most")
+    parser.add_argument("--stages", type=positive, default=8, help="tiles in flight, at most")
     parser.add_argument("--computing", type=int, choices=[1, 2], help="warpgroups, of a head each")
-    parser.add_argument("--split", type=int, help="tokens of a work item: with --computing 1 twice as many are usual")
-    parser.add_argument("--per-sm", type=int, help="workers that share a multiprocessor (these three: as configured)")
+    parser.add_argument(
+        "--split", type=positive, help="tokens of a work item: with --computing 1 twice as many are usual"
+    )
+    parser.add_argument(
+        "--per-sm", type=positive, help="workers that share a multiprocessor (these three: as configured)"
+    )
     parser.add_argument("--consecutive", action="store_true", help="pages with consecutive numbers, not shuffled ones")
     peers.add_options(parser, "FlashInfer's paged attention", 60)
     args = parser.parse_args(argv)

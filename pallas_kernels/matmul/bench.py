@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.layers import Subject, add_fractions, table
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case, bench_case
 
@@ -63,7 +64,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NxK", help=", ".join(SHAPES)
     )

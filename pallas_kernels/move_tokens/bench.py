@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_rows, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.kv_pages import allocate, bytes_per_token, parse_format
 from pallas_kernels.move_tokens import move_tokens
@@ -76,7 +76,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    add_rows(parser, BENCH_CASES)
     parser.add_argument("--mosaic-only", action="store_true", help="leave out XLA")
     args = parser.parse_args(argv)
     backends = ["mosaic"] if args.mosaic_only else ["mosaic", "xla"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.bench import rows as row_bench
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_rows, make_parser, record
 from pallas_kernels.norm_quant.api import norm_quant
 from pallas_kernels.norm_quant.cases import BENCH_CASES, Case
 
@@ -33,7 +33,7 @@ def bars(rows: list[dict[str, Any]]) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    add_rows(parser, BENCH_CASES)
     parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=PEERS)
     args = parser.parse_args(argv)
     cases = [case for rows in args.rows for case in BENCH_CASES if case.rows == rows]

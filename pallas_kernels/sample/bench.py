@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.bars import H200, bar
-from pallas_kernels.bench.command import make_parser, record
+from pallas_kernels.bench.command import add_rows, make_parser, record
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.sample.api import sample
 from pallas_kernels.sample.cases import ASKED, BENCH_CASES, Case, arguments
@@ -88,7 +88,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in BENCH_CASES}))
+    add_rows(parser, BENCH_CASES)
     parser.add_argument("--triton", action="store_true", help="backend triton too")
     args = parser.parse_args(argv)
     peers = ("triton", *PEERS) if args.triton else PEERS

@@ -21,6 +21,7 @@ from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
+from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
@@ -163,11 +164,13 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
 def main(operation: str, description: str | None, beside: Sequence[str], argv: list[str] | None) -> int:
     """The command of one operation: others of PRODUCTS beside it."""
     parser: argparse.ArgumentParser = make_parser(description)
-    parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
     parser.add_argument("--own-only", action="store_true", help="leave out XLA's")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
-    parser.add_argument("--peer-rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M", help="where XLA's run")
-    parser.add_argument("--seconds", type=float, default=600.0, help="time after which no measurement begins")
+    parser.add_argument(
+        "--peer-rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="where XLA's run"
+    )
+    parser.add_argument("--seconds", type=positive_number, default=600.0, help="time after which no measurement begins")
     peers.add_options(parser, "torch's products", 60)
     args = parser.parse_args(argv)
     by_torch = list(peers.products(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []

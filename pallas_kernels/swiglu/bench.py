@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.layers import Subject, add_fractions, table
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.swiglu.cases import BENCH_ROWS, BENCH_SHAPES, Case
@@ -91,8 +92,8 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=BENCH_ROWS, metavar="M")
-    parser.add_argument("--widths", type=int, nargs="+", default=[f for f, _ in BENCH_SHAPES], metavar="F")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--widths", type=positive, nargs="+", default=[f for f, _ in BENCH_SHAPES], metavar="F")
     parser.add_argument("--tune", action="store_true", help="other tiles too")
     args = parser.parse_args(argv)
     shapes = [shape for shape in BENCH_SHAPES if shape[0] in args.widths]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.matmul import matmul
 from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, weight_only_matmul
@@ -171,7 +172,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", type=int, default=list(BENCH_ROWS), help="of x")
+    parser.add_argument("--rows", nargs="+", type=positive, default=list(BENCH_ROWS), help="of x")
     parser.add_argument("--formats", nargs="+", default=list(BENCH_FORMATS), help="each with rows of its own: NAME:M,M")
     parser.add_argument("--tune", nargs="+", default=[], help="formats whose every candidate configuration is measured")
     parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=list(PEERS), help="beside bf16")
