@@ -172,6 +172,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     known = read_link(LINK).all_reduce
     if unknown := [name for name in args.exchange if name not in known]:
         parser.error(f"--exchange {unknown[0]} is not known; known are {', '.join(known)}")
+    fits = {ranks for name in args.models for ranks in fitting(load_config(CONFIGS / f"{name}.json")) if ranks <= HOST}
+    if unfit := [ranks for ranks in args.ranks if ranks not in fits]:
+        parser.error(f"--ranks {unfit[0]} fits none of --models on one host; {', '.join(map(str, sorted(fits)))} do")
     return args
 
 

@@ -45,7 +45,7 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import add_result_options, label
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -228,7 +228,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
-    parser.add_argument("--name", default="ptq_methods", help="of the result file")
+    parser.add_argument("--name", type=label, default="ptq_methods", help="of the result file")
     add_result_options(parser)
     return parser.parse_args(argv)
 

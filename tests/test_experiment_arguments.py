@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import decode_step, outliers, qps, quant_accuracy, quant_steps, throughput
+from experiments import decode_step, meshes, outliers, ptq_methods, qps, quant_accuracy, quant_steps, throughput
 from pallas_kernels.norm_quant import bench
 
 
@@ -35,6 +35,8 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (decode_step.main, ["--page-size", "7"], "invalid choice: 7"),
         (decode_step.main, ["--backend", "cuda"], "invalid choice: 'cuda'"),
         (bench.main, ["--rows", "7"], "invalid choice: 7"),
+        (meshes.main, ["--models", "llama-2-7b", "--ranks", "3"], "--ranks 3 fits none of --models"),
+        (ptq_methods.main, ["--name", ""], "must be letters, digits"),
     ],
 )
 def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main, options, says, capsys):
