@@ -37,8 +37,8 @@ def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: 
     return Command(name, line, seconds, True, peer_seconds, gpus)
 
 
-BATCHES = "1,16,64,128,256,512"
-STAGES = f"decode:bf16:{BATCHES} prefill:bf16:{BATCHES} decode:int8-g8:1,64,128,256,512:bf16,w8a8-talk"
+# 80 GB hold every scheme's weights at once, and beside them K and V in bf16 of 256 sequences of 160 tokens.
+STAGES = "decode:bf16:1,16,64,128,256 prefill:bf16:64,256 decode:int8-g8:64:bf16,w8a8-talk"
 FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
 # Rows of throughput that 80 GB hold, each table's largest batches aside; the best, median and longest of three runs.
 FEW = "1x8x256 16x8x256 64x8x256 128x8x256 256x8x256 1x1024x1024 16x1024x1024"
@@ -57,61 +57,61 @@ CAMPAIGN = (
     Command("tests", TESTS, 480, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
     experiment("ceilings", "ceilings", 60),
+    # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
+    experiment("serving", "claims C1 C3 C11 C4", 560),
+    bench("decode_attention", "", 170, peer_seconds=60),
+    bench("prefill_attention", "", 130, peer_seconds=40),
+    experiment("C18", "claims C18", 180),
     experiment("C13", "claims C13", 130),
+    experiment("C5", "claims C5", 100),
+    experiment("quant_steps", "quant_steps --backend mosaic --steps 20 --repeats 3 --threads 14"
+               f" --stages {STAGES}", 480),
+    experiment("C24", "claims C24", 240),
+    bench("sample", "", 90),
+    experiment("C26", "claims C26", 240),
+    experiment("C25", "claims C25", 360),
+    experiment("step_profile_serve", "step_profile --kind serve --batch 1 512 --context 136 --steps 16", 150),
     experiment("C19", "claims C19", 90),
+    experiment("C21", "claims C21", 90),
+    experiment("C14", "claims C14", 120),
+    experiment("C22", "claims C22", 90),
+    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 40", 60, peer_seconds=60),
+    bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
+    experiment("loads", "claims C28 C23", 560),  # compiling is shared
+    bench("matmul", "", 120),
+    bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
+    bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
+    bench("norm_quant", "--rows 1 8192 128 512", 60),
+    bench("silu_mul_quant", "--rows 1 8192 128 512", 60),
+    experiment("C16", "claims C16", 60),
+    experiment("C31", "claims C31", 90),
+    experiment("start_up", "start_up", 240),
+    experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 180),
+    experiment("throughput", "throughput --scheme bf16 --kv-cache bf16", 260, peer_seconds=300),
+    experiment("throughput_w8a8", "throughput --scheme w8a8 --kv-cache int8-g8", 250, peer_seconds=300),
+    experiment("throughput_kv", "throughput --scheme bf16 --kv-cache int8-g8", 250),
+    experiment(
+        "throughput_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16", 250
+    ),
+    experiment("qps", "qps --repeats 3", 200, peer_seconds=400),
+    experiment("qps_w8a8", "qps --quantize w8a8 --kv-cache int8-g8 --repeats 3", 220, peer_seconds=260),
     experiment("qps_kv", "qps --kv-cache int8-g8 --repeats 2", 200),
     experiment("decode_step", "decode_step --batch 1 16 64 128 256 --backend xla default", 90),
     experiment("step_profile", "step_profile --batch 1 64 256", 60),
     experiment(
         "step_profile_w8a8", "step_profile --scheme w8a8 --kv-cache int8-g8 --batch 1 64 256 --context 136", 60
     ),
-    experiment("step_profile_serve", "step_profile --kind serve --batch 1 512 --context 136 --steps 16", 150),
     experiment("step_profile_serve_w8a8", "step_profile --kind serve --scheme w8a8 --kv-cache int8-g8 --batch 1"
                " --context 136 --steps 16", 60),
-    experiment("throughput", "throughput --scheme bf16 --kv-cache bf16", 260, peer_seconds=300),
-    experiment("start_up", "start_up", 240),
-    experiment("qps", "qps --repeats 3", 200, peer_seconds=400),
-    bench("decode_attention", "", 170, peer_seconds=60),
-    bench("prefill_attention", "", 130, peer_seconds=40),
-    experiment("quant_steps", "quant_steps --backend mosaic --steps 20 --repeats 2 --threads 14"
-               f" --stages {STAGES}", 560),
-    experiment("C16", "claims C16", 60),
-    experiment("throughput_kv", "throughput --scheme bf16 --kv-cache int8-g8", 250),
-    experiment("throughput_w8a8", "throughput --scheme w8a8 --kv-cache int8-g8", 250, peer_seconds=300),
-    experiment(
-        "throughput_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16", 250
-    ),
-    experiment("qps_w8a8", "qps --quantize w8a8 --kv-cache int8-g8 --repeats 3", 220, peer_seconds=260),
-    # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
-    experiment("serving", "claims C1 C3 C11 C4", 560),
-    experiment("C24", "claims C24", 240),
-    experiment("C26", "claims C26", 240),
-    experiment("C25", "claims C25", 300),
-    experiment("loads", "claims C28 C23", 560),  # compiling is shared
-    bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
-    bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
-    bench("matmul", "", 120),
-    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 40", 60, peer_seconds=60),
-    bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
-    experiment("C5", "claims C5", 100),
-    experiment("C31", "claims C31", 90),
-    experiment("C21", "claims C21", 90),
-    experiment("C22", "claims C22", 90),
-    bench("silu_mul_quant", "--rows 1 8192 128 512", 60),
-    bench("sample", "", 90),
     experiment("speculation", "speculation acceptance", 300),
     experiment("speculation_claims", "speculation claims", 300),
     experiment("speculation_7b", "speculation steps --threads 14", 300),
     experiment("speculation_8b", "speculation steps --config configs/llama-3-8b.json", 300),
     bench("move_tokens", "", 120),
-    bench("norm_quant", "--rows 1 8192 128 512", 60),
     experiment("kv_measured", "kv_measured --requests 384", 260),
     bench("weight_only_middle", f"--rows 128 256 --formats {FEW_BITS} --label middle", 60, of="weight_only_matmul"),
-    experiment("C18", "claims C18", 160),
-    experiment("C14", "claims C14", 120),
     experiment("deterministic", "decode_step --batch 1 16 64 128 256 --backend default deterministic"
                " --label deterministic", 90),
-    experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 180),
     experiment("continuations", f"{SERVED} --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),
 )  # fmt: skip

@@ -3,15 +3,17 @@
     python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --only campaign triton        # by topic; without --only: campaign
-    python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one on each at a time
+    python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one command on each
     python -m experiments.measure_all --gpus 2 --only two-gpus      # what takes both
     python -m experiments.measure_all --peers DIR                   # others' side of the same work in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
 What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
 unless JAX_COMPILATION_CACHE_DIR names another place. A command gets its own log beside the results, and at most the
-seconds that its line says, or what is left of --seconds. One that fails or is cut off costs the others nothing: what
-it had measured is in its result file, marked incomplete.
+seconds that its line says, or what is left of --seconds; where that is less than half of them it is not begun, and a
+shorter one may be. One that fails or is cut off costs the others nothing: what it had measured is in its result file,
+marked incomplete. Of several GPUs each has its share of the host's cores, so that what one command compiles takes no
+time from the host's work of another.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from pallas_kernels.bench.command import add_results_folder, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.bench.peers import asked
 
-LEAST = 10  # seconds: with fewer left, nothing is begun
+LEAST = 0.5  # of a command's seconds: with fewer left, it is not begun
 
 
 def compile_cache(results: Path) -> dict[str, str]:
@@ -50,7 +52,7 @@ def run(command: Command, results: Path, deadline: float, gpu: str | None = None
     """Runs it on this GPU (as CUDA_VISIBLE_DEVICES names it; None: whichever), its output in a log of its own; says how
     it ended. What it had started itself ends with it."""
     limit = min(command.seconds, deadline - time.monotonic())
-    if limit < LEAST:
+    if limit < LEAST * command.seconds:
         return "no time left"
     log = results / "logs" / f"{command.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -72,17 +74,22 @@ def run(command: Command, results: Path, deadline: float, gpu: str | None = None
 
 
 def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
-    """The commands of these names and topics, in the order of the list. Raises ValueError for another name."""
-    names = {command.name for commands in TOPICS.values() for command in commands}
-    if unknown := [name for name in only if name not in names | TOPICS.keys()]:
+    """The commands of these names and topics, in the order in which they are asked for. Raises ValueError for another
+    name."""
+    names = {command.name: (command,) for commands in TOPICS.values() for command in commands}
+    if unknown := [name for name in only if name not in names | TOPICS]:
         known = f"topics: {', '.join(TOPICS)}; commands: {', '.join(sorted(names))}"
         raise ValueError(f"no command is called {', '.join(unknown)}; {known}")
-    return [
-        command.beside(peers)
-        for topic, commands in TOPICS.items()
-        for command in commands
-        if topic in only or command.name in only
-    ]
+    asked_for = dict.fromkeys(command for name in only for command in (names | TOPICS)[name])
+    return [command.beside(peers) for command in asked_for]
+
+
+def keep_to_share(worker: int, workers: int) -> None:
+    """Binds this thread, and so what it starts, to one of as many equal shares of the cores that it may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // workers
+    if each:
+        os.sched_setaffinity(0, cores[worker * each : (worker + 1) * each])
 
 
 def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
@@ -129,21 +136,23 @@ def main(argv: list[str] | None = None) -> int:
         outcomes.append(run(command, args.results, deadline, gpu))
         print(f"{command.name}: {outcomes[-1]}", flush=True)
 
-    def spread(commands: list[Command], workers: list[str | None]) -> None:
-        """Each worker takes the next command as soon as it has done with one."""
+    def spread(commands: list[Command], workers: list[str | None], shared: bool) -> None:
+        """Each worker takes the next command as soon as it has done with one. Cores are shared, or each has its own."""
         queue: SimpleQueue[Command] = SimpleQueue()
         for command in commands:
             queue.put(command)
 
-        def work(gpu: str | None) -> None:
+        def work(worker: int, gpu: str | None) -> None:
+            if not shared and len(workers) > 1:
+                keep_to_share(worker, len(workers))
             for command in drain(queue):
                 one(command, gpu)
 
         with ThreadPoolExecutor(len(workers)) as pool:
-            list(pool.map(work, workers))
+            list(pool.map(work, range(len(workers)), workers))
 
-    spread([command for command in commands if not command.timed], gpus * args.jobs)
-    spread([command for command in commands if command.timed and command.gpus == 1], gpus)
+    spread([command for command in commands if not command.timed], gpus * args.jobs, shared=True)
+    spread([command for command in commands if command.timed and command.gpus == 1], gpus, shared=False)
     for command in commands:
         if command.gpus > 1:
             one(command, ",".join(map(str, range(command.gpus))))

@@ -220,6 +220,8 @@ def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
 
 def test_c26_fills_an_h200(costs):
     wide, small = (c26.full_batches(costs, kv, ((1024, 1024),))[0].batch for kv in (c26.WIDE, c26.SMALL))
+    (less,) = c26.full_batches(costs, c26.WIDE, ((1024, 1024),), memory=72 << 30)
+    assert 40 < less.batch < wide, "what an H100 holds"
     assert small / wide == pytest.approx(1.6, abs=0.01)
     assert 90 * 2**30 < wide * 2048 * costs.cost.token_bytes < 110 * 2**30
 

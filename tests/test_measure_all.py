@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib
+import os
 import shlex
 import time
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_names_are_commands_or_topics_and_each_is_there_once(capsys):
     assert len(set(names)) == len(names)
     files = [command.line.split(" --peers")[0] for command in COMMANDS]
     assert len(set(files)) == len(files)
+    assert [command.name for command in measure_all.chosen(["sample", "C5", "sample"])] == ["sample", "C5"], "as asked"
     assert main(["--only", "C99"]) == 2
     assert "C99" in capsys.readouterr().err
 
@@ -71,13 +73,22 @@ def test_list_runs_nothing(capsys, tmp_path):
 
 
 def test_commands_spread_over_gpus(tmp_path, monkeypatch, capsys):
-    line = "-c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'"
+    line = "-c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], *sorted(os.sched_getaffinity(0)))'"
     commands = tuple(Command(f"c{i}", line, 60) for i in range(4))
     monkeypatch.setattr(measure_all, "TOPICS", {"campaign": commands})
     assert main(["--gpus", "2", "--results", str(tmp_path)]) == 0
-    used = [(tmp_path / "logs" / f"{command.name}.txt").read_text().strip() for command in commands]
+    used = [(tmp_path / "logs" / f"{command.name}.txt").read_text().split() for command in commands]
     assert len(capsys.readouterr().out.splitlines()) == 4
-    assert set(used) <= {"0", "1"}
+    mine = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    half = len(mine) // 2 or 1
+    shares = {"0": mine[:half], "1": mine[half : 2 * half] or mine}
+    assert all(cores == shares[gpu] for gpu, *cores in used), "each GPU's commands have cores of their own"
+
+
+def test_what_has_too_little_time_left_is_not_begun(tmp_path):
+    command = Command("c", "-c 'print(1)'", 60)
+    assert run(command, tmp_path, time.monotonic() + 25) == "no time left"
+    assert run(command, tmp_path, time.monotonic() + 35).startswith("ok")
 
 
 def test_commands_share_what_is_compiled(tmp_path, monkeypatch):

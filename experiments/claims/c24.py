@@ -128,8 +128,7 @@ def judge(rows: list[Row]) -> Verdict:
         )
     for (_, prompt, output), gain in before.items():
         row = next(row for row in rows if row["part"] == "two policies")
-        device = row.get("measured_on", row.get("device"))
-        figures.append(f"measured on {device}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
+        figures.append(f"measured on {row['measured_on']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
     every = [*workload.values(), *shapes.values(), *before.values()]
     parts = [
         *by_case("more requests a second on the QPS workload", dict(zip(said, (v > NOISE for v in workload.values())))),

@@ -24,6 +24,7 @@ from experiments.serving.engines import pages_of_h200
 from experiments.simulate import Costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes
+from jllm.memory import free_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 CONFIG = Path(__file__).parents[2] / "configs" / f"{MODEL}.json"
@@ -38,7 +39,8 @@ def measure(toy: bool) -> Iterator[Row]:
     found = recorded(RESULTS)
     formats = {kv: fitted(kv, found) for kv in (WIDE, SMALL)}
     for kv, costs in formats.items():
-        cases = full_batches(costs, kv, SHAPES[:1] if toy else SHAPES)
+        memory = {} if toy or simulates(toy) else {"memory": free_memory() or 0}
+        cases = full_batches(costs, kv, SHAPES[:1] if toy else SHAPES, **memory)
         full = (costed(case, costs) for case in cases) if toy or simulates(toy) else timed(CONFIG, kv, cases)
         yield from ({"part": "full", "kv": kv, **row} for row in full)
     for row in found:
@@ -64,9 +66,9 @@ def whole(row: Row) -> WholeBatch:
     return WholeBatch(row["batch"], row["input"], row["output"])
 
 
-def full_batches(costs: Costs, kv: str, shapes: Sequence[tuple[int, int]]) -> list[WholeBatch]:
-    """As many sequences of each shape as an H200 has pages for."""
-    pages = pages_of_h200(costs.model, PAGE, None if kv == WIDE else kv, 1)
+def full_batches(costs: Costs, kv: str, shapes: Sequence[tuple[int, int]], **memory: float) -> list[WholeBatch]:
+    """As many sequences of each shape as an H200 has pages for, or other `memory`, in bytes."""
+    pages = pages_of_h200(costs.model, PAGE, None if kv == WIDE else kv, 1, **memory)
     return [WholeBatch(pages // -(-(prompt + output) // PAGE), prompt, output) for prompt, output in shapes]
 
 

@@ -61,9 +61,11 @@ def make_model(args: argparse.Namespace) -> Model:
     return Model(config, quantize(params, args.quantize) if args.quantize else params, tokenizer)
 
 
-def pages_of_h200(model: Model, page_size: int, kv_cache: str | None, least: int) -> int:
-    """How many pages an H200 has room for beside the weights, but no fewer than `least`."""
-    free = SHARE * (MEMORY_SHARE * DEVICE_BYTES - tree_bytes(model.params))
+def pages_of_h200(
+    model: Model, page_size: int, kv_cache: str | None, least: int, memory: float = MEMORY_SHARE * DEVICE_BYTES
+) -> int:
+    """How many pages an H200 has room for beside the weights, or other memory (bytes), but no fewer than `least`."""
+    free = SHARE * (memory - tree_bytes(model.params))
     return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
 
 
