@@ -1,20 +1,19 @@
-"""Hugging Face checkpoint directories <-> Params, one tensor at a time: host memory never holds a second copy."""
+"""Hugging Face checkpoint directories -> Params, one tensor at a time: host memory never holds a second copy. The other
+way is checkpoint_saving.py."""
 
 import contextlib
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jllm.checkpoint_files import INDEX, WEIGHTS, all_or_nothing, stored_tensors
-from jllm.config import DTYPES, LlamaConfig, load_quantization, to_hf
+from jllm.checkpoint_files import BLOCK, stored_tensors
+from jllm.checkpoint_saving import save
+from jllm.config import LlamaConfig, load_quantization
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.fit import check_weights
 from jllm.parallel.mesh import ranks_of
@@ -22,20 +21,18 @@ from jllm.parallel.shares import share
 from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, matrix_modules
 from jllm.quant.codes import scale_rows
-from jllm.quant.files import arrays, quantization_config
 from jllm.quant.kv_scales import scale_names, tensor_factors
-from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that_fit, weight_formats
+from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that_fit
 from jllm.quant.schemes import Formats, Scheme
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
-from jllm.safetensors_io import StoredTensor, encode_header, read_as_stored, read_tensor
+from jllm.safetensors_io import StoredTensor, read_as_stored, read_tensor
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 __all__ = ["abstract_params", "init_params", "load_params", "save"]
 
 PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
-BLOCK = 64 << 20  # bytes moved from device to disk at a time
 LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
 
 
@@ -210,97 +207,3 @@ def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int]
             f"{head.path}: lm_head.weight is not the embedding, though config.json ties them; "
             "set tie_word_embeddings to false"
         )
-
-
-def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
-    safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
-
-    Exact: loading gives the same bits. Quantized weights are stored as quant/files.py says, which transformers does not
-    read. Streams tensor by tensor, into files that get their names at the end, once all are complete; then what a
-    checkpoint that was there before had more is removed. A failure before that (OutputError: a full disk, say) leaves
-    the directory as it was. Raises CheckpointError for params that do not fit the config, ConfigError for a config that
-    its architecture cannot express.
-    """
-    path = Path(path)
-    if config.mesh is not None:
-        raise CheckpointError("the params are spread over devices: load the model without mesh to save it")
-    tensors, dtype = _tensors_to_store(params, config)
-    raw = to_hf(replace(config, dtype=dtype.name))
-    if formats := weight_formats(params):
-        raw["quantization_config"] = quantization_config(formats, matrix_modules(params))
-    shards: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    count = len(shards)
-    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    with all_or_nothing(path) as create:
-        for name, shard in zip(names, shards):
-            with create(name) as file:
-                file.write(encode_header((t.name, np.dtype(t.leaf.dtype), t.shape) for t in shard))
-                for tensor in shard:
-                    tensor.write(file)
-        ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
-        documents = {"generation_config.json": ids, "config.json": raw}
-        if count > 1:
-            places = {t.name: name for name, shard in zip(names, shards) for t in shard}
-            total = {"total_size": sum(t.nbytes for t in tensors)}
-            documents[INDEX] = {"metadata": total, "weight_map": places}
-        for name, document in documents.items():
-            with create(name) as file:
-                file.write((json.dumps(document, indent=2) + "\n").encode())
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Rows start .. start + shape[0] of a leaf, under the name that they have in files."""
-
-    name: str
-    leaf: jax.Array
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.leaf.dtype.itemsize
-
-    def write(self, file: BinaryIO) -> None:
-        rows = self.shape[0]
-        step = max(1, BLOCK * rows // max(1, self.nbytes))
-        for start in range(0, rows, step):
-            # A copy, as a jax.Array keeps the host value that it was asked for: asking the leaves would pile them up.
-            block = jnp.copy(self.leaf[self.start + start : self.start + min(start + step, rows)])
-            file.write(memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8)))
-
-
-def _tensors_to_store(params: Params, config: LlamaConfig) -> tuple[list[_Tensor], np.dtype]:
-    """Lists the tensors to write, and the dtype of what is not quantized."""
-    apart = params.head is not None and not weight_formats(params).keys().isdisjoint((EMBED, HEAD))
-    wanted = _specs(config, head=not config.tie_embeddings or apart)
-    specs = dict(jax.tree_util.tree_flatten_with_path(wanted)[0])
-    leaves = dict(jax.tree_util.tree_flatten_with_path(params, lambda leaf: isinstance(leaf, QuantizedWeight))[0])
-    if odd := [path for path in [*specs, *leaves] if path not in specs or path not in leaves]:
-        problem = "is not in the params" if odd[0] in specs else "is in the params, but not in the config"
-        raise CheckpointError(f"params{jax.tree_util.keystr(odd[0])} {problem}")
-    for path, spec in specs.items():
-        if leaves[path].shape != spec.shape:
-            where, shape = jax.tree_util.keystr(path), list(leaves[path].shape)
-            raise CheckpointError(f"params{where} has shape {shape}, but the config says {list(spec.shape)}")
-    dtypes = {leaf.dtype for leaf in leaves.values() if not isinstance(leaf, QuantizedWeight)}
-    if len(dtypes) != 1 or not dtypes <= set(STORED_DTYPES.values()):
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise CheckpointError(f"params are of {found}; one dtype of {', '.join(DTYPES)} can be saved")
-    tensors = []
-    for path, spec in specs.items():
-        leaf = leaves[path]
-        if isinstance(leaf, QuantizedWeight):
-            assert spec.weight is not None, "only matrices are quantized"
-            tensors += [_Tensor(name, array, 0, array.shape) for name, array in arrays(spec.weight, leaf).items()]
-            continue
-        start = 0
-        for name, rows in spec.parts:
-            tensors.append(_Tensor(name, leaf, start, spec.part_shape(rows)))
-            start += rows
-    return tensors, dtypes.pop()

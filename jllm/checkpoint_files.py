@@ -13,6 +13,7 @@ from jllm.params import layer_prefix
 from jllm.safetensors_io import StoredTensor, read_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BLOCK = 64 << 20  # bytes that are read or written at a time
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LAYER = re.compile(re.escape(layer_prefix(0)).replace("0", r"(\d+)"))

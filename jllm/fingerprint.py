@@ -21,7 +21,7 @@ from jllm.parallel.shares import Places, places
 from jllm.param_specs import param_specs
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
-from pallas_kernels.quantized_weights import QuantizedWeight, group_scales, unpack4
+from pallas_kernels.quantized_weights import QuantizedWeight, unpacked
 
 PIECE = 16 << 10  # bytes read at a place
 PIECES = 4  # places of a tensor that are read, the first and the last bytes among them; smaller tensors are read whole
@@ -57,7 +57,7 @@ def of_params(params: Params) -> str:
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]:
         coded = _is_quantized(leaf)
-        shapes, sums = (jax.eval_shape(_unpacked, leaf), _code_sums(leaf)) if coded else (leaf, _checksum(leaf))
+        shapes, sums = (jax.eval_shape(unpacked, leaf), _code_sums(leaf)) if coded else (leaf, _checksum(leaf))
         own = jax.tree_util.tree_flatten_with_path(shapes)[0]
         found += [(_name((*path, *ends)), x.shape, s) for (ends, x), s in zip(own, jax.tree.leaves(sums), strict=True)]
     return _digest(found)
@@ -80,7 +80,7 @@ def of_shares(params: Params, config: LlamaConfig) -> str:
 
 def _of_codes(w: QuantizedWeight, at: Places, shape: tuple[int, ...]) -> list[Sum]:
     """Names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
-    (N, K), own = shape, jax.vmap(_unpacked)(w)
+    (N, K), own = shape, jax.vmap(unpacked)(w)
     once = replace(at, first=at.first & (at.column == 0)[:, None])  # what parts of a row have alike
     found: list[Sum] = [(".values", (N, K), _share_sums(own.values, at, at.column, (K, 1)))]
     for name in ("scales", "zeros", "scale_steps"):  # [ranks, n], or by groups [ranks, G, n]
@@ -136,20 +136,9 @@ def _digest(found: list[Sum]) -> str:
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
-def _unpacked(w: QuantizedWeight) -> QuantizedWeight:
-    """A weight without packing and padding, scales as kernels take them where they are int8 themselves: what it has
-    alike wherever it is cut."""
-    (N, K), fmt = w.shape, w.format
-    codes = unpack4(w.values, signed=False) if fmt.packed else w.values
-    scales = group_scales(w) if fmt.double_quant else w.scales
-    zeros = None if w.zeros is None else w.zeros[..., :N]
-    steps = None if w.scale_steps is None or fmt.double_quant else w.scale_steps[:N]
-    return replace(w, values=codes[:N, :K], scales=scales[..., :N], zeros=zeros, scale_steps=steps)
-
-
 @jax.jit
 def _code_sums(w: QuantizedWeight) -> QuantizedWeight:
-    return jax.tree.map(_checksum, _unpacked(w))
+    return jax.tree.map(_checksum, unpacked(w))
 
 
 @partial(jax.jit, static_argnames="strides")

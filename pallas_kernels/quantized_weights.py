@@ -181,6 +181,17 @@ def group_scales(w: QuantizedWeight) -> jax.Array:
     return decode_scales(w.scales.T, w.scale_steps).T
 
 
+def unpacked(w: QuantizedWeight) -> QuantizedWeight:
+    """A weight without packing and padding, scales as kernels take them where they are int8 themselves: what it has
+    alike wherever it is cut."""
+    (N, K), fmt = w.shape, w.format
+    codes = unpack4(w.values, signed=False) if fmt.packed else w.values
+    scales = group_scales(w) if fmt.double_quant else w.scales
+    zeros = None if w.zeros is None else w.zeros[..., :N]
+    steps = None if w.scale_steps is None or fmt.double_quant else w.scale_steps[:N]
+    return replace(w, values=codes[:N, :K], scales=scales[..., :N], zeros=zeros, scale_steps=steps)
+
+
 def _spread(x: jax.Array, columns: int) -> jax.Array:
     """[rows] or [groups, rows] -> [rows, columns] or [rows, 1]."""
     return x[:, None] if x.ndim == 1 else jnp.repeat(x.T, columns // x.shape[0], axis=1)

@@ -13,8 +13,9 @@ PURE = {
     "merge_step", "step_forward", "step_sample", "step_draft", "state", "rows", "parallel", "speculative",
 }  # fmt: skip
 FILES = {
-    "chat_template", "tokenizer", "vocabulary", "safetensors_io", "checkpoint", "checkpoint_files", "fingerprint",
-    "fit", "pretrained", "compile_cache", "run_identity", "snapshot", "drafter_files",
+    "chat_template", "tokenizer", "vocabulary", "safetensors_io", "checkpoint", "checkpoint_files",
+    "checkpoint_saving", "fingerprint", "fit", "pretrained", "compile_cache", "run_identity", "snapshot",
+    "drafter_files",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself

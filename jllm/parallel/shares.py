@@ -8,6 +8,7 @@ numbers that the whole weight has. The vocabulary is padded to a multiple of the
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from pallas_kernels.quantized_weights import (
     pack4,
     padded,
     unpack4,
+    unpacked,
 )
 
 
@@ -52,19 +54,26 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
     return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
 
 
-def whole(leaf: jax.Array, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> jax.Array:
-    """The reverse of share, of a leaf that is not quantized, whose shape is given: on a device of this process, or of
-    each one. Without a mesh the leaf as it is."""
+def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
+    """The reverse of share, of a leaf whose whole shape is given: on a device of this process, or of each one. Scales
+    that were quantized themselves remain the float16 that they stand for. Without a mesh the leaf as it is. Of shapes
+    alone the shapes."""
     if config.mesh is None:
         return leaf
-    rows, cut = places(entry, config).rows, _columns(entry, config, 0) is not None
+    join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
+    run = partial(join, rows=places(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
+    if isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(run, leaf)
+    joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf)
+    return jax.tree.map(lambda x: x.addressable_data(0), joined)
 
-    def join(x: jax.Array) -> jax.Array:
-        if cut:
-            return x.swapaxes(0, 1).reshape(shape)
-        return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
 
-    return jax.jit(join, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf).addressable_data(0)
+def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
+    """The shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the leaf's."""
+    if config.mesh is None:
+        return spec.shape
+    columns = _columns(spec.entry, config, 0)
+    return *places(spec.entry, config).rows.shape, *(spec.shape[1:] if columns is None else columns[1:])
 
 
 def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
@@ -168,6 +177,41 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
     plain = replace(w.format, double_quant=False)
     more: dict[str, Any] = {"zeros": zeros, "scale_steps": steps, "columns": order, "shape": (N, K), "format": plain}
     return replace(w, values=values, scales=scales, **more)
+
+
+def _join(x: jax.Array, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape, of parts [ranks, ...] of its columns, or of its `rows`, i32[ranks, n]."""
+    if cut:
+        return x.swapaxes(0, 1).reshape(shape)
+    return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
+
+
+def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> QuantizedWeight:
+    (N, K), own = shape, jax.vmap(unpacked)(w)
+    stored = np.minimum(np.arange(padded(N)), N - 1)
+
+    def join(x: jax.Array) -> jax.Array:
+        """[ranks, n, k] -> [N', ..]"""
+        return _join(x, rows, cut, (N, x.shape[2] * (len(rows) if cut else 1)))[stored]
+
+    def of_rows(x: jax.Array | None) -> jax.Array | None:
+        """[ranks, n] -> [N'], or of groups [ranks, G, n] -> [.., N']"""
+        if x is None or x.ndim == 3:
+            return None if x is None else join(x.swapaxes(1, 2)).T
+        return (x[0] if cut else _join(x, rows, cut, (N,)))[stored]
+
+    codes = jnp.pad(join(own.values), ((0, 0), (0, padded(K) - K)))
+    order = own.columns  # of whole rows on each device, or of its own part
+    return QuantizedWeight(
+        values=pack4(codes) if w.format.packed else codes,
+        scales=of_rows(own.scales),  # type: ignore[arg-type]
+        zeros=of_rows(own.zeros),
+        scale_steps=of_rows(own.scale_steps),
+        columns=None if order is None else order[0] if order.shape[1] == K else order.reshape(-1),
+        input_scale=None if own.input_scale is None else own.input_scale[0],
+        shape=(N, K),
+        format=w.format,
+    )
 
 
 def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> QuantizationError:
