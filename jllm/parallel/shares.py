@@ -44,14 +44,21 @@ def share_params(params: Params, config: LlamaConfig) -> Params:
 
 def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
     """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
-    is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts."""
+    is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts. Of shapes alone the
+    shapes."""
     if config.mesh is None:
         parts = config.activation_parts
         if isinstance(leaf, QuantizedWeight) and not fits(leaf.format, entry, config):
             raise _cuts_groups(leaf.format, leaf.shape[1] // parts, name, f"each of {parts} activation_parts")
         return leaf
     ranks = range(config.mesh.size)
-    return stack((_cut(leaf, _rows(entry, config, r), _columns(entry, config, r), name) for r in ranks), config.mesh)
+    shares = (partial(_cut, rows=_rows(entry, config, r), columns=_columns(entry, config, r), name=name) for r in ranks)
+    if not _is_abstract(leaf):
+        return stack((cut(leaf) for cut in shares), config.mesh)
+    n, on = config.mesh.size, NamedSharding(config.mesh, STACKED)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=on), jax.eval_shape(next(shares), leaf)
+    )
 
 
 def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
@@ -62,7 +69,7 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
         return leaf
     join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
     run = partial(join, rows=places(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
-    if isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct):
+    if _is_abstract(leaf):
         return jax.eval_shape(run, leaf)
     joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf)
     return jax.tree.map(lambda x: x.addressable_data(0), joined)
@@ -110,6 +117,10 @@ def places(entry: WeightEntry, config: LlamaConfig) -> Places:
         first = np.zeros(rows.shape, bool)
         first.flat[np.unique(rows, return_index=True)[1]] = True
     return Places(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct)
 
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:

@@ -27,9 +27,9 @@ def quantize(
     those that fit its mesh or its activation_parts, and of params on that mesh each weight is quantized whole.
 
     With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
-    weight more. Without a mesh leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves
-    are too. Raises QuantizationError for a scheme that does not fit these weights, before anything is done, and for
-    weights that hold NaN or infinity.
+    weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
+    QuantizationError for a scheme that does not fit these weights, before anything is done, and for weights that hold
+    NaN or infinity.
     """
     formats = formats_by_weight(params, scheme)
     specs: dict[str, LeafSpec] = {}

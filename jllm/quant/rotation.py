@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":
-    """The model rotated as the scheme says, and then rounded as quantize does. Without a mesh leaves may be
-    jax.ShapeDtypeStruct. Raises QuantizationError as these do."""
+    """The model rotated as the scheme says, and then rounded as quantize does. Leaves may be jax.ShapeDtypeStruct.
+    Raises QuantizationError as these do."""
     scheme = find_scheme(scheme)
     turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
     params = quantize(turned.params, replace(scheme, rotate=None), donate=donate, config=turned.config)
@@ -52,8 +52,8 @@ class Rotation:
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
     """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
-    Without a mesh leaves may be jax.ShapeDtypeStruct; on one each device holds a layer at a time whole. Raises
-    QuantizationError for quantized models, and layers of other kinds."""
+    Leaves may be jax.ShapeDtypeStruct; on a mesh each device holds a layer at a time whole. Raises QuantizationError
+    for quantized models, and layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
@@ -101,12 +101,11 @@ def _turned(model: "Model", stream: Any, values: Sequence[Any]) -> "Model":
 
     def run(function: Callable, part: Any, spec: Any, turned: Any, *by: Any) -> Any:
         """function(part, *by), of a part of the params, and of the result, whose specs these are."""
-        if abstract:
-            return jax.eval_shape(function, part, *by)
+        make = partial(jax.eval_shape, function) if abstract else function
         if c.mesh is None:
-            return function(part, *by)
+            return make(part, *by)
         part = jax.tree.map(lambda of, leaf: whole(leaf, of.entry, c, of.shape), spec, part)
-        return jax.tree.map(lambda of, leaf: share(leaf, of.entry, c), turned, function(part, *by))
+        return jax.tree.map(lambda of, leaf: share(leaf, of.entry, c), turned, make(part, *by))
 
     layers = tuple(run(one, p.layers[i], spec, spec, stream, values[i]) for i, spec in enumerate(specs.layers))
     if stream is None:

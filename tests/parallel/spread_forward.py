@@ -20,6 +20,7 @@ from jllm.parallel.shares import share_params
 from jllm.params import matrices, with_matrices
 from jllm.pretrained import load
 from jllm.quant.quantize import quantize, quantize_weight
+from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import parse_formats
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.all_reduce.reference import all_reduce as reference
@@ -252,6 +253,23 @@ def test_rotated_and_quantized_as_on_one_device(tmp_path, scheme, tied):
     wanted = share_params(one.params, replace(found.config, tie_embeddings=one.config.tie_embeddings))
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted)
     assert found.config.tie_embeddings == one.config.tie_embeddings
+
+
+ABSTRACT = ["w4a16-g32", "w8a8-head", "nf4-dq", "nvfp4", "w8a16+rotate-kv", "w4a16-g32+rotate-all"]
+
+
+@pytest.mark.parametrize("scheme", ABSTRACT)
+def test_shapes_alone_are_quantized_as_arrays_are(scheme):
+    shared = on_mesh(model_of("float32", head_dim=32, tie_embeddings=True), 4)
+    abstract = replace(shared, params=jax.eval_shape(lambda p: p, shared.params))
+    made, found = quantize_model(shared, scheme), quantize_model(abstract, scheme)
+    assert found.config == made.config
+    assert jax.tree.structure(found.params) == jax.tree.structure(made.params)
+    for shape, array in zip(jax.tree.leaves(found.params), jax.tree.leaves(made.params), strict=True):
+        assert isinstance(shape, jax.ShapeDtypeStruct)
+        if shape.sharding is not None:  # what stays as it was has what it came with
+            assert shape.sharding == array.sharding
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
 
 
 def test_one_device_computes_what_it_did():
