@@ -9,13 +9,15 @@ weights here.
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report.documents import RESULTS
+from jllm.config import LlamaConfig
 
 HARDLY = 0.02  # nats a token at most: 2 % of perplexity
+DEFAULTS = {field.name: field.default for field in fields(LlamaConfig) if field.default is not MISSING}
 KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte")
 
 
@@ -31,11 +33,11 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def recorded() -> list[Row]:
     """Of the newest run that trained models with all KV heads and with fewer to its last step. Its numbers of KV heads
-    may be in several files: of one model, recipe and text."""
+    may be in several files: of one model (what a file does not say has its default), recipe and text."""
     files = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("train_heads-*.json")]
     runs: dict[str, dict[tuple[int, int], Row]] = {}
     for file in sorted(files, key=lambda file: file["date"], reverse=True):
-        of = json.dumps([file["model"], file["recipe"], file["valid_tokens"]])
+        of = json.dumps([DEFAULTS | file["model"], file["recipe"], file["valid_tokens"]], sort_keys=True)
         for row in file["rows"]:
             if row["step"] == file["recipe"]["steps"]:
                 runs.setdefault(of, {}).setdefault((row["kv_heads"], row["seed"]), row)

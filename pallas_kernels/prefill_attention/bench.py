@@ -91,7 +91,7 @@ def triton(case: Case, changes: dict[str, int]) -> Contender:
 
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
-        config = replace(triton_config(case.head_dim, pages, on_hopper()), **changes)
+        config = replace(triton_config(q, pages, table.shape[0], on_hopper()), **changes)
         return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window, config=config)
 
     def attend(*arguments: Any) -> jax.Array:

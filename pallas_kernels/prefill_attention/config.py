@@ -88,17 +88,22 @@ class TritonConfig:
     tile_rows: int  # query rows of a program
     block_kv: int  # keys a step, aligned to absolute positions
     warps: int = 8
-    stages: int = 2  # too few to load K and V ahead: see pages_triton.py
+    stages: int = 2  # AHEAD loads K and V two steps ahead (see pages_triton.py), 2 does not
 
 
-def triton_config(head_dim: int, pages: KVPages, hopper: bool) -> TritonConfig:
+AHEAD = 5
+LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
+
+
+def triton_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, chunks: int, hopper: bool) -> TritonConfig:
     """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
-    registers."""
+    registers. Stages do not change a result."""
+    rows, _, head_dim = q.shape
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
     if head_dim > 128:
         return TritonConfig(32 if converts and not hopper else 64, 32)
     if hopper:
-        return TritonConfig(128, 64 if converts else 128)
+        return TritonConfig(128, 64 if converts else 128, stages=AHEAD if rows >= LONG * chunks else 2)
     return TritonConfig(64, 32) if converts else TritonConfig(64, 32, warps=4)
 
 

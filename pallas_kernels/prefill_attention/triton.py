@@ -48,7 +48,8 @@ def plan(
     window: int | None = None,
 ) -> Work:
     """The work list of a step, in tiles of this kernel's size."""
-    return make_work(q, pages, cu_q_lens, kv_lens, window=window, config=triton_config(q.shape[-1], pages, on_hopper()))
+    config = triton_config(q, pages, kv_lens.shape[0], on_hopper())
+    return make_work(q, pages, cu_q_lens, kv_lens, window=window, config=config)
 
 
 def launch(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -138,6 +139,8 @@ COMPILED_PREFILL = [  # head dim, format, window
     (128, "bf16", None),
     (128, "int8-g8", 4096),
     (128, "fp8", None),
+    (128, "int4-g32", None),
+    (128, "int8-g8-zp", None),
     (256, "f16", None),
     (256, "int8-g8-zp", None),
     (256, "int4-g32", None),
@@ -150,10 +153,10 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,), (4,)))
-    for D, kv, window in COMPILED_PREFILL:
-        q, pages = jax.ShapeDtypeStruct((512, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
-        config = triton_config(D, pages, hopper=capability == 90)
+    for (D, kv, window), chunks in product(COMPILED_PREFILL, (4, 64)):  # 512 rows each, or 32
+        table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((chunks, 64), (chunks + 1,), (chunks,)))
+        q, pages = jax.ShapeDtypeStruct((2048, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
+        config = triton_config(q, pages, chunks, hopper=capability == 90)
         work = jax.eval_shape(partial(make_work, q, pages, window=window, config=config), cu, lens)
         pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
         made = triton.launch(q, pages, table, work, 0.1)
