@@ -15,7 +15,7 @@ from pallas_kernels.bench.numbers import natural as natural
 from pallas_kernels.bench.numbers import positive as positive
 from pallas_kernels.bench.numbers import positive_number as positive_number
 
-MEMORY_SHARE = 0.9  # of a GPU's memory, for weights, pages and steps
+MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
 
 
 def dtype_name(text: str) -> str:

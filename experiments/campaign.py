@@ -70,7 +70,7 @@ CAMPAIGN = (
     bench("sample", "", 90),
     experiment("C26", "claims C26", 240),
     experiment("C25", "claims C25", 360),
-    experiment("step_profile_serve", "step_profile --kind serve --batch 1 512 --context 136 --steps 16", 150),
+    experiment("step_profile_serve", "step_profile --kind serve --batch 1 384 --context 136 --steps 16", 100),
     experiment("C19", "claims C19", 90),
     experiment("C21", "claims C21", 90),
     experiment("C14", "claims C14", 120),

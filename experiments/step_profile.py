@@ -9,15 +9,19 @@ the beginning; serve: an engine whose slots all decode, some tokens after --cont
 two steps; the first few are not counted, as the profiler takes its time to begin. Kernels of one name are added up and
 sorted into kinds: matmul, attention, cache (rotary embedding and the write), norm and activation, sampling, and the
 rest, which is everything between them; XLA's names hide some products there. The gap is the time in which neither a
-kernel nor a copy ran, from the first of the steps to the last. Rows whose kernel is "(all)" are the totals of a kind.
+kernel nor a copy ran, from the first of the steps to the last; many short kernels make the profiler itself leave gaps,
+so that an engine's is also told by the clock: what a step takes without a profiler, less its kernels and copies. Rows
+whose kernel is "(all)" are the totals of a kind.
 """
 
 import argparse
 import collections
+import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +46,8 @@ from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
 
 PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
-MOST_GAP = 0.03  # of a step
+MOST_GAP = 0.03  # of a step, by the clock
+GAP, CLOCK_GAP = "gap", "gap by the clock"
 SKIPPED = 3  # steps of an engine's profile
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
@@ -107,6 +112,14 @@ def serve_steps(engine: Engine, steps: int) -> list[jax.Array]:
     return jax.live_arrays()
 
 
+def by_the_clock(engine: Engine, steps: int) -> float:
+    """Microseconds that a step takes without a profiler. A step is in flight before the first and after the last."""
+    serve_steps(engine, SKIPPED)
+    begin = time.perf_counter()
+    serve_steps(engine, steps)
+    return 1e6 * (time.perf_counter() - begin) / steps
+
+
 def steady(events: list[Event], steps: int) -> list[Event]:
     """The events of whole steps after the first SKIPPED, told apart by a kernel (no copy) that each step has once: the
     latest in a step. Raises RuntimeError where there is none."""
@@ -117,6 +130,15 @@ def steady(events: list[Event], steps: int) -> list[Event]:
     last = max(once, key=lambda event: event.start_us)
     marks = sorted(event.start_us for event in once if event.name == last.name)
     return [event for event in events if marks[SKIPPED - 1] <= event.start_us < marks[-1]]
+
+
+def busy_us(events: list[Event]) -> float:
+    """For how long something ran: copies may run beside kernels."""
+    busy, end = 0.0, -math.inf
+    for event in sorted(events, key=lambda event: event.start_us):
+        busy += max(0.0, event.start_us + event.us - max(end, event.start_us))
+        end = max(end, event.start_us + event.us)
+    return busy
 
 
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
@@ -132,18 +154,18 @@ def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
             "kernel": name, "kind": kind_of(name), "calls": round(len(all_us) / steps, 1), "us": round(us, 2),
             "share": round(us * steps / span, 4),
         }  # fmt: skip
-    idle, end = 0.0, first
-    for event in sorted(events, key=lambda event: event.start_us):  # copies may run beside kernels
-        idle += max(0.0, event.start_us - end)
-        end = max(end, event.start_us + event.us)
-    yield {"kernel": "(none)", "kind": "gap", "us": round(idle / steps, 2), "share": round(idle / span, 4)}
+    yield gap_row(GAP, (span - busy_us(events)) / steps, span / steps)
+
+
+def gap_row(kind: str, idle_us: float, step_us: float) -> dict[str, Any]:
+    return {"kernel": "(none)", "kind": kind, "us": round(idle_us, 2), "share": round(idle_us / step_us, 4)}
 
 
 def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row a kind of kernel, the longest first, of a table's rows; the gap has its row there."""
+    """One row a kind of kernel, the longest first, of a table's rows; gaps have their rows there."""
     sums: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found:
-        if row["kind"] != "gap":
+        if row["kernel"] != "(none)":
             sums[row["kind"]].update({key: row[key] for key in ("calls", "us", "share")})
     for kind, total in sorted(sums.items(), key=lambda item: -item[1]["us"]):
         yield {
@@ -182,24 +204,31 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
         "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),
         **({} if args.backend is None else {"backend": args.backend}),
     }  # fmt: skip
-    profiled = args.steps + SKIPPED if args.kind == "serve" else args.steps
-    with ExitStack() as stack:
-        run: Callable[[], Any]
-        if args.kind == "serve":
-            run = partial(serve_steps, stack.enter_context(serving(params, config, batch, args)), profiled)
-        else:
-            run = steps_of(params, config, batch, args)
+    if args.kind == "serve":
+        with serving(params, config, batch, args) as engine:
+            found = list(served_table(engine, args.steps))
+    else:
+        run = steps_of(params, config, batch, args)
         jax.block_until_ready(run())
-        events = timeline(run, python=False)
-    found = list(table(steady(events, profiled) if args.kind == "serve" else events, args.steps))
+        found = list(table(timeline(run, python=False), args.steps))
     for row in (*found, *totals(found)):
         yield step | row
+
+
+def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
+    """The rows of an engine's steps, with its gap by the clock."""
+    run = partial(serve_steps, engine, steps + SKIPPED)
+    jax.block_until_ready(run())
+    events = steady(timeline(run, python=False), steps + SKIPPED)
+    yield from table(events, steps)
+    step_us = by_the_clock(engine, steps)
+    yield gap_row(CLOCK_GAP, max(0.0, step_us - busy_us(events) / steps), step_us)
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The time in which an engine's decode steps leave the device idle."""
     for row in rows:
-        if row["kind"] == "gap" and row.get("step") == "serve":
+        if row["kind"] == CLOCK_GAP:
             where = f"{row['model']} {row['scheme']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 

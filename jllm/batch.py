@@ -297,12 +297,12 @@ FEW_SLOTS = 64  # so few rows cost a GPU no more than one: reading the weights t
 
 
 def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
-    """At most 16 buckets, so that what they round up is little where it costs.
+    """At most 17 buckets, so that what they round up is little where it costs.
 
     Many slots: eleven numbers of decode rows without prompt tokens, since a full batch runs out row by row, spaced for
     the least waste on conversations (experiments.qps) by a scheduler that lets a few rows too many sit out; with prompt
-    tokens five, since the scheduler fills those: a quarter and all of what fits a step in which every slot decodes,
-    there, all of it while a batch begins, and a quarter where few decode.
+    tokens six, since the scheduler fills those: a quarter and all of what fits a step in which every slot decodes,
+    there, all of it while a batch begins, and a quarter where few decode or where pages are too few for all slots.
     Few slots: four numbers of decode rows (all slots, fewer by factors of 2 and 4, and one) times three of tokens.
     """
     most = max(1, max_step_tokens - max_slots)
@@ -310,7 +310,7 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     if max_slots > FEW_SLOTS:
         sizes = {(-(-max_slots * part // 128), 0) for part in FINE}
         sizes |= {(-(-max_slots * eighths // 8), most) for eighths in (2, 5, 8)}
-        sizes |= {(max_slots, quarter), (-(-max_slots // 16), quarter)}
+        sizes |= {(-(-max_slots * sixteenths // 16), quarter) for sixteenths in (1, 10, 16)}
     else:
         sizes = {(max(1, -(-max_slots // n)), c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))

@@ -77,13 +77,11 @@ def trainings() -> list[float]:
     return losses
 
 
-def two_of_eight_heads() -> float:
-    """Nats a token that models with two KV heads are better by, the mean of seeds, of which each is."""
-    last = rows("train_heads", "h100-80gb-hbm3", step=600)
-    nats = {count: [row["nats"] for row in last if row["kv_heads"] == count] for count in (8, 2)}
-    gains = [eight - two for eight, two in zip(nats[8], nats[2], strict=True)]
-    assert min(gains) > 0
-    return mean(gains)
+def better_with(count: int) -> float:
+    """Nats a token that models with fewer KV heads are better by, the mean of seeds, of which each is."""
+    added = [row["added"] for row in rows("claims-C29", "cpu", kv_heads=count)]
+    assert max(added) < 0
+    return -mean(added)
 
 
 def left_of_the_subject() -> float:
@@ -92,10 +90,40 @@ def left_of_the_subject() -> float:
     return max(value / kl[name.removesuffix("-h"), seed] for (name, seed), value in kl.items() if name.endswith("-h"))
 
 
-def table(experiment: str) -> list[float]:
-    """Milliseconds of a decode step at batch 1, 64 and 512, and percent of their floors."""
-    found = [only(experiment, batch=batch, input=8) for batch in (1, 64, 512)]
-    return [row["decode_ms"] for row in found] + [100 * row["floor_fraction"] for row in found]
+H100 = "h100-80gb-hbm3"
+BF16, W8A8 = "llama-2-7b_bf16_kv-bf16", "llama-2-7b_w8a8_kv-int8-g8"
+
+
+def decoded(model: str, *batches: int, device: str = H100) -> list[float]:
+    """Milliseconds of decode steps, 8 -> 256."""
+    found = (rows(f"throughput_{model}", device, batch=batch, input=8) for batch in batches)
+    return [row["decode_ms"] for of_batch in found for row in of_batch if "peer" not in row]
+
+
+def shares(model: str, *batches: int) -> list[float]:
+    """Per cent of those steps that their floors are."""
+    found = (rows(f"throughput_{model}", H100, batch=batch, input=8) for batch in batches)
+    return [100 * row["floor_fraction"] for of_batch in found for row in of_batch if "peer" not in row]
+
+
+def beside_vllm(batch: int) -> list[float]:
+    """Ours, its share of the floor, and vLLM's in the same job, in 16 and in 8 bits."""
+    theirs = [only(f"throughput_{model}", H100, batch=batch, peer="vLLM")["decode_ms"] for model in (BF16, W8A8)]
+    ours = [[*decoded(model, batch), *shares(model, batch)] for model in (BF16, W8A8)]
+    return [*ours[0], theirs[0], *ours[1], theirs[1]]
+
+
+def times_vllm(model: str) -> tuple[float, float]:
+    """How many times as long its steps take, over the batches that both ran."""
+    theirs = {row["batch"]: row["decode_ms"] for row in rows(f"throughput_{model}", H100, peer="vLLM")}
+    ours = {row["batch"]: row["decode_ms"] for row in rows(f"throughput_{model}", H100, input=8) if "peer" not in row}
+    return spread([theirs[batch] / ours[batch] for batch in theirs.keys() & ours.keys()])
+
+
+def served_here(scheme: str) -> list[float]:
+    """Requests a second, and the best of vLLM's in the same job."""
+    found = rows(f"qps_llama-2-7b_{scheme}", H100)
+    return [next(row["qps"] for row in found if "peer" not in row), max(r["qps"] for r in found if "peer" in r)]
 
 
 def estimated(model: str, exchange: str, *ranks: int) -> list[float]:
@@ -149,20 +177,6 @@ def beside_torch() -> list[float]:
     return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
 
 
-def beside_peers(batch: int) -> list[float]:
-    """Milliseconds of a decode step: ours and PyTorch's of one job, vLLM's of another."""
-    found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8, batch=batch)
-    vllm = only("qps_llama-2-7b_bfloat16-vllm", peer="vLLM", batch=batch)
-    return [row["decode_ms"] for row in sorted(found, key=lambda row: "peer" in row)] + [vllm["decode_ms"]]
-
-
-def served(experiment: str) -> tuple[float, float]:
-    mean = only(experiment, repeat="mean")
-    return mean["qps"], 100 * mean["floor_fraction"]
-
-
-def gaps() -> list[float]:
-    return [100 * bar["value"] for bar in result("step_profile_serve")["bars"]]
 
 
 def attention() -> list[float]:
@@ -331,7 +345,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
     "{:.3f} of the divergence": lambda: [left_of_the_subject()],
-    "two KV heads of eight are better by {:.3f} nats a token than eight": lambda: [two_of_eight_heads()],
+    "with two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
+        lambda: [better_with(2), better_with(1)]
+    ),
     "divergence falls to {:.2f} (GPTQ) and {:.2f} (AWQ) of rounding's": lambda: [
         ratio(method, "plain") for method in ("gptq", "awq")
     ],
@@ -341,17 +357,40 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "while without outliers SmoothQuant costs {:.1f} %": lambda: [100 * (ratio("smoothquant", "plain") - 1)],
     "W8A8 of every linear adds {:.2f} % to perplexity": lambda: [100 * accuracy("added", "w8a8-all")],
     "an int8-g8 cache {};": lambda: unharmed("bf16", "int8-g8"),
-    "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.1f} at 512, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
-        table("throughput_llama-2-7b_bf16_kv-bf16")
+    "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.2f} at 256, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
+        decoded(BF16, 1, 64, 256) + shares(BF16, 1, 64, 256)
     ),
-    "of LLaMA-3-8B {:.2f}, {:.2f} and {:.1f}, {:.0f}, {:.0f} and {:.0f} % (": lambda: (
-        table("throughput_llama-3-8b_bf16_kv-bf16")
+    "and an int8-g8 cache {:.2f}, {:.2f} and {:.2f}, {:.0f}, {:.0f} and {:.0f} %, with `w4a16-g128` {:.2f} at": lambda: (
+        decoded(W8A8, 1, 64, 256) + shares(W8A8, 1, 64, 256) + decoded("llama-2-7b_w4a16-g128_kv-bf16", 1)
+    ),
+    "LLaMA-3-8B takes {:.2f}, {:.2f} and {:.1f} at 1, 128 and 512": lambda: (
+        decoded("llama-3-8b_bf16_kv-bf16", 1, 128, 512)
+    ),
+    "vLLM 0.26 takes {:.2f} to {:.2f} times as long in bf16, and in fp8 {:.2f} to {:.2f} times": lambda: (
+        times_vllm(BF16) + times_vllm(W8A8)
+    ),
+    "steps in bf16 took {:.2f}, {:.2f} and {:.1f} ms at batch 1, 64 and 512": lambda: (
+        decoded(BF16, 1, 64, 512, device="h200")
     ),
     "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": beside_torch,
-    **{f"| {n} | {{:.2f}} | {{:.2f}} | {{:.2f}} |": partial(beside_peers, n) for n in (1, 32, 128)},
-    "served at {:.1f} a second, {:.0f} % of their floor": lambda: served("qps_llama-2-7b_bfloat16"),
-    "over an int8-g8 cache at {:.1f}, {:.1f} % of theirs": lambda: served("qps_llama-2-7b_w8a8_kv-int8-g8"),
-    "the device idles for {:.1f} % of the time at batch 1, and {:.1f} % at 512": gaps,
+    **{
+        f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
+        for n in (1, 16, 64, 256)
+    },
+    "are served at {:.1f} requests a second, for {:.1f} by vLLM, and quantized at {:.1f}, for {:.1f} by vLLM": lambda: (
+        served_here("bfloat16") + served_here("w8a8_kv-int8-g8")
+    ),
+    "are served at {:.1f} a second on an H100, whose memory holds K and V of some {} of them": lambda: [
+        served_here("bfloat16")[0],
+        round(only("qps_llama-2-7b_bfloat16", H100, scheme="bfloat16")["running_mean"], -1),
+    ],
+    "over an int8-g8 cache at {:.1f} (": lambda: served_here("w8a8_kv-int8-g8")[:1],
+    "on an H200 they were at {:.1f} and {:.1f}.": lambda: [
+        only(f"qps_llama-2-7b_{scheme}", repeat="mean")["qps"] for scheme in ("bfloat16", "w8a8_kv-int8-g8")
+    ],
+    "in bf16 an H100 idles for {:.1f} % of the time at batch 1": lambda: [
+        100 * only("step_profile_serve", H100, kind="gap")["share"]
+    ],
     "reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads on, and is "
     "{:.2f} to {:.2f} times as fast there as FlashAttention-2": attention,
     "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),

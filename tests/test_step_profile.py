@@ -156,8 +156,22 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     (file,) = tmp_path.glob("step_profile*.json")
     rows = json.loads(file.read_text())["rows"]
     assert [(row["kernel"], row["kind"]) for row in rows] == [
-        ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"), ("(all)", "matmul"), ("(all)", "sampling"),
+        ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"),
+        *([("(none)", "gap by the clock")] if kind == "serve" else []),
+        ("(all)", "matmul"), ("(all)", "sampling"),
     ]  # fmt: skip
     assert all((row["step"], row["batch"], row[length[0]]) == (kind, 2, length[1]) for row in rows)
     bars = json.loads(file.read_text())["bars"]
     assert [bar["met"] for bar in bars] == ([False] if kind == "serve" else [])  # idle for most of the time
+
+
+def test_a_gap_by_the_clock_is_what_kernels_and_copies_leave(monkeypatch):
+    """Of a step of 100 us by the clock; a copy that runs beside a kernel is no time of its own."""
+    events = [Event("gemm", 10.0 * i, 6.0) for i in range(8)] + [Event("MemcpyDH", 10.0 * i + 4, 4.0) for i in range(8)]
+    monkeypatch.setattr(step_profile, "serve_steps", lambda engine, steps: [])
+    monkeypatch.setattr(step_profile, "timeline", lambda run, python: events)
+    monkeypatch.setattr(step_profile, "by_the_clock", lambda engine, steps: 100.0)
+    rows = list(step_profile.served_table(None, 8 - SKIPPED))
+    assert [(row["kind"], row["us"], row["share"]) for row in rows if row["kernel"] == "(none)"] == [
+        ("gap", pytest.approx(1.6), pytest.approx(1.6 / 9.6, abs=1e-4)), ("gap by the clock", 92.0, 0.92),
+    ]  # fmt: skip

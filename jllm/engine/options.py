@@ -42,7 +42,7 @@ class EngineOptions:
     # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32", or one as an object, or two, of K and V; default: the model's
     # dtype.
     kv_cache: KVCache | None = None
-    buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: at most 15 of them
+    buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: make_buckets
     backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
     deterministic: bool = False  # a row's bits do not depend on how many rows are computed with it (docs/sampling.md)
     # Who gets pages when: see jllm/kv_policies.

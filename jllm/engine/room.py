@@ -22,7 +22,7 @@ from jllm.state import State, make_slots
 from pallas_kernels.numerics import compute_dtype
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
-SHARE = 0.9  # of what is free that pages take by default: the rest is for what is not reckoned here
+SHARE = 0.95  # of what is free that pages and a step take by default: the rest is for what is not reckoned here
 KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
 
 
@@ -90,12 +90,10 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
     page = page_bytes(config, dtype, options.kv_cache, options.page_size) + _draft_bytes(options, config, dtype)
     buckets = resolve(options, config, 0).buckets
     step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
-    most = CPU_CACHE_BYTES if free is None else int(SHARE * free)
-    if is_host():
-        most = min(most, CPU_CACHE_BYTES)
-    pages = most // page
+    pages = CPU_CACHE_BYTES // page
     if free is not None:
-        pages = min(pages, _affordable(options, config, dtype, page, free - step))
+        fits = _affordable(options, config, dtype, page, int(SHARE * free) - step)
+        pages = min(pages, fits) if is_host() else fits
     sizes = resolve(options, config, pages)
     slots = _slot_bytes(options, config, dtype, sizes.max_pages)
     return sizes, Need(sizes.limits.num_pages * page, slots, step)
