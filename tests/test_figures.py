@@ -177,8 +177,6 @@ def beside_torch() -> list[float]:
     return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
 
 
-
-
 def attention() -> list[float]:
     found = [row for row in rows("claims-C5", H=32, K=32) if row["R"] * row["length"] >= 65_536]
     return [*spread([row["over_cudnn"] for row in found]), *spread([row["over_flash"] for row in found])]
@@ -345,7 +343,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
     "{:.3f} of the divergence": lambda: [left_of_the_subject()],
-    "with two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
+    "two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
         lambda: [better_with(2), better_with(1)]
     ),
     "divergence falls to {:.2f} (GPTQ) and {:.2f} (AWQ) of rounding's": lambda: [
@@ -360,7 +358,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.2f} at 256, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
         decoded(BF16, 1, 64, 256) + shares(BF16, 1, 64, 256)
     ),
-    "and an int8-g8 cache {:.2f}, {:.2f} and {:.2f}, {:.0f}, {:.0f} and {:.0f} %, with `w4a16-g128` {:.2f} at": lambda: (
+    "an int8-g8 cache {:.2f}, {:.2f} and {:.2f}, {:.0f}, {:.0f} and {:.0f} %, with `w4a16-g128` {:.2f} at": lambda: (
         decoded(W8A8, 1, 64, 256) + shares(W8A8, 1, 64, 256) + decoded("llama-2-7b_w4a16-g128_kv-bf16", 1)
     ),
     "LLaMA-3-8B takes {:.2f}, {:.2f} and {:.1f} at 1, 128 and 512": lambda: (
@@ -380,7 +378,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "are served at {:.1f} requests a second, for {:.1f} by vLLM, and quantized at {:.1f}, for {:.1f} by vLLM": lambda: (
         served_here("bfloat16") + served_here("w8a8_kv-int8-g8")
     ),
-    "are served at {:.1f} a second on an H100, whose memory holds K and V of some {} of them": lambda: [
+    "are served at {:.1f} a second on an H100, whose memory holds K and V of some {:.0f} of them": lambda: [
         served_here("bfloat16")[0],
         round(only("qps_llama-2-7b_bfloat16", H100, scheme="bfloat16")["running_mean"], -1),
     ],
