@@ -1,7 +1,7 @@
 """The paged KV cache of a whole model: formats by name, allocation, copies of pages, and its size in bytes.
 
-A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_update (kv_pages.encode); who has which page
-is the engine's matter (engine/pages.py).
+A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_update (kv_formats.encode); who has which
+page is the engine's matter (engine/pages.py).
 """
 
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import stored_kv_heads
 from jllm.parallel.ranks import HEADS
-from pallas_kernels import kv_pages
-from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Tail
+from pallas_kernels import kv_formats, kv_pages
+from pallas_kernels.kv_formats import Kivi, KVFormat
+from pallas_kernels.kv_pages import KVPages, Tail
 from pallas_kernels.kv_tail import allocate_tail
 
 Cache = tuple[KVPages, ...]  # one a layer
 Tails = tuple[Tail, ...]  # likewise
 
-DTYPE_NAMES = {dtype: name for name, dtype in kv_pages.FLOATS.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in kv_formats.FLOATS.items()}
 
 
 KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, or formats as objects: of both, or of K and V
@@ -50,7 +51,7 @@ def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KV
             raise ConfigError(f"KV cache format {name!r}: give k=FORMAT,v=FORMAT, each once, or one FORMAT for both")
         names = {key: value for key, _, value in parts}
     try:
-        k, v = (kv_pages.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
+        k, v = (kv_formats.parse_format(names[key].strip(), config.head_dim) for key in ("k", "v"))
     except ValueError as e:
         raise ConfigError(f"KV cache format {name!r}: {e}") from None
     if isinstance(k, Kivi) and names["k"] == names["v"] == name:

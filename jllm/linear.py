@@ -31,8 +31,9 @@ from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, padded, take_rows
+from pallas_kernels.quantized_weights import QuantizedWeight, decode, take_rows
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
+from pallas_kernels.weight_formats import padded
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
 Rows = jax.Array | QuantizedRows

@@ -28,7 +28,8 @@ import numpy as np
 from jllm.errors import CheckpointError, SnapshotError
 from jllm.model import Cache
 from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
-from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Pages, dim_of, parse_format
+from pallas_kernels.kv_formats import Kivi, KVFormat, dim_of, parse_format
+from pallas_kernels.kv_pages import KVPages, Pages
 
 KIND = "jllm-kv-snapshot"
 OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jllm.params import Weight
 from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, rotate_groups
+from pallas_kernels.quantized_weights import QuantizedWeight, rotate_groups
+from pallas_kernels.weight_formats import WeightFormat
 
 
 def rounded_inputs(

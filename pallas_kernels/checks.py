@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels import kv_pages
-from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, KVPages, Pages
-from pallas_kernels.quantized_weights import STORED as CODES
+from pallas_kernels import kv_formats
+from pallas_kernels.kv_formats import LARGEST_CODE, KVFormat
+from pallas_kernels.kv_pages import KVPages, Pages
 from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import STORED as CODES
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -131,13 +132,13 @@ def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None
 
 
 def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
-    """Raises NotImplementedError for a format that is none of those that kv_pages reads and writes, ValueError for one
-    of the caller's own that does not fit the head dim."""
+    """Raises NotImplementedError for a format that is none of those that pages have, ValueError for one of the
+    caller's own that does not fit the head dim."""
     if type(fmt) is not KVFormat:
         if not fmt.fits(head_dim):
             raise ValueError(f"{name} is stored as {fmt}, which does not fit the head dim {head_dim}")
         return
-    floats = (*kv_pages.FLOATS.values(), "float8_e5m2")
+    floats = (*kv_formats.FLOATS.values(), "float8_e5m2")
     if fmt.group is None:
         known = fmt.dtype in floats and not fmt.zero_point
     else:

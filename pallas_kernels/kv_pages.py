@@ -12,19 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.kv_formats import (  # noqa: F401  (who has pages has their formats from here, too)
-    FLOATS,
-    FP8,
-    LARGEST_CODE,
-    LARGEST_PAGE,
-    Kivi,
-    KVFormat,
-    bytes_per_token,
-    decode,
-    dim_of,
-    encode,
-    parse_format,
-)
+from pallas_kernels.kv_formats import KVFormat, decode, encode
 
 
 @jax.tree_util.register_dataclass

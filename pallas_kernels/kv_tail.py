@@ -13,7 +13,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import Kivi, KVFormat, KVPages, Pages, Places, Tail, encode, store, write
+from pallas_kernels.kv_formats import Kivi, KVFormat, encode
+from pallas_kernels.kv_pages import KVPages, Pages, Places, Tail, store, write
 
 
 def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:

@@ -13,30 +13,16 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_floats import decode_e8m0
 from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.weight_codes import (  # noqa: F401  (who has weights has these from here, too)
+from pallas_kernels.weight_codes import (
     code_values,
     decode_scales,
     fit_scales,
     pack4,
     round_codes,
-    storable,
     store_scales,
     unpack4,
 )
-from pallas_kernels.weight_formats import (  # noqa: F401  (likewise)
-    FP4,
-    LLM_INT8,
-    MULTIPLE,
-    NAMED,
-    NF4,
-    STORED,
-    TABLES,
-    THRESHOLD,
-    WeightFormat,
-    check_shape,
-    padded,
-    parse_weight_format,
-)
+from pallas_kernels.weight_formats import WeightFormat, check_shape, padded
 
 
 @jax.tree_util.register_dataclass

@@ -10,8 +10,8 @@ import pytest
 from jllm.config import load_config
 from pallas_kernels.backends import choose
 from pallas_kernels.matmul.api import BACKENDS as PRODUCT
-from pallas_kernels.quantized_weights import WeightFormat, parse_weight_format
 from pallas_kernels.swiglu.api import BACKENDS as GATED
+from pallas_kernels.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_faster
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import pytest
 
 from jllm.cache import parse_kv_cache
 from jllm.errors import ConfigError
-from pallas_kernels.kv_pages import KVFormat, parse_format
+from pallas_kernels.kv_formats import KVFormat, parse_format
 from tests.tiny import CONFIG
 
 

@@ -14,7 +14,8 @@ from experiments.claims.accuracy import Judge
 from experiments.claims.claim import measured_on
 from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
-from pallas_kernels.quantized_weights import WeightFormat, decode, encode
+from pallas_kernels.quantized_weights import decode, encode
+from pallas_kernels.weight_formats import WeightFormat
 from tests.test_quant_accuracy import Pieces
 from tests.test_results_page import GOOD
 from tests.tiny import tiny_model

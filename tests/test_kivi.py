@@ -14,18 +14,8 @@ from jllm.attention import AttentionInputs, paged_attention
 from jllm.batch import Chunks, ShortSegments, paged_batch
 from pallas_kernels import decode_attention
 from pallas_kernels.cache_update import cache_update
-from pallas_kernels.kv_pages import (
-    Kivi,
-    KVFormat,
-    KVPages,
-    Tail,
-    allocate,
-    bytes_per_token,
-    decode,
-    dim_of,
-    encode,
-    parse_format,
-)
+from pallas_kernels.kv_formats import Kivi, KVFormat, bytes_per_token, decode, dim_of, encode, parse_format
+from pallas_kernels.kv_pages import KVPages, Tail, allocate
 from pallas_kernels.kv_tail import allocate_tail, placed, settle
 
 pytest.importorskip("hypothesis")

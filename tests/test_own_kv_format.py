@@ -14,7 +14,8 @@ from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
 from pallas_kernels import decode_attention
-from pallas_kernels.kv_pages import KVFormat, allocate, bytes_per_token, decode, encode
+from pallas_kernels.kv_formats import KVFormat, bytes_per_token, decode, encode
+from pallas_kernels.kv_pages import allocate
 from tests.tiny import greedy, one_size, tiny_model
 
 pytest.importorskip("hypothesis")

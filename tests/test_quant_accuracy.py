@@ -22,8 +22,8 @@ from jllm.checkpoint import save
 from jllm.errors import ConfigError, InputFileError
 from jllm.quant.schemes import PRESETS
 from pallas_kernels.bench.command import RECORDED
-from pallas_kernels.kv_pages import KVFormat
-from pallas_kernels.quantized_weights import WeightFormat
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.weight_formats import WeightFormat
 from tests.tiny import CONFIG, tiny_model
 
 TEXT = "Once upon a time there was a king who had three daughters. " * 40

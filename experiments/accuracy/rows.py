@@ -19,9 +19,10 @@ from jllm.params import Params, linears
 from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import Scheme, find_scheme
-from pallas_kernels import kv_pages, quantized_weights
-from pallas_kernels.kv_pages import KVFormat
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels import quantized_weights
+from pallas_kernels.kv_formats import FP8, KVFormat, decode, encode
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import WeightFormat, check_shape
 
 Row = dict[str, Any]
 PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
@@ -152,7 +153,7 @@ def group_count(model: Model) -> int:
 
 
 def _group_row(what: str, codes: str, group: int | None, bytes_each: float, error: float) -> Row:
-    codes = "fp8" if codes == kv_pages.FP8 else codes
+    codes = "fp8" if codes == FP8 else codes
     size = {"group": group, "bytes": round(bytes_each, 4), "relative_error": rounded(error)}
     return {"part": "group", "what": what, "codes": codes, **size}
 
@@ -167,7 +168,7 @@ def weight_formats(params: Params) -> list[WeightFormat]:
 
 def _holds(shape: tuple[int, int], group: int) -> bool:
     try:
-        quantized_weights.check_shape(shape, WeightFormat("int8", group))
+        check_shape(shape, WeightFormat("int8", group))
     except ValueError:
         return False
     return True
@@ -175,7 +176,7 @@ def _holds(shape: tuple[int, int], group: int) -> bool:
 
 def kv_formats(head_dim: int) -> list[KVFormat]:
     groups = [group for group in GROUPS if head_dim % group == 0]
-    return [*(KVFormat(codes, group) for codes in ("int8", "int4") for group in groups), KVFormat(kv_pages.FP8)]
+    return [*(KVFormat(codes, group) for codes in ("int8", "int4") for group in groups), KVFormat(FP8)]
 
 
 def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
@@ -207,8 +208,8 @@ def _encode_weight(w: jax.Array, fmt: WeightFormat) -> tuple[QuantizedWeight, ja
 
 @jax.jit(static_argnums=1)
 def _encode_kv(x: jax.Array, fmt: KVFormat) -> tuple[Any, jax.Array, jax.Array]:
-    values, scales = kv_pages.encode(x, fmt)
-    return (values, scales), *_norms(x, kv_pages.decode(values, scales, fmt, x.dtype))
+    values, scales = encode(x, fmt)
+    return (values, scales), *_norms(x, decode(values, scales, fmt, x.dtype))
 
 
 def _norms(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

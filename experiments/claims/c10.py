@@ -18,9 +18,10 @@ from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import linears
-from pallas_kernels.kv_pages import KVFormat
-from pallas_kernels.quantized_weights import WeightFormat, decode
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.quantized_weights import decode
 from pallas_kernels.quantized_weights import encode as encode_weight
+from pallas_kernels.weight_formats import WeightFormat
 
 CODES = ("int8", "int4")
 GROUPS, SMALLER = (8, 16, 32, 64), (2, 4)  # what serves, and what could be

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.accuracy.rows import rounded, weight_error
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent, subject_of
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
-from pallas_kernels.quantized_weights import parse_weight_format
+from pallas_kernels.weight_formats import parse_weight_format
 
 GROUPS = (16, 32, 64)
 NAMES = {"nf4": "nf4-g{}", "int4": "w4a16-g{}", "int4-zp": "w4a16-g{}-zp", "nf4-dq": "nf4-g{}-dq"}

@@ -17,7 +17,7 @@ from jllm.cache import parse_kv_cache
 from jllm.config import load_config
 from jllm.errors import ConfigError
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.kv_pages import bytes_per_token
+from pallas_kernels.kv_formats import bytes_per_token
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 MEMORY, TOKENS, PAGE = 40 << 30, 1024, 16

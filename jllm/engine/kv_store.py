@@ -30,7 +30,8 @@ from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, OutputError, RequestError, SnapshotError
 from jllm.model import Cache
 from jllm.snapshot import Snapshot, load, save
-from pallas_kernels.kv_pages import KVFormat, KVPages, Pages
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.kv_pages import KVPages, Pages
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model

@@ -22,7 +22,7 @@ from jllm.speculative.drafter import Drafter
 from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
-from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.kv_formats import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default

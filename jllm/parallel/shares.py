@@ -22,16 +22,9 @@ from jllm.parallel.mesh import SHARED, rank_config
 from jllm.parallel.ranks import STACKED, WHOLE
 from jllm.param_specs import LeafSpec, init_params, param_specs
 from jllm.params import Params, WeightEntry
-from pallas_kernels.quantized_weights import (
-    MULTIPLE,
-    QuantizedWeight,
-    WeightFormat,
-    group_scales,
-    pack4,
-    padded,
-    unpack4,
-    unpacked,
-)
+from pallas_kernels.quantized_weights import QuantizedWeight, group_scales, unpacked
+from pallas_kernels.weight_codes import pack4, unpack4
+from pallas_kernels.weight_formats import MULTIPLE, WeightFormat, padded
 
 
 def share_params(params: Params, config: LlamaConfig) -> Params:

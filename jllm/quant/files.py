@@ -25,7 +25,8 @@ from jllm.quant.quantize import abstract_weight
 from jllm.quant.schemes import Modules, Scheme, choose_format, scheme_of
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import NAMES, StoredTensor
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import WeightFormat
 
 VERSION = 1
 METHOD = "jllm"

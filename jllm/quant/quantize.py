@@ -15,7 +15,8 @@ from jllm.parallel.shares import fits, on_whole
 from jllm.param_specs import LeafSpec, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, encode
+from pallas_kernels.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.weight_formats import WeightFormat
 
 DELAY = 2  # seconds after which a progress bar shows
 

@@ -24,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_update.config import Config, check_supported, choose_config
 from pallas_kernels.hadamard_sm90 import turn
-from pallas_kernels.kv_pages import FP8, LARGEST_CODE, KVFormat, KVPages, Pages
+from pallas_kernels.kv_formats import FP8, LARGEST_CODE, KVFormat
+from pallas_kernels.kv_pages import KVPages, Pages
 
 WARPS, LANES = 4, 32
 
@@ -232,7 +233,7 @@ def _turn(halves: Sequence[jax.Array], part: _Part, heads: int, layout: Any) -> 
 
 
 def _store(stores: Sequence[Any], at: tuple[Any, ...], halves: Sequence[jax.Array], part: _Part, layout: Any) -> None:
-    """Encodes both halves as kv_pages.encode does, and stores them."""
+    """Encodes both halves as kv_formats.encode does, and stores them."""
     if part.format.group is None:
         for i, x in enumerate(halves):
             stores[0][*at, i] = _convert(x, part.dtype)

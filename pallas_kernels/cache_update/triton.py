@@ -114,7 +114,7 @@ def _rotated(heads, cos, sin, row, inside, D: tl.constexpr):
 def _store(
     x, values, scales, slot, inside, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """Stores x float32 [BLOCK, D] as kv_pages.encode does, where a head is inside, at slots [BLOCK] of pages."""
+    """Stores x float32 [BLOCK, D] as kv_formats.encode does, where a head is inside, at slots [BLOCK] of pages."""
     stored: tl.constexpr = values.dtype.element_ty
     if GROUP > 0:
         codes = _codes(x, scales, slot, inside, D, BLOCK, GROUP, ZEROS, stored == tl.uint8)

@@ -3,7 +3,8 @@
 import jax
 
 from pallas_kernels import kv_tail
-from pallas_kernels.kv_pages import Kivi, KVPages, write
+from pallas_kernels.kv_formats import Kivi
+from pallas_kernels.kv_pages import KVPages, write
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
 

@@ -21,7 +21,8 @@ from pallas_kernels.decode_attention.unpack_sm90 import (
     to_float16,
 )
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_pages import LARGEST_CODE, KVFormat, Pages
+from pallas_kernels.kv_formats import LARGEST_CODE, KVFormat
+from pallas_kernels.kv_pages import Pages
 from pallas_kernels.smem_sm90 import swizzled
 
 _SCALES = 64  # of one copy, at least: 128 bytes

@@ -6,7 +6,8 @@ import jax
 
 from pallas_kernels.checks import check_paged
 from pallas_kernels.hopper import SMS
-from pallas_kernels.kv_pages import FP8, KVPages
+from pallas_kernels.kv_formats import FP8
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.triton_call import check_installed
 
 WARPGROUP_ROWS = 64  # rows of one wgmma

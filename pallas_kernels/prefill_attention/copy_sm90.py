@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.kv_formats import KVFormat
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.convert_sm90 import SIDE, layout_of, load_converted
 from pallas_kernels.prefill_attention.plan_sm90 import (

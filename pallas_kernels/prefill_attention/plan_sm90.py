@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVFormat, Pages
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.kv_pages import Pages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
 from pallas_kernels.ring_sm90 import slot_of

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import check_listed
 from pallas_kernels.hopper import SMS
-from pallas_kernels.quantized_weights import WeightFormat
 from pallas_kernels.triton_call import check_installed
+from pallas_kernels.weight_formats import WeightFormat
 
 # Weights that share a scale, by codes, as the kernel knows them; and codes that may have zero points.
 ROW = "a row"

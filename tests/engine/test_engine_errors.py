@@ -16,7 +16,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
-from pallas_kernels.kv_pages import KVFormat
+from pallas_kernels.kv_formats import KVFormat
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}

@@ -41,7 +41,8 @@ from jllm.engine.program_key import (
 from jllm.param_specs import abstract_params
 from jllm.state import State, Variant, make_slots
 from pallas_kernels import LOADED
-from pallas_kernels.kv_pages import KVFormat, allocate
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.kv_pages import allocate
 from tests.tiny import CONFIG
 
 SOURCES = reached("jllm.engine.layout")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_pages, triton_call
+from pallas_kernels import kv_formats, triton_call
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import Segments, decode_attention
@@ -187,7 +187,7 @@ def decode_pages(values, scales, fmt, page) -> jax.Array:
     """Numbers of these pages, as float32."""
     if scales is not None:
         scales = scales.reshape(*values.shape[:3], -1)
-    return kv_pages.decode(values, scales, fmt, jnp.float32)[jnp.unique(page[page < values.shape[0]])]
+    return kv_formats.decode(values, scales, fmt, jnp.float32)[jnp.unique(page[page < values.shape[0]])]
 
 
 def test_seeded_faults_of_cache_update_are_caught():

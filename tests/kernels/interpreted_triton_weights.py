@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import triton_call
-from pallas_kernels.quantized_weights import TABLES
+from pallas_kernels.weight_formats import TABLES
 from pallas_kernels.weight_only_matmul import reference, triton
 from pallas_kernels.weight_only_matmul.cases import Case
 from tests.kernels import triton_tools

@@ -16,7 +16,8 @@ from pallas_kernels.block_floats import (
     round_e2m1,
     round_elements,
 )
-from pallas_kernels.quantized_weights import decode, encode, parse_weight_format, take_rows
+from pallas_kernels.quantized_weights import decode, encode, take_rows
+from pallas_kernels.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 
 ELEMENTS = {

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_pages import KVFormat, allocate, bytes_per_token, decode, encode, gather, parse_format, write
+from pallas_kernels.kv_formats import KVFormat, bytes_per_token, decode, encode, parse_format
+from pallas_kernels.kv_pages import allocate, gather, write
 from pallas_kernels.reference_pages import read_row, to_numpy, write_row
 
 pytest.importorskip("hypothesis")

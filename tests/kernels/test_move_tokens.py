@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_pages import KVFormat, KVPages, allocate, parse_format
+from pallas_kernels.kv_formats import KVFormat, parse_format
+from pallas_kernels.kv_pages import KVPages, allocate
 from pallas_kernels.move_tokens import bench, move_tokens, reference
 from pallas_kernels.move_tokens.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.reference_pages import read_sequence

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_pages import allocate, parse_format
+from pallas_kernels.kv_formats import parse_format
+from pallas_kernels.kv_pages import allocate
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings

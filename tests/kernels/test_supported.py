@@ -13,10 +13,12 @@ from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.cache_update.cases import Case as Update
 from pallas_kernels.decode_attention import decode_attention, reference
 from pallas_kernels.decode_attention.cases import Case as Decode
-from pallas_kernels.kv_pages import KVFormat, KVPages, Pages
+from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.kv_pages import KVPages, Pages
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention.cases import Case as Prefill
-from pallas_kernels.quantized_weights import WeightFormat, encode, parse_weight_format
+from pallas_kernels.quantized_weights import encode
+from pallas_kernels.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 from tests.kernels.helpers import TOLERANCE, error
 

@@ -21,7 +21,8 @@ from pallas_kernels.decode_attention import api as decode_api
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.kv_pages import KVPages, allocate, parse_format
+from pallas_kernels.kv_formats import parse_format
+from pallas_kernels.kv_pages import KVPages, allocate
 from pallas_kernels.prefill_attention import cases as prefill_cases
 from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
 from pallas_kernels.prefill_attention import reference as prefill_reference

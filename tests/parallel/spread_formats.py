@@ -22,8 +22,9 @@ from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS
 from jllm.state import init_state
 from pallas_kernels.all_reduce import MeshAxis
-from pallas_kernels.kv_pages import FLOATS, LARGEST_CODE, parse_format
-from pallas_kernels.quantized_weights import NAMED, WeightFormat, encode, parse_weight_format
+from pallas_kernels.kv_formats import FLOATS, LARGEST_CODE, parse_format
+from pallas_kernels.quantized_weights import encode
+from pallas_kernels.weight_formats import NAMED, WeightFormat, parse_weight_format
 from tests.parallel.meshes import model_of, on_mesh
 
 jax.config.update("jax_enable_x64", True)

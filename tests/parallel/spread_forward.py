@@ -24,8 +24,10 @@ from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import parse_formats
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.all_reduce.reference import all_reduce as reference
-from pallas_kernels.quantized_weights import encode_with, fit_scales, grouped, parse_weight_format
+from pallas_kernels.quantized_weights import encode_with, grouped
 from pallas_kernels.sample.noise import _high as high
+from pallas_kernels.weight_codes import fit_scales
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import with_fields
 

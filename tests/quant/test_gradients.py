@@ -15,7 +15,8 @@ from jllm.model import Packed, packed_logits
 from jllm.quant.quantize import quantize
 from jllm.weight_inputs import rounded_inputs
 from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, parse_weight_format
+from pallas_kernels.quantized_weights import QuantizedWeight, decode
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.tiny import tiny_model
 
 IDS = jnp.asarray([3, 14, 15, 92, 65, 35, 89, 79], jnp.int32)

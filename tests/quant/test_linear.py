@@ -13,7 +13,8 @@ from jllm import linear as module
 from jllm.fused_linear import norm, silu_mul
 from pallas_kernels import quantized_weights
 from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import parse_weight_format
 
 STATIC = 0.02  # scale of inputs: the largest of normal ones are clipped
 FORMATS = [

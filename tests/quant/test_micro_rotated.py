@@ -21,17 +21,9 @@ from jllm.quant.quantize import quantize
 from jllm.weight_inputs import rounded_inputs
 from pallas_kernels.block_floats import KINDS, round_blocks
 from pallas_kernels.hadamard import hadamard
-from pallas_kernels.quantized_weights import (
-    decode,
-    encode,
-    encode_with,
-    fit_scales,
-    grouped,
-    parse_weight_format,
-    rotate_groups,
-    store_scales,
-    take_rows,
-)
+from pallas_kernels.quantized_weights import decode, encode, encode_with, grouped, rotate_groups, take_rows
+from pallas_kernels.weight_codes import fit_scales, store_scales
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.tiny import full_logits, tiny_model
 
 pytest.importorskip("hypothesis")

@@ -20,8 +20,8 @@ from jllm.quant.calibration.inputs import collect
 from jllm.quant.calibration.scale_search import output_error, round_clipped, search_scales
 from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
-from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_weights import parse_weight_format
+from pallas_kernels import quantized_weights, weight_codes
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.tiny import full_logits, tiny_model, with_fields
 
 TOKENS = np.random.default_rng(5).integers(0, 97, size=(4, 12)).astype(np.int32)
@@ -121,7 +121,7 @@ def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, d
     gram[dead, dead] = 1
     codes, scales = reference_gptq(w, gram, order, 32)
     assert finite
-    np.testing.assert_array_equal(quantized_weights.unpack4(got.values, signed=True), codes)
+    np.testing.assert_array_equal(weight_codes.unpack4(got.values, signed=True), codes)
     np.testing.assert_array_equal(np.asarray(got.scales, np.float64).T, scales)
     assert (got.columns is None) == (not act_order)
     want = np.zeros((32, 64))
@@ -238,7 +238,7 @@ def test_fake_weights_are_those_that_are_stored():
     w, theta = jnp.asarray(rng.normal(size=(32, 64))), jnp.asarray(rng.normal(size=(32, 2))) / 8
     for name in ("w4a16-g32", "w4a16-g32-zp", "nf4-g32"):
         fmt = parse_weight_format(name)
-        fitted = quantized_weights.fit_scales(quantized_weights.grouped(w, fmt), fmt)
+        fitted = weight_codes.fit_scales(quantized_weights.grouped(w, fmt), fmt)
         fake = scale_learning.fake_quantize(w, fitted, theta, fmt)
         stored = decode(scale_learning._encode_scaled(w, theta, fmt), jnp.float64)
         np.testing.assert_allclose(fake, stored, rtol=1e-12, atol=1e-12)
@@ -248,9 +248,9 @@ def test_the_gradient_of_a_scale_is_lsqs():
     """(round(v) - v) s inside the range, and the bound times s outside it; v = w / s (arXiv 1902.08153, equation 3)."""
     fmt = parse_weight_format("w4a16-g32")
     w = jnp.asarray(np.random.default_rng(0).normal(size=(32, 32)))
-    fitted = quantized_weights.fit_scales(quantized_weights.grouped(w, fmt), fmt)
+    fitted = weight_codes.fit_scales(quantized_weights.grouped(w, fmt), fmt)
     theta = jnp.full((32, 1), -0.7)
-    scales = np.asarray(quantized_weights.storable(fitted[0] * jnp.exp(theta), fmt))
+    scales = np.asarray(weight_codes.storable(fitted[0] * jnp.exp(theta), fmt))
     got = jax.grad(lambda t: scale_learning.fake_quantize(w, fitted, t, fmt).sum())(theta)
     v = np.asarray(w) / scales
     each = np.where(v > 7, 7, np.where(v < -8, -8, np.round(v) - v))

@@ -22,7 +22,8 @@ from jllm.quant import quantize as module
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme
 from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_weights import QuantizedWeight, encode, parse_weight_format
+from pallas_kernels.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.checkpoint_cases import assert_same_bits
 from tests.tiny import tiny_model
 

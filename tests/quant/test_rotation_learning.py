@@ -14,7 +14,8 @@ from jllm.quant import calibration as ptq
 from jllm.quant.calibration.rotation_learning import cayley_sgd, nearest_orthonormal, passing
 from jllm.quant.quantize import quantize
 from jllm.quant.rotation import Rotation, hadamard_rotation, quantize_model, rotate, rotate_by
-from pallas_kernels.quantized_weights import decode, encode, parse_weight_format
+from pallas_kernels.quantized_weights import decode, encode
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.quant.test_rotation import IDS, SIZES, with_biases
 from tests.tiny import full_logits, tiny_model
 

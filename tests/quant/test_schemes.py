@@ -11,7 +11,7 @@ from jllm.errors import QuantizationError
 from jllm.param_specs import param_specs
 from jllm.params import matrix_modules
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of
-from pallas_kernels.quantized_weights import parse_weight_format
+from pallas_kernels.weight_formats import parse_weight_format
 from tests.tiny import CONFIG
 
 pytest.importorskip("hypothesis")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.block_floats import to_e4m3
-from pallas_kernels.quantized_weights import WeightFormat, code_values, fit_scales, round_codes, store_scales
+from pallas_kernels.weight_codes import code_values, fit_scales, round_codes, store_scales
+from pallas_kernels.weight_formats import WeightFormat
 
 POWERS = (1.0, 0.5, 2.0)  # the definition's first: of equals it stays
 FACTORS = tuple(float(x) for x in np.round(np.arange(1.0, 0.49, -0.05), 2)) + (1.1, 1.2, 1.3, 1.4, 1.5)

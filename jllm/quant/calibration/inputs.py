@@ -18,7 +18,8 @@ from jllm.pretrained import Model
 from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat, rotate_groups
+from pallas_kernels.quantized_weights import QuantizedWeight, rotate_groups
+from pallas_kernels.weight_formats import WeightFormat
 
 DELAY = 2  # seconds after which a progress bar shows
 

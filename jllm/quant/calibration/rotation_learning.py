@@ -23,7 +23,8 @@ from jllm.quant.rotation import Rotation, check_rotates, hadamard_rotation, rota
 from jllm.quant.schemes import Formats, Scheme, choose_format
 from jllm.weight_inputs import rounded_inputs
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import WeightFormat, decode, encode, rotate_groups
+from pallas_kernels.quantized_weights import decode, encode, rotate_groups
+from pallas_kernels.weight_formats import WeightFormat
 
 
 def learn_rotation(

@@ -29,16 +29,9 @@ from jllm.quant.calibration.inputs import (
 from jllm.quant.quantize import weight_formats
 from jllm.quant.schemes import Scheme
 from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import (
-    QuantizedWeight,
-    WeightFormat,
-    code_values,
-    encode_with,
-    fit_scales,
-    grouped,
-    round_codes,
-    storable,
-)
+from pallas_kernels.quantized_weights import QuantizedWeight, encode_with, grouped
+from pallas_kernels.weight_codes import code_values, fit_scales, round_codes, storable
+from pallas_kernels.weight_formats import WeightFormat
 
 Thetas = dict[str, jax.Array]  # field -> [N', groups], logarithm of what multiplies a scale
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "nf4": (-1, 1), "fp4": (-1, 1), "fp8": (-448, 448)}  # of code values

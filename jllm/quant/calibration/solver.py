@@ -25,18 +25,9 @@ from jllm.quant.calibration.inputs import (
     round_rest,
 )
 from jllm.quant.schemes import Formats, Scheme
-from pallas_kernels.quantized_weights import (
-    QuantizedWeight,
-    WeightFormat,
-    assemble,
-    code_values,
-    fit_scales,
-    grouped,
-    padded,
-    rotate_groups,
-    round_codes,
-    store_scales,
-)
+from pallas_kernels.quantized_weights import QuantizedWeight, assemble, grouped, rotate_groups
+from pallas_kernels.weight_codes import code_values, fit_scales, round_codes, store_scales
+from pallas_kernels.weight_formats import WeightFormat, padded
 
 BLOCK = 128  # most columns whose errors are gathered before later columns are corrected
 

@@ -35,7 +35,8 @@ from jllm.quant.codes import group_weight, row_weight
 from jllm.quant.importers.fields import match_pattern, read_choice, read_flag, read_names, refuse
 from jllm.quant.importers.foreign import Wanted
 from jllm.safetensors_io import STORED
-from pallas_kernels.quantized_weights import TABLES, THRESHOLD, QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import TABLES, THRESHOLD, WeightFormat
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # what the bytes pass for

@@ -23,7 +23,8 @@ from jllm.quant.codes import block_weight, groups_of, positive_scale
 from jllm.quant.importers.fields import read_choice, read_group, read_object, refuse
 from jllm.quant.importers.foreign import Wanted
 from pallas_kernels.block_floats import KINDS
-from pallas_kernels.quantized_weights import QuantizedWeight, parse_weight_format
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import parse_weight_format
 
 FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
 

@@ -33,7 +33,8 @@ from jllm.quant.codes import groups_of, input_order, int_weight, row_weight, sig
 from jllm.quant.importers import block_floats
 from jllm.quant.importers.fields import match_pattern, read_choice, read_group, read_names, read_object, refuse
 from jllm.quant.importers.foreign import FLOATS, Wanted
-from pallas_kernels.quantized_weights import QuantizedWeight, WeightFormat
+from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.weight_formats import WeightFormat
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _RANK = 3  # of a target that does not match
