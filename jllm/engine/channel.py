@@ -87,13 +87,13 @@ class Channel:
 
 
 def connect(address: str, seconds: float) -> Channel:
-    """A channel to HOST:PORT. RemoteError where none accepts it within these seconds."""
+    """A channel to HOST:PORT. RemoteError where nothing accepts the connection within these seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise RemoteError(f"an address must be HOST:PORT, not {address!r}")
     try:
         connection = socket.create_connection((host, int(port)), seconds)
     except (OSError, OverflowError) as error:
-        raise RemoteError(f"nobody listens at {address}: {getattr(error, 'strerror', None) or error}") from None
+        raise RemoteError(f"nothing listens at {address}: {getattr(error, 'strerror', None) or error}") from None
     connection.settimeout(None)
     return Channel(connection)

@@ -22,7 +22,7 @@ from jllm.state import State, make_slots
 from pallas_kernels.numerics import compute_dtype
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
-SHARE = 0.95  # of what is free that pages and a step take by default: the rest is for what is not reckoned here
+SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here
 KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
 
 

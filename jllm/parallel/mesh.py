@@ -21,8 +21,8 @@ SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
-    """A mesh of these devices, or of so many of those that there are. Raises ConfigError for more than there are, and
-    for devices that are listed twice."""
+    """A mesh of these devices, or of the first of those that there are, where `devices` is a number. Raises ConfigError
+    for more than there are, and for devices that are listed twice."""
     found = jax.devices()
     if isinstance(devices, int):
         if not 1 <= devices <= len(found):

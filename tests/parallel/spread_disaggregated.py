@@ -309,7 +309,7 @@ def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_pro
         Disaggregated.over(RemotePrefill(other), DecodeEngine(model, **SIZES))
     with pytest.raises(RemoteError, match="an address must be HOST:PORT"):
         RemotePrefill("nowhere")
-    with pytest.raises(RemoteError, match="nobody listens at 127.0.0.1:1"):
+    with pytest.raises(RemoteError, match="nothing listens at 127.0.0.1:1"):
         RemotePrefill("127.0.0.1:1")
     engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
     names = [engine.submit(prompt, params) for prompt, params in SEEDED]
