@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import jax
@@ -29,6 +30,11 @@ REMEMBERED = 512  # tokens that a drafter or hooks are told at once
 def pools(state: State) -> Cache:
     """All pools of pages: the model's, and those of a drafter, which share its page tables."""
     return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
+
+
+def padded(pages: Sequence[int], filler: int) -> np.ndarray:
+    """These pages and fillers up to the next power of two, i32[n], so that few sizes are compiled."""
+    return np.fromiter(chain(pages, repeat(filler)), np.int32, 1 << max(0, len(pages) - 1).bit_length())
 
 
 def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from jllm import fingerprint
-from jllm.batch import Bucket
+from jllm.batch import NOWHERE, Bucket
 from jllm.cache import COPIES, jit_copy_pages, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine import between_steps
-from jllm.engine.between_steps import MASKS, put_masks
+from jllm.engine.between_steps import MASKS, padded, put_masks
 from jllm.engine.compiling import Recipe
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout, packed_step
@@ -181,18 +181,15 @@ class Device:
     def read_pages(self, pages: Sequence[int]) -> Cache:
         """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
         assert self._state is not None
-        padded = np.zeros(_power_of_two(len(pages)), np.int32)  # so that few sizes are compiled
-        padded[: len(pages)] = pages
-        return distinct(jax.device_get(gather_pages(self._state.cache, padded)), self._config)
+        return distinct(jax.device_get(gather_pages(self._state.cache, padded(pages, 0))), self._config)
 
     def load(self, pages: Sequence[int], snapshot: Snapshot) -> None:
         """Dispatches the writing of a snapshot's first tokens to these pages, after all steps dispatched so far."""
         assert self._state is not None
-        padded = np.full(_power_of_two(len(pages)), np.iinfo(np.int32).max, np.int32)
-        padded[: len(pages)] = pages
-        rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(padded))
+        to = padded(pages, NOWHERE)
+        rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(to))
         rows = repeated(rows, self._config)
-        self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, padded, rows))
+        self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, to, rows))
 
     @cached_property
     def weights(self) -> str:
@@ -301,8 +298,3 @@ def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables
         why = "JAX's own compilation cache is on, and XLA cannot serialize what that has had"
         warnings.warn(f"no compiled step is kept in {folder}: {why}", stacklevel=2)
     return Executables(folder, devices)
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is not less than n."""
-    return 1 << max(0, n - 1).bit_length()

@@ -1,15 +1,14 @@
 """A request that changes engines while it runs: what one engine gives up, and another goes on with.
 
 K and V of the prompt go along, as pages that are copied from device to device, on meshes of one size from each device
-to the one that has the same heads, or as a snapshot on the host, which may
-go anywhere and to pages of any size. What was generated so far is few tokens: the engine that goes on computes their K
-and V itself, with the next token. So nothing is drawn twice, and tokens are those that one engine would have given.
+to the one that has the same heads, or as a snapshot on the host, which may go anywhere and to pages of any size. What
+was generated so far is few tokens: the engine that goes on computes their K and V itself, with the next token. So
+nothing is drawn twice, and tokens are those that one engine would have given.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -17,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jllm.batch import Bucket, make_buckets
+from jllm.batch import NOWHERE, Bucket, make_buckets
+from jllm.engine.between_steps import padded
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.live import InFlight, Live
@@ -112,7 +112,7 @@ class PagesDevice(Device):
     def pack(self, pages: list[int], length: int, to: Place) -> DevicePages:
         """The first `length` tokens of these pages after all steps dispatched so far, on their way to an engine."""
         assert self._state is not None
-        arrays = _pack(self._state.cache, _padded(pages, 0))
+        arrays = _pack(self._state.cache, padded(pages, 0))
         return DevicePages(length, jax.device_put(arrays, on(to, P(None, *HEADS))))
 
     def load(self, pages: Any, snapshot: Any) -> None:
@@ -120,7 +120,7 @@ class PagesDevice(Device):
             super().load(pages, snapshot)
             return
         assert self._state is not None
-        to = _padded(pages, np.iinfo(np.int32).max)
+        to = padded(pages, NOWHERE)
         self._state = replace(self._state, cache=_unpack(self._state.cache, to, snapshot.arrays))
 
     def warm_up(self, tokens: int, to: Place | None) -> None:
@@ -133,17 +133,12 @@ class PagesDevice(Device):
             if to is not None:
                 jax.block_until_ready(self.pack([0] * count, 0, to).arrays)
             else:
-                arrays = _pack(self._state.cache, _padded([0] * count, 0))
-                nowhere = np.full(count, np.iinfo(np.int32).max, np.int32)
+                arrays = _pack(self._state.cache, padded([0] * count, 0))
+                nowhere = np.full(count, NOWHERE, np.int32)
                 self._state = replace(self._state, cache=_unpack(self._state.cache, nowhere, arrays))
             if count >= most:
                 return
             count *= 2
-
-
-def _padded(pages: list[int], filler: int) -> np.ndarray:
-    """As many as the next power of two, so that few sizes are compiled."""
-    return np.fromiter(chain(pages, repeat(filler)), np.int32, 1 << max(0, len(pages) - 1).bit_length())
 
 
 class PrefillEngine(Engine):
