@@ -26,21 +26,22 @@ def find_places(wanted: int | Sequence[Place] | None, config: LlamaConfig) -> li
         raise ConfigError("several processes share this model: one process has to have all devices of its replicas")
     there, size = jax.local_devices(), ranks_of(config)
     most = len(there) // size
-    count = most if wanted is None else wanted
-    if isinstance(count, int):
-        if not 1 <= count <= most:
-            needed = f"{count} replicas need {count * size} devices, and there are {len(there)}"
+    if wanted is None:
+        wanted = most
+    if isinstance(wanted, int):
+        if not 1 <= wanted <= most:
+            needed = f"{wanted} replicas need {wanted * size} devices, and there are {len(there)}"
             raise ConfigError(f"{needed}: give 1 to {most}")
-        groups = [there[i * size : (i + 1) * size] for i in range(count)]
+        groups = [there[i * size : (i + 1) * size] for i in range(wanted)]
         return [group[0] if config.mesh is None else make_mesh(group) for group in groups]
-    for each in count:
+    for each in wanted:
         if isinstance(each, Mesh) != (config.mesh is not None) or len(devices_of(each)) != size:
             where = "one device, and takes a device" if config.mesh is None else f"a mesh, and takes one of {size}"
             raise ConfigError(f"the model is on {where} for each replica, not {each!r}")
-    used = [device for each in count for device in devices_of(each)]
+    used = [device for each in wanted for device in devices_of(each)]
     if not used or len(set(used)) < len(used):
         raise ConfigError("replicas need at least one device, and each but once")
-    return list(count)
+    return list(wanted)
 
 
 def devices_of(where: Place) -> list[jax.Device]:

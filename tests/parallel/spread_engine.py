@@ -17,7 +17,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
 from jllm.errors import DrafterError, SnapshotError
-from jllm.merge_step import forward, sample, step
+from jllm.merge_step import step
 from jllm.parallel import draws
 from jllm.parallel.mesh import spread
 from jllm.parallel.shares import share_params
@@ -29,6 +29,8 @@ from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 from jllm.state import init_state
+from jllm.step_forward import forward
+from jllm.step_sample import sample
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import serve

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.linear import linear
-from jllm.merge_step import forward
 from jllm.model import Packed, packed_logits
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.parallel.shares import share
@@ -21,6 +20,7 @@ from jllm.pretrained import Model
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS
 from jllm.state import init_state
+from jllm.step_forward import forward
 from pallas_kernels.all_reduce import MeshAxis
 from pallas_kernels.kv_formats import FLOATS, LARGEST_CODE, parse_format
 from pallas_kernels.quantized_weights import encode
