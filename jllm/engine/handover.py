@@ -177,7 +177,7 @@ class PrefillEngine(Engine):
         return found
 
     def _take_out(self, request_id: int) -> Handover:
-        """Ends a request here, without a word to anyone."""
+        """Ends a request here, of which no event tells."""
         request = self._ledger.request(request_id)
         lives = list(request.unfinished.values())
         seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)

@@ -7,8 +7,8 @@ go to pages of any size.
     # the other one
     engine = Disaggregated.over(RemotePrefill("127.0.0.1:7001"), DecodeEngine(model, max_slots=64))
 
-Both have the same model and KV formats, which is checked when they meet. Nothing is encrypted, and no
-peer is authenticated: this is for networks whose machines trust each other.
+Both have the same model and KV formats, which is checked when they meet. Nothing is encrypted, and no peer
+is authenticated: this is for networks whose machines trust each other.
 """
 
 import queue

@@ -14,6 +14,8 @@ WARPGROUP_ROWS = 64  # rows of one wgmma
 STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")
 FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
 TRITON_FORMATS = STORED
+AHEAD = 5  # stages of the Triton kernel with which it loads K and V two steps ahead: see pages_triton.py
+LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,12 @@ class TritonConfig:
     tile_rows: int  # query rows of a program
     block_kv: int  # keys a step, aligned to absolute positions
     warps: int = 8
-    stages: int = 2  # AHEAD loads K and V two steps ahead (see pages_triton.py), 2 does not
-
-
-AHEAD = 5
-LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
+    stages: int = 2  # with 2, neither K nor V is loaded ahead
 
 
 def triton_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, chunks: int, hopper: bool) -> TritonConfig:
-    """The configuration for a device of compute capability 9.0, or for 8.0 to 8.9: the largest found that spills no
-    registers. Stages do not change a result."""
+    """The configuration for q [C, H, D] and room for `chunks` chunks on a device of compute capability 9.0, or of 8.0
+    to 8.9: the largest found that spills no registers. Stages do not change a result."""
     rows, _, head_dim = q.shape
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
     if head_dim > 128:
