@@ -10,11 +10,10 @@ a batch are timed in turn, --repeats times; a row has all of its times (`_ms_run
 prompt of --input tokens for each slot. Floors are those of floors.py on this device.
 
 What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
-itself. Files are read through rows_of(path). --draw FILE.json draws a run's crossover as SVG beside it.
+itself. What a row has is said in steps/speedups.py. --draw FILE.json draws a run's crossover as SVG beside it.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +33,10 @@ from experiments.arguments import (
     positive_number,
     scheme_name,
 )
-from experiments.report.svg import svg
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
+from experiments.steps.speedups import draw_file
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -181,42 +180,6 @@ def row(
     return found | {"weights_gib": round(tree_bytes(params) / (1 << 30), 2)}
 
 
-def read_document(path: Path) -> Row:
-    """A run's file. Raises OSError, and ValueError for what is no such file."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or document.get("experiment") != "quant_steps" or "rows" not in document:
-        raise ValueError(f"{path} is not a result of quant_steps")
-    return document
-
-
-def rows_of(path: str | Path) -> list[Row]:
-    """The measured rows of a run's file, for claims and pages; what failed is left out.
-
-    Each has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
-    (times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and
-    input; since 2026-11-25 the times of each round, too: decode_ms_runs or prefill_ms_runs. `speedups` picks from them.
-    Raises OSError, and ValueError for what is no file of quant_steps.
-    """
-    return [row for row in read_document(Path(path))["rows"] if "scheme" in row and "error" not in row]
-
-
-def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
-    """Batch -> times as fast as bf16, with a 16-bit cache."""
-    return {
-        r["batch"]: r["over_bf16"]
-        for r in rows
-        if r.get("scheme") == scheme and f"{kind}_ms" in r and r["kv"] == "bf16"
-    }
-
-
-def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[float]]:
-    """Batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
-    key = f"{kind}_ms_runs"
-    runs = {(r["scheme"], r["batch"]): r[key] for r in rows if key in r and r["kv"] == "bf16"}
-    of_batch = [batch for name, batch in runs if name == scheme and ("bf16", batch) in runs]
-    return {batch: [a / b for a, b in zip(runs["bf16", batch], runs[scheme, batch])] for batch in of_batch}
-
-
 def bars(rows: list[Row]) -> Iterator[Row]:
     for r in rows:
         where = f"{r.get('scheme')} batch {r.get('batch')} KV {r.get('kv')}"
@@ -228,44 +191,6 @@ def bars(rows: list[Row]) -> Iterator[Row]:
             yield from prefill_bars(f"prefill, {where}", r, r["T"], r["floor_fraction"])
             if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r and of_own_kernels(r):
                 yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
-
-
-def measured(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of a command."""
-    yield from rows(model_config(args.config, args.layers), args)
-
-
-def draw(document: Row, path: Path) -> None:
-    """Times as fast as bf16 by batch: the crossover."""
-    kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
-    if not kinds:
-        raise ValueError(f"{path.stem}.json: there is nothing to draw, since no step was measured")
-    title = f"7B step by weight format, KV bf16 ({document['device']})"
-    with svg(path, (3.6 * len(kinds), 3.6), "quant_steps", title=title) as figure:
-        for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
-            for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
-                found = speedups(document["rows"], scheme, kind)
-                axes.semilogx(list(found), list(found.values()), "o-", base=2, markersize=3, label=scheme)
-            axes.set_xlabel("batch")
-            axes.set_ylabel(f"times as fast as bf16, {kind}")
-            axes.set_xticks(list(found), [str(batch) for batch in found])
-        axes.legend()
-
-
-def draw_file(path: Path) -> int:
-    """The exit status of --draw."""
-    try:
-        draw(read_document(path), path.with_suffix(".svg"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        problem = f"{path} is not JSON: {error}"
-    except ImportError:
-        problem = "--draw needs matplotlib (the extra `notebooks`)"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    else:
-        return 0
-    print(f"error: {problem}", file=sys.stderr)
-    return 2
 
 
 def parse_stage(text: str) -> Stage:
@@ -315,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
     options: dict[str, Any] = {} if toy else {"bars": bars}
     about = {"model": Path(args.config).stem, "ceilings": ceilings_here(args).document}
-    return record(args, "quant_steps", command, measured(args), **about, **options)
+    return record(args, "quant_steps", command, rows(model_config(args.config, args.layers), args), **about, **options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from experiments import quant_steps
 from experiments.accuracy.measured_speed import STEPS, documents, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, interval_of, verdict_of
 from experiments.report import floors_today
+from experiments.steps.speedups import speedups, speedups_in_turn
 from jllm.config import load_config
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.bars import bar
@@ -64,7 +65,7 @@ def beside_floors(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    times = quant_steps.speedups(rows, INT4, "decode")
+    times = speedups(rows, INT4, "decode")
     limits = {1: LARGE, **STATED}
     sides = {batch: "most" if batch == 128 else "least" for batch in limits}
     bars = {
@@ -78,7 +79,7 @@ def judge(rows: list[Row]) -> Verdict:
         for batch, side in sides.items()
         if batch in times
     }
-    rounds = quant_steps.speedups_in_turn(rows, INT4, "decode")
+    rounds = speedups_in_turn(rows, INT4, "decode")
     parts = []
     for batch in bars:
         found = interval_of(rounds.get(batch, [times[batch]]))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.quant_steps import Case, Stage, bars, main, parse_stage, rows_of, speedups
+from experiments.quant_steps import Case, Stage, bars, main, parse_stage
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
+from experiments.steps.speedups import speedups
 from jllm.checkpoint import abstract_params
 from jllm.config import to_hf
 from jllm.params import linears
@@ -28,6 +29,7 @@ def decode_rows(scheme: str, speeds: dict[int, float]) -> list[dict]:
 def test_speedups_are_those_of_one_cache():
     rows = decode_rows("w8a8-all", {1: 2.1, 64: 1.7})
     rows += [{**row, "kv": "int8-g8", "over_bf16": 9.0} for row in rows]  # another cache is another question
+    rows += [{"scheme": "w8a8-all", "batch": 512, "kv": "bf16", "decode_ms": 9.0}]  # bf16's had no room
     assert speedups(rows, "w8a8-all", "decode") == {1: 2.1, 64: 1.7}
     assert speedups(rows, "w8a8-all", "prefill") == speedups(rows, "nf4", "decode") == {}
 
@@ -94,8 +96,6 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     token_bytes = config.num_kv_heads * config.head_dim * 2 * 2  # K and V of 16 bits
     floor = make_floor(shapes, config, H200).of(Work(0, 16, 2, 0, 16, 2 * 8 * 9 / 2), token_bytes)
     assert row["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
-    (path,) = tmp_path.glob("quant_steps-*.json")
-    assert rows_of(path) == [row]
 
 
 def test_what_cannot_be_drawn_is_said_in_a_line(tmp_path, capsys):
@@ -115,14 +115,10 @@ def test_what_cannot_be_drawn_is_said_in_a_line(tmp_path, capsys):
     assert not list(tmp_path.glob("*.svg"))
 
 
-def test_rows_of_leaves_out_what_failed(tmp_path):
+def test_a_picture_leaves_out_what_failed(tmp_path):
     good = decode_rows("w4a16-g128", {1: 2.5})
     others = [{**good[0], "error": "no room"}, {"kind": "decode", "kv": "bf16", "error": "no time"}]
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"experiment": "quant_steps", "device": "cpu", "rows": [*others, *good]}))
-    assert rows_of(path) == good
     assert main(["--draw", str(path)]) == 0
     assert path.with_suffix(".svg").read_text().count("<path") > 10
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"run\.json is not a result of quant_steps"):
-        rows_of(path)

@@ -1,0 +1,74 @@
+"""How many times as fast as bf16 a weight format makes a step, batch by batch: from rows of experiments.quant_steps.
+
+A measured row has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
+(times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and input;
+since 2026-11-25 the times of each round, too: decode_ms_runs or prefill_ms_runs. One with an "error" was not measured.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.report.svg import svg
+from experiments.steps.timer import KINDS
+
+Row = dict[str, Any]
+
+
+def read_document(path: Path) -> Row:
+    """A run's file. Raises OSError, and ValueError for what is no such file."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or document.get("experiment") != "quant_steps" or "rows" not in document:
+        raise ValueError(f"{path} is not a result of quant_steps")
+    return document
+
+
+def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
+    """Batch -> times as fast as bf16, with a 16-bit cache."""
+    return {
+        r["batch"]: r["over_bf16"]
+        for r in rows
+        if r.get("scheme") == scheme and f"{kind}_ms" in r and "over_bf16" in r and r["kv"] == "bf16"
+    }
+
+
+def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[float]]:
+    """Batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
+    key = f"{kind}_ms_runs"
+    runs = {(r["scheme"], r["batch"]): r[key] for r in rows if key in r and r["kv"] == "bf16"}
+    of_batch = [batch for name, batch in runs if name == scheme and ("bf16", batch) in runs]
+    return {batch: [a / b for a, b in zip(runs["bf16", batch], runs[scheme, batch])] for batch in of_batch}
+
+
+def draw(document: Row, path: Path) -> None:
+    """Times as fast as bf16 by batch: the crossover."""
+    kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
+    if not kinds:
+        raise ValueError(f"{path.stem}.json: there is nothing to draw, since no step was measured")
+    title = f"7B step by weight format, KV bf16 ({document['device']})"
+    with svg(path, (3.6 * len(kinds), 3.6), "quant_steps", title=title) as figure:
+        for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
+            for scheme in dict.fromkeys(r["scheme"] for r in document["rows"] if "scheme" in r):
+                found = speedups(document["rows"], scheme, kind)
+                axes.semilogx(list(found), list(found.values()), "o-", base=2, markersize=3, label=scheme)
+            axes.set_xlabel("batch")
+            axes.set_ylabel(f"times as fast as bf16, {kind}")
+            axes.set_xticks(list(found), [str(batch) for batch in found])
+        axes.legend()
+
+
+def draw_file(path: Path) -> int:
+    """The exit status of --draw."""
+    try:
+        draw(read_document(path), path.with_suffix(".svg"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        problem = f"{path} is not JSON: {error}"
+    except ImportError:
+        problem = "--draw needs matplotlib (the extra `notebooks`)"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    else:
+        return 0
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
