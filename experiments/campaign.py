@@ -1,6 +1,7 @@
 """What there is to measure on a GPU: a line each, with the seconds that it may take, the most wanted first.
 
-`measure_all` runs them. `{results}` in a line becomes the results' directory.
+`measure_all` runs them. `{results}` in a line becomes the results' directory. `throughput` and `qps` with their kinds
+are for 140 GB; the topic `tables` has rows that 80 GB hold for the same files, so that a device gets one or the other.
 """
 
 import shlex

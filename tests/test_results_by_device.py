@@ -57,6 +57,21 @@ def test_the_newest_device_is_in_full_and_the_other_in_short(both):
     assert "## Decode steps, H200\n" in overview(Results(older)), "by what there is"
 
 
+def test_of_as_many_runs_those_beside_a_peer_count_then_the_newest(tmp_path):
+    """By single runs, whose share of the floor is shown as that of a mean is."""
+    peer = {"peer": "vLLM", "weights": "bf16", "kv": "bf16", "repeat": 0, "qps": 21.0}
+    for day, label, qps, others in ((23, "", 24.0, []), (24, "", 25.0, [peer]), (25, "-again", 26.0, [])):
+        name = f"qps_llama-2-7b_bfloat16{label}"
+        served = SERVED | {"repeat": 0, "qps": qps, "seconds": 1024 / qps, "floor_fraction": qps / 100}
+        run = {"experiment": name, "device": H100, "date": f"2026-11-{day}"}
+        write(tmp_path, f"{name}-202611{day}-h100-80gb-hbm3", rows=[served, *others], **run)
+    shown = overview(Results(read_all(tmp_path)))
+    assert "| jllm bf16, KV bf16 | 25.0 |  | 25% | [1 run](" in shown
+    for file in tmp_path.glob("*20261124*"):
+        file.unlink()
+    assert "| jllm bf16, KV bf16 | 26.0 |  | 26% | [1 run](" in overview(Results(read_all(tmp_path)))
+
+
 def test_a_device_has_its_own_floors_and_peers(both):
     text = by_device.page(both)
     parts = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))

@@ -174,18 +174,27 @@ def requests_rows(results: Results) -> Iterator[Row]:
     have no file."""
     for entry in results.named("qps_llama-2-7b_.*"):
         every = [row for row in entry.rows if "peer" not in row and row.get("rate") is None]
+        beside = any(map(counts, entry.rows))
         for run in dict.fromkeys(map(_run, every)):
             own = [row for row in every if _run(row) == run]
             repeats = [row for row in own if isinstance(row["repeat"], int)]
             mean = next((row for row in own if row["repeat"] == "mean"), None)
-            row = mean or {"qps": sum(each["qps"] for each in repeats) / len(repeats)}
+            only = repeats[0] if len(repeats) == 1 else {"qps": statistics.fmean(each["qps"] for each in repeats)}
+            row = mean or only
             name = f"jllm {own[0]['scheme']}, KV {own[0]['kv']}".replace("bfloat16", "bf16")
             name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
             name += "" if of_own_kernels(own[0]) else f", {own[0]['backend']}"
             name += f", {own[0]['replicas']} replicas" if own[0].get("replicas", 1) > 1 else ""
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
-            yield {"name": name, **figures, "repeats": len(repeats), "file": entry.path.name}
+            yield {"name": name, **figures, "repeats": len(repeats), "beside": beside, "file": entry.path.name}
     yield from _peer_requests(results)
+
+
+def best_requests(results: Results) -> dict[str, Row]:
+    """By its name each system's job of most repeats; of as many, one that had peers beside it, then the newest."""
+    oldest_first = reversed(list(requests_rows(results)))
+    rows = sorted(oldest_first, key=lambda row: (row.get("repeats", 0), row.get("beside", False)))
+    return {row["name"]: row for row in rows}
 
 
 def _run(row: Row) -> tuple[str | None, int]:

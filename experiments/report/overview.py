@@ -12,7 +12,7 @@ from experiments.report import by_device
 from experiments.report.asked import ASKED, Found
 from experiments.report.details import Places, places_of
 from experiments.report.documents import Entry, short
-from experiments.report.figures import Results, devices, requests_rows
+from experiments.report.figures import Results, best_requests, devices
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar, slug
 from experiments.report.sections import PAGES
@@ -56,7 +56,7 @@ def _others(results: Results, others: list[str]) -> Iterator[str]:
     """In short, what was measured on them before."""
     for device in others:
         on = results.on(device)
-        served = {row["qps"]: row["name"] for row in requests_rows(on) if row["name"].startswith("jllm")}
+        served = {row["qps"]: row["name"] for row in best_requests(on).values() if row["name"].startswith("jllm")}
         parts = [line.removeprefix("- ") for line in by_device.ratios(on)]
         parts += [f"{served[max(served)]}: {max(served):.1f} requests a second"] if served else []
         whole = f"[all of it](results/devices.md#{slug(short(device))})"

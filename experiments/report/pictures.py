@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.report.by_device import picture_of
 from experiments.report.documents import short
-from experiments.report.figures import Results, Series, decode_series, devices, requests_rows
+from experiments.report.figures import Results, Series, best_requests, decode_series, devices
 from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
 
@@ -89,11 +89,8 @@ def _peer_color(name: str) -> str:
 
 
 def _request_panel(axes: Any, results: Results) -> None:
-    """Bars, the fastest on top, with 95 % intervals where there are repeats. Of one name the run of most repeats."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in sorted(requests_rows(results), key=lambda row: row.get("repeats", 0)):
-        best[row["name"]] = row
-    rows = sorted(best.values(), key=lambda row: row["qps"])
+    """Bars, the fastest on top, with 95 % intervals where there are repeats."""
+    rows = sorted(best_requests(results).values(), key=lambda row: row["qps"])
     colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
     axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
     for i, row in enumerate(rows):
