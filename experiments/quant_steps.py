@@ -198,7 +198,7 @@ def parse_stage(text: str) -> Stage:
     kind, kv, batches, *schemes = text.split(":") + [""] * (2 - text.count(":"))
     names = tuple(schemes[0].split(",")) if schemes else ()
     known = kind in KINDS and kv and len(schemes) < 2 and all(names)
-    if not known or not all(batch.isdigit() for batch in batches.split(",")):
+    if not known or not all(batch.isdecimal() for batch in batches.split(",")):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a stage such as decode:bf16:1,16,64 or prefill:bf16:128:bf16,nf4"
         )

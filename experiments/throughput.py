@@ -235,7 +235,7 @@ def bars(found: list[Table]) -> Iterator[Table]:
 def parse_case(text: str) -> WholeBatch:
     """32x8x256 -> batch 32, 8 tokens in, 256 out."""
     parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")
     return WholeBatch(*map(int, parts))
 

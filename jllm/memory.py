@@ -85,6 +85,6 @@ def _fields(file: Path) -> dict[str, int]:
     """First word of each line -> the number after it; empty where the file cannot be read."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
-        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
     except (OSError, ValueError):
         return {}

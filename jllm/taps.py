@@ -114,7 +114,7 @@ def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
 
 def _unknown(pattern: str, num_layers: int, known: list[str]) -> str:
     parts = pattern.split(".")
-    if len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= num_layers:
+    if len(parts) == 3 and parts[0] == "layers" and parts[1].isdecimal() and int(parts[1]) >= num_layers:
         return f"tap {pattern!r}: the model has layers 0 .. {num_layers - 1}"
     close = get_close_matches(pattern, [*known, *LAYER], NEAR, 0.5)
     names = dict.fromkeys(f"layers.*.{name}" if name in LAYER else name for name in close)

@@ -18,7 +18,7 @@ def test_drawing_takes_no_option_of_a_measurement(experiment, other, capsys):
     assert f"--draw measures nothing, so it goes without {other[0]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "²", "many", ""])
 def test_counts_are_whole_numbers_from_1_on(text, capsys):
     with pytest.raises(SystemExit):
         qps.main(["--slots", text])

@@ -79,7 +79,7 @@ def heading(section: Section, entry: Entry, entries: Sequence[Entry]) -> str:
 
 def _natural(entry: Entry) -> tuple[list[str | int], str]:
     """C2 before C10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", entry.label)], entry.device
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", entry.label)], entry.device
 
 
 def _groups(section: Section, name: str) -> Sequence[str]:

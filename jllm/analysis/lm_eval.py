@@ -230,7 +230,7 @@ def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
     asked = str(batch_size or 1)
     if asked == "1" or asked.startswith("auto"):
         return MAX_SLOTS if max_slots is None else max_slots
-    if not asked.isdigit() or max_slots not in (None, int(asked)):
+    if not asked.isdecimal() or max_slots not in (None, int(asked)):
         raise EvaluationError(f"batch_size must be a number, the same as max_slots, not {batch_size!r}")
     return int(asked)
 

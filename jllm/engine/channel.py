@@ -89,7 +89,7 @@ class Channel:
 def connect(address: str, seconds: float) -> Channel:
     """A channel to HOST:PORT. RemoteError where nothing accepts the connection within these seconds."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise RemoteError(f"an address must be HOST:PORT, not {address!r}")
     try:
         connection = socket.create_connection((host, int(port)), seconds)

@@ -315,7 +315,7 @@ def _only(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
     """Token ids are the keys of a JSON object, so they are text."""
     for key in given:
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise bad("logit_bias", f"keys must be token ids, not {_shown(key)}")
     return {int(key): value for key, value in given.items()}
 

@@ -6,14 +6,14 @@ import math
 
 def positive(text: str) -> int:
     """A number of tokens, rows, steps or the like."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def natural(text: str) -> int:
     """A seed, or a number of what there may be none of."""
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 

@@ -129,7 +129,7 @@ def gpu_of(device: str) -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         return {}
     driver, *clocks = (word.strip() for word in said.strip().split(","))
-    mhz = {name: int(word) for name, word in zip(("sm", "most_sm", "memory"), clocks) if word.isdigit()}
+    mhz = {name: int(word) for name, word in zip(("sm", "most_sm", "memory"), clocks) if word.isdecimal()}
     return {"driver": driver, "clocks_mhz": mhz}
 
 

@@ -169,7 +169,7 @@ def _ceiling(rows: list[dict[str, Any]]) -> float:
 def parse_cell(text: str) -> tuple[int, int]:
     """128x136 -> (128, 136). Raises argparse's error for another form."""
     rows, _, length = text.partition("x")
-    if not (rows.isdigit() and length.isdigit() and int(rows) and int(length)):
+    if not (rows.isdecimal() and length.isdecimal() and int(rows) and int(length)):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxLENGTH, such as 128x136")
     return int(rows), int(length)
 
