@@ -84,6 +84,12 @@ def better_with(count: int) -> float:
     return -mean(added)
 
 
+def of_the_subject(method: str) -> float:
+    """Of rounding's divergence, the mean of seeds."""
+    kl = [row["kl"] for row in rows("ptq_methods_subject_plain", "cpu", method=method)]
+    return mean(kl) / only("ptq_methods_subject_plain", "cpu", method="round")["kl"]
+
+
 def left_of_the_subject() -> float:
     """By rotating 4-bit K and V of the larger subject: the most of all formats and seeds."""
     kl = {(row["kv"], row["seed"]): row["kl"] for row in rows("rotations-subject", "cpu", strength=32)}
@@ -343,6 +349,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
     "{:.3f} of the divergence": lambda: [left_of_the_subject()],
+    "rounding's divergence with 4-bit weights GPTQ leaves {:.2f} there and AWQ {:.2f} (": lambda: [
+        of_the_subject(method) for method in ("gptq", "awq")
+    ],
     "two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
         lambda: [better_with(2), better_with(1)]
     ),
