@@ -1,7 +1,6 @@
 """What there is to measure on a GPU: a line each, with the seconds that it may take, the most wanted first.
 
-`measure_all` runs them. `{results}` in a line becomes the results' directory. `throughput` and `qps` with their kinds
-are for 140 GB; the topic `tables` has rows that 80 GB hold for the same files, so that a device gets one or the other.
+`measure_all` runs them. `{results}` in a line becomes the results' directory. Tables have rows that 80 GB hold.
 """
 
 import shlex
@@ -88,15 +87,6 @@ CAMPAIGN = (
     experiment("C31", "claims C31", 90),
     experiment("start_up", "start_up", 240),
     experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 180),
-    experiment("throughput", "throughput --scheme bf16 --kv-cache bf16", 260, peer_seconds=300),
-    experiment("throughput_w8a8", "throughput --scheme w8a8 --kv-cache int8-g8", 250, peer_seconds=300),
-    experiment("throughput_kv", "throughput --scheme bf16 --kv-cache int8-g8", 250),
-    experiment(
-        "throughput_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16", 250
-    ),
-    experiment("qps", "qps --repeats 3", 200, peer_seconds=400),
-    experiment("qps_w8a8", "qps --quantize w8a8 --kv-cache int8-g8 --repeats 3", 220, peer_seconds=260),
-    experiment("qps_kv", "qps --kv-cache int8-g8 --repeats 2", 200),
     experiment("decode_step", "decode_step --batch 1 16 64 128 256 --backend xla default", 90),
     experiment("step_profile", "step_profile --batch 1 64 256", 60),
     experiment(
@@ -137,7 +127,7 @@ TRITON = (
     experiment("decode_step_triton", "decode_step --batch 1 16 64 128 --backend default triton --label triton", 90),
     experiment("decode_step_zp", "decode_step --kv-cache int8-g8-zp --batch 64 --backend triton xla --label triton-zp",
                60),
-    experiment("qps_triton", "qps --backend default triton --repeats 1 --pages 13000 --label triton", 320),
+    experiment("qps_triton", "qps --backend default triton --repeats 1 --label triton", 320),
     experiment("throughput_triton", "throughput --scheme bf16 --kv-cache bf16 --backend triton --repeats 2"
                " --rows 1x8x256 32x8x256 128x8x256 512x8x256 16x1024x256 --label triton", 200),
     bench("decode_triton", "--parts formats --triton --label triton", 150, of="decode_attention"),
@@ -160,21 +150,29 @@ TWO_GPUS = (
     bench("all_reduce", "--limit 35 --rows 1 16 64 128 512 4096", 100, gpus=2),
 )  # fmt: skip
 TWO_LARGE_GPUS = (experiment("two_70b", f"{OF_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
-TABLES = (
-    experiment("table_bf16", f"throughput --scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024 {TIMED}"
-               " --peer-seconds 60", 130, peer_seconds=320),
-    experiment("table_w8a8", f"throughput --scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024 {TIMED}",
-               130),
-    experiment("requests_bf16", f"qps {REQUESTS}", 200, peer_seconds=270),
-    experiment("requests_w8a8", f"qps --quantize w8a8 --kv-cache int8-g8 {REQUESTS}", 170, peer_seconds=270),
-    experiment("table_kv", f"throughput --scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024"
-               f" {TIMED}", 100),
-    experiment("table_8b", "throughput --config configs/llama-3-8b.json --scheme bf16 --kv-cache bf16"
-               f" --rows {FEWEST} 512x8x256 64x1024x1024 {TIMED}", 110),
-    experiment("table_w4a16", f"throughput --scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024"
-               f" {TIMED}", 100),
-    experiment("requests_kv", f"qps --kv-cache int8-g8 {REQUESTS}", 190, peer_seconds=270),
-)  # fmt: skip
+ON_8B = "--config configs/llama-3-8b.json"
+TABLES = tuple(
+    experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds)
+    for name, options, seconds, peer_seconds in (
+        (
+            "throughput",
+            f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024 --peer-seconds 60",
+            130,
+            320,
+        ),
+        ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 150, 0),
+        ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 100, 0),
+        ("throughput_8b", f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 512x8x256 64x1024x1024", 110, 0),
+        ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 100, 0),
+    )
+) + tuple(
+    experiment(name, f"qps {options} {REQUESTS}".replace("  ", " "), seconds, peer_seconds=320)
+    for name, options, seconds in (
+        ("qps", "", 240),
+        ("qps_w8a8", "--quantize w8a8 --kv-cache int8-g8", 240),
+        ("qps_kv", "--kv-cache int8-g8", 240),
+    )
+)
 TOPICS = {
     "campaign": CAMPAIGN,
     "tables": TABLES,

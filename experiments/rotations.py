@@ -23,7 +23,7 @@ each beside the other in the model's dtype, and both. A run that was interrupted
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -168,6 +168,15 @@ def score(subject: Model, ids: list[list[int]], protocol: str, recorded: Recorde
     return row | {"kl_95": [rounded(x) for x in found.interval("kl")]}
 
 
+def halved(kl: Mapping[Any, float], pairs: Iterable[tuple[Any, Any]], text: str, strength: float) -> Iterator[Row]:
+    """What the first of each pair leaves of the second's divergence, the worst of those pairs that are measured."""
+    if ratios := [kl[one] / kl[other] for one, other in pairs if one in kl and other in kl]:
+        name = f"{text}, strength {strength:g}, worst seed"
+        yield {
+            "name": name, "value": rounded(max(ratios)), "unit": "of kl", "bar": HALF, "met": max(ratios) <= HALF
+        }  # fmt: skip
+
+
 def bars(found: list[Row]) -> Iterator[Row]:
     """What rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of each
     4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations, which
@@ -175,13 +184,15 @@ def bars(found: list[Row]) -> Iterator[Row]:
     streams = [row for row in found if row["part"] == "stream" and row["channels"]]
     for scheme in dict.fromkeys(row["scheme"] for row in streams):
         of = [row for row in streams if row["scheme"] == scheme]
-        means = {which: fmean(row["kl"] for row in of if row["rotate"] == which) for which in (NONE, "all")}
-        ratio, name = means["all"] / means[NONE], f"{scheme} rotated all over as it is, outliers in the stream"
-        yield {"name": f"{name}, mean of seeds", "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
+        plain, turned = ([row["kl"] for row in of if row["rotate"] == which] for which in (NONE, "all"))
+        if plain and turned:
+            name = f"{scheme} rotated all over as it is, outliers in the stream, mean of seeds"
+            ratio = fmean(turned) / fmean(plain)
+            yield {"name": name, "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
     trained = [row for row in found if row["part"] == "learned"]
     for scheme, other in product(dict.fromkeys(row["scheme"] for row in trained), (NONE, "all")):
         kl = {(row["rotate"], row["seed"]): row["kl"] for row in trained if row["scheme"] == scheme}
-        pairs = [(kl[which, seed], kl[other, seed]) for which, seed in kl if which == "learned"]
+        pairs = [(kl[which, seed], kl[other, seed]) for which, seed in kl if which == "learned" and (other, seed) in kl]
         if pairs:
             ratio, worst = fmean(a for a, _ in pairs) / fmean(b for _, b in pairs), max(a / b for a, b in pairs)
             text = f"{scheme} with a learned rotation over {'as it is' if other == NONE else 'a Hadamard one'}"
@@ -198,20 +209,17 @@ def bars(found: list[Row]) -> Iterator[Row]:
     found = [row for row in found if row["strength"] == greatest > 1]
     smooth = {(row["kv"], row["alpha"], row["seed"]): row["kl"] for row in found if row["part"] == "smooth"}
     for name in dict.fromkeys(name for name, *_ in smooth):
-        worst = max(smooth[name, 1.0, seed] / smooth[name, 0.0, seed] for other, _, seed in smooth if other == name)
-        text = f"{name} with scales of channels found ahead over without, strength {greatest:g}, worst seed"
-        yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
+        pairs = [((name, 1.0, seed), (name, 0.0, seed)) for other, _, seed in smooth if other == name]
+        yield from halved(smooth, pairs, f"{name} with scales of channels found ahead over without", greatest)
     by_k = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "channel"}
     for bits in (4, 2):
         ours, theirs = (f"k={name},v={PLAIN_KV}" for name in (f"kivi{bits}-g32-r32", f"int{bits}-g32-zp"))
-        if worst := max((by_k[ours, seed] / by_k[theirs, seed] for name, seed in by_k if name == ours), default=0):
-            text = f"K per channel over per token, {bits} bits, strength {greatest:g}, worst seed"
-            yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
+        seeds = [((ours, seed), (theirs, seed)) for name, seed in by_k if name == ours]
+        yield from halved(by_k, seeds, f"K per channel over per token, {bits} bits", greatest)
     plain_kv = {(row["kv"], row["seed"]): row["kl"] for row in found if row["part"] == "kv"}
     for name in dict.fromkeys(name for name, _ in plain_kv if f"{name}-h" in {other for other, _ in plain_kv}):
-        worst = max(plain_kv[f"{name}-h", seed] / plain_kv[name, seed] for other, seed in plain_kv if other == name)
-        text = f"{name}-h over {name}, strength {greatest:g}, worst seed"
-        yield {"name": text, "value": rounded(worst), "unit": "of kl", "bar": HALF, "met": worst <= HALF}
+        seeds = [((f"{name}-h", seed), (name, seed)) for other, seed in plain_kv if other == name]
+        yield from halved(plain_kv, seeds, f"{name}-h over {name}", greatest)
     for scheme, method in WEIGHTS[:2]:
         plain, turned = (
             [row["kl"] for row in found if (row.get("scheme"), row.get("rotate")) == (scheme, which)]
