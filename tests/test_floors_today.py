@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.report import floors_today
-from experiments.report.commands import module_of
+from experiments.report.commands import arguments_of, module_of
 from experiments.report.documents import RESULTS
 from experiments.report.floors_today import ceilings_read, with_floors
 from experiments.report.judged import judged
@@ -36,6 +36,8 @@ def test_every_floor_and_share_is_computed_again(path):
     decode_step left out, and which binds their largest batches. Files that say which ceilings they count with are
     today's but for these."""
     document = read(path)
+    if arguments_of(document["command"]) is None:
+        pytest.skip("its command is refused today, which RESULTS.md says")
     document |= {} if "ceilings" in document else {"device": "NVIDIA H200"}  # whose limits older files have
     today = ceilings_read(document).document
     own = document.get("ceilings", today)
