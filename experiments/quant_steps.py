@@ -33,10 +33,10 @@ from experiments.arguments import (
     positive_number,
     scheme_name,
 )
-from experiments.result_file import bar, command_line, record
+from experiments.result_file import bar, command_line, draw_all, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
-from experiments.steps.speedups import draw_file
+from experiments.steps.speedups import draw, read_document
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -235,7 +235,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
-        return draw_file(args.draw)
+        return draw_all([args.draw], lambda path: draw(read_document(path), path.with_suffix(".svg")))
     command = command_line("quant_steps", argv)
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
     options: dict[str, Any] = {} if toy else {"bars": bars}

@@ -136,6 +136,23 @@ def told(args: argparse.Namespace, result: ResultFile) -> int:
     return 0
 
 
+def draw_all(paths: Iterable[Path], draw: Callable[[Path], None]) -> int:
+    """The exit status of a command that draws results beside them."""
+    try:
+        for path in paths:
+            draw(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        problem = f"{path} is not JSON: {error}"
+    except ImportError:
+        problem = "drawing needs matplotlib (the extra `notebooks`)"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    else:
+        return 0
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
+
+
 @refusing
 def record(
     args: argparse.Namespace,

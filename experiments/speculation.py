@@ -23,7 +23,7 @@ from experiments.arguments import add_model_options, add_timing_options, positiv
 from experiments.drafts import acceptance, claims, steps
 from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
-from experiments.result_file import record
+from experiments.result_file import draw_all, record
 from jllm.pretrained import BUNDLED
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
@@ -157,27 +157,14 @@ def name_of(args: argparse.Namespace) -> str:
     return "-".join(filter(None, ["speculation", args.part, PARTS[args.part].label(args)]))
 
 
-def draw_files(paths: Sequence[Path]) -> int:
-    """The exit status of `draw`."""
-    try:
-        for path in paths:
-            draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
-    except ImportError:
-        problem = "draw needs matplotlib (the extra `notebooks`)"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    else:
-        return 0
-    print(f"error: {problem}", file=sys.stderr)
-    return 2
-
-
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(words)
     if args.part == "draw":
-        return draw_files(args.files)
+        return draw_all(
+            args.files, lambda path: draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+        )
     part = PARTS[args.part]
     command = ["python", "-m", "experiments.speculation", *words]
     beside: Row = {

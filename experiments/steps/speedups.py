@@ -6,7 +6,6 @@ since 2026-11-25 the times of each round, too: decode_ms_runs or prefill_ms_runs
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +55,3 @@ def draw(document: Row, path: Path) -> None:
             axes.set_ylabel(f"times as fast as bf16, {kind}")
             axes.set_xticks(list(found), [str(batch) for batch in found])
         axes.legend()
-
-
-def draw_file(path: Path) -> int:
-    """The exit status of --draw."""
-    try:
-        draw(read_document(path), path.with_suffix(".svg"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        problem = f"{path} is not JSON: {error}"
-    except ImportError:
-        problem = "--draw needs matplotlib (the extra `notebooks`)"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    else:
-        return 0
-    print(f"error: {problem}", file=sys.stderr)
-    return 2
