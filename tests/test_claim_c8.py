@@ -71,4 +71,7 @@ def test_rounds_decide_with_their_interval():
 
     found = c8.judge(rows([2.5, 2.49, 2.51]))
     assert "Yes: at least 1.3 times as fast at batch 64: 1.60 [1.58, 1.62]" in found.answers[0]
-    assert any(text.startswith("Open: at least 1.3") for text in c8.judge(rows([3.0, 3.3, 2.9])).answers)
+    assert [(bar["value"], bar["met"]) for bar in found.bars] == [(1.6, True)]
+    wide = c8.judge(rows([3.0, 3.3, 2.9]))  # the best time alone is 1.38 times as fast, and the mean 1.308
+    assert any(text.startswith("Open: at least 1.3") for text in wide.answers)
+    assert [(bar["value"], bar["met"]) for bar in wide.bars] == [(1.308, False)]

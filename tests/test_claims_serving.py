@@ -81,9 +81,9 @@ def test_what_was_served_is_not_served_again(monkeypatch):
 
 def policy_rows(*names: str, qps: tuple[tuple[float, ...], ...]) -> list[dict]:
     return [
-        {"policy": name, "requests": 8, "qps": q, "ttft_ms_p50": 8.0, "goodput": q / 2}
+        {"policy": name, "round": at, "requests": 8, "qps": q, "ttft_ms_p50": 8.0, "goodput": q / 2}
         for name, runs in zip(names, qps)
-        for q in runs
+        for at, q in enumerate(runs)
     ]
 
 
@@ -115,6 +115,8 @@ def test_gains_are_judged_by_their_interval(claim, names, least):
     more = [claim.judge(policy_rows(*names, qps=((10.0 * ratio,), (10.0,)))) for ratio in (1.05, least + 0.05)]
     assert [each.verdict for each in more] == ["partly", "yes"]
     assert claim.judge(policy_rows(names[0], qps=((1.0,),))).verdict == "no"
+    failed = policy_rows(*names, qps=((99.0, 11.0, 22.0), (10.0, 10.0, 20.0)))[1:]  # the first round has one policy
+    assert contest.gain_of(failed, *names).mean == pytest.approx(0.1)
 
 
 def test_c4_times_samplers_that_agree(monkeypatch):

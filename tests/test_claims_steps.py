@@ -157,6 +157,10 @@ def test_c18_is_decided_by_each_fusion():
     assert c18.judge(rounds).answers[1] == "Yes: norm: less time (decode -41.0 % [-60.7, -21.3])"
     wide = [row | {"round": i} for i, ms in enumerate((3.0, 4.1, 3.9)) for row in rows(none=4.0, norm=ms)]
     assert c18.judge(wide).verdict == "open"
+    failed = [row for row in rounds if (row["round"], row["fused"]) != (0, "none")]  # the other two rounds are left
+    assert c18.judge(failed).answers[1] == "Yes: norm: less time (decode -36.5 % [-55.6, -17.4])"
+    apart = [row for row in rounds if (row["fused"] == "norm") == (row["round"] == 2)]
+    assert len(c18.judge(apart).answers) == 1, "what shares no round is not compared"
 
 
 def test_c18_leaves_each_fusion_out(tiny):

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.claims.claim import Claim, Interval, Part, Row, Verdict, interval_of, verdict_of
+from experiments.claims.claim import Claim, Part, Row, Verdict, change_of, verdict_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.claims.unfused import NAMES, Fusions, layers, split
 from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
@@ -164,11 +164,6 @@ def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, list[Row]]
     return {case: by for case, by in found.items() if "none" in by}
 
 
-def change(rows: list[Row], over: list[Row]) -> Interval:
-    """Of a step's time by one variant over another, less 1, within each round."""
-    return interval_of([a["step_ms"] / b["step_ms"] - 1 for a, b in zip(rows, over)], NOISE)
-
-
 def judge(rows: list[Row]) -> Verdict:
     """What a fusion changes alone, over none, and as the last of all, over all but it."""
     saved: dict[str, dict[bool | None, list[str]]] = {}
@@ -176,7 +171,10 @@ def judge(rows: list[Row]) -> Verdict:
     for (phase, sequences, tokens), by in cases_of(rows).items():
         for name in [name for name in by if name != "none"]:
             last = name.startswith(BUT) and "all" in by
-            found = change(by["all"], by[name]) if last else change(by[name], by["none"])
+            ours, over = (by["all"], by[name]) if last else (by[name], by["none"])
+            found = change_of(ours, over, "step_ms", NOISE)
+            if found is None:  # cut off, or failed, in every round that the other has
+                continue
             longer = found.reaches(0.0)
             fusion, how = (name.removeprefix(BUT), " as the last") if last else (name, "")
             text = f"{phase}{how} {found.shown('{:+.1f}', 100, ' %')}"

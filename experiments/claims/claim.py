@@ -43,6 +43,14 @@ def interval_of(values: Sequence[float], noise: float = 0.0) -> Interval:
     return Interval(statistics.fmean(values), noise if half is None else half, len(values))
 
 
+def change_of(rows: Iterable[Row], over: Iterable[Row], key: str, noise: float = 0.0) -> Interval | None:
+    """By which share a figure of some rows is above that of others, within each round that has both; None where none
+    has. Rows of older files, which name no round, are of one."""
+    base = {row.get("round"): row[key] for row in over}
+    changes = [row[key] / base[row.get("round")] - 1 for row in rows if row.get("round") in base]
+    return interval_of(changes, noise) if changes else None
+
+
 @dataclass(frozen=True)
 class Part:
     """One thing that a claim says, with what was measured of it."""

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from experiments.baselines import DEVICES
-from experiments.claims.claim import Interval, Part, Row, interval_of
+from experiments.claims.claim import Interval, Part, Row, change_of
 from experiments.claims.serving import KEPT, make_model, settings, workload
 from experiments.result_file import rounded
 from experiments.serving.engines import make_engine, sampling_of
@@ -104,9 +104,8 @@ def contest(toy: bool, policies: Mapping[str, str]) -> Iterator[Row]:
 def gain_of(rows: list[Row], ours: str, other: str) -> Interval | None:
     """How many more requests a second one of two policies serves, as a share, over the rounds. None where no round has
     both."""
-    a, b = ([row["qps"] for row in rows if row.get("policy") == name] for name in (ours, other))
-    gains = [x / y - 1 for x, y in zip(a, b)]
-    return interval_of(gains, NOISE) if gains else None
+    a, b = ([row for row in rows if row.get("policy") == name] for name in (ours, other))
+    return change_of(a, b, "qps", NOISE)
 
 
 def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str]:
