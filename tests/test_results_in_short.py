@@ -11,7 +11,7 @@ from experiments.report.asked import ASKED
 from experiments.report.commands import parses
 from experiments.report.documents import read_all
 from experiments.report.figures import Results
-from experiments.report.strips import strips
+from experiments.report.strips import compared, strips
 from experiments.steps.devices import ceilings_of
 from tests.test_results_page import page, short, write
 
@@ -69,6 +69,46 @@ def test_a_peer_of_the_same_file_stands_in_place_of_pasted_figures(tmp_path):
     (strip,) = strips(Results(read_all(tmp_path)))
     assert (strip.cells, strip.elsewhere) == ({"16 x 1024": [1.2]}, False)
     assert "FlashInfer, tc | FlashInfer, cuda |" in page(tmp_path, "kernels")
+
+
+def test_kernels_stand_beside_peers_on_each_device_that_has_both(tmp_path):
+    pytest.importorskip("matplotlib")
+    h100, heads = "NVIDIA H100 80GB HBM3", {"H": 32, "K": 32, "kv": "bf16"}
+    ours = {"kernel": "decode_attention", "peer": "mosaic", "R": 1, "length": 1024, **heads, "us": 10.0}
+    prompt = {"kernel": "prefill_attention", "peer": "mosaic", "q_lens": [64], "kv_lens": [64], **heads, "us": 10.0}
+    product = {"kernel": "scaled_matmul", "M": 16, "K": 4096, "N": 4096, "us": 10.0}
+
+    def measured(name: str, day: int, *rows: dict) -> None:
+        found = {"experiment": name, "date": f"2026-11-{day}", "rows": [*rows]}
+        write(tmp_path, f"{name}-202611{day}-h100-80gb-hbm3", device=h100, **found)
+
+    write(tmp_path, "decode_attention-20261120-h200", rows=[ours])
+    measured("decode_attention", 20, ours)
+    everything = Results(read_all(tmp_path))
+    assert compared(everything) == ["NVIDIA H200"], "another device's pasted figures say nothing of this one"
+    measured("decode_attention", 25, ours, ours | {"peer": "FlashInfer", "variant": "tc", "us": 12.0})
+    measured("decode_attention-narrow", 26, ours | {"us": 5.0})
+    cudnn = prompt | {"peer": "cudnn", "us": 9.0}
+    measured("prefill_attention", 25, prompt, cudnn, prompt | {"peer": "FlashInfer", "variant": "fa3", "us": 11.0})
+    for name, times in (("int8_matmul", 13.0), ("fp8_matmul", 14.0)):
+        torch = product | {"peer": "torch fp8", "variant": "a scale a row", "us": times}
+        measured(name, 25, torch, product | {"peer": name, "dtype": "int8"})
+    everything = Results(read_all(tmp_path))
+    assert compared(everything) == [h100, "NVIDIA H200"]
+    found = strips(everything.on(h100))
+    assert not any(strip.elsewhere for strip in found)
+    assert {(strip.kernel, strip.peer): strip.cells for strip in found} == {
+        ("decode attention, 32/32", "FlashInfer"): {"1 x 1024": [1.2]},
+        ("prefill attention", "FlashInfer"): {"1x64": [1.1]},
+        ("prefill attention", "cuDNN"): {"1x64": [0.9]},
+        ("int8 product, by rows", "torch fp8"): {"16": [1.3]},
+        ("fp8 product, by rows", "torch fp8"): {"16": [1.4]},
+    }
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in pictures.draw_all(everything, tmp_path)}
+    shown = re.findall(r"!\[Kernels against peers, .*\]\(results/(.*)\.svg\)", short(tmp_path))
+    assert shown == ["summary-kernels-h100-80gb-hbm3", "summary-kernels-h200"] == [*drawn]
+    assert "Kernels on one H100 80GB HBM3" in drawn[shown[0]]
+    assert ">1.20</text>" in drawn[shown[0]]
 
 
 def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):

@@ -22,7 +22,6 @@ from experiments.report.sections.section import FLOOR
 from experiments.steps.devices import ceilings_of
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)  # shown, where many were measured
-PICTURE = "summary-steps-{}"
 
 
 def page(results: Results) -> str:
@@ -39,9 +38,9 @@ def page(results: Results) -> str:
     return text.replace("](results/", "](").replace("](workloads/", "](../workloads/")
 
 
-def picture_of(device: str) -> str:
-    """What the picture of a device is called."""
-    return PICTURE.format(short(device).lower().replace(" ", "-"))
+def picture_of(what: str, device: str) -> str:
+    """What the picture of a device's "steps" or "kernels" is called."""
+    return f"summary-{what}-{short(device).lower().replace(' ', '-')}"
 
 
 def steps(results: Results) -> Iterator[str]:
@@ -57,7 +56,8 @@ def steps(results: Results) -> Iterator[str]:
         f"{ceilings_of(device).rates}.{apart}"
     )
     yield "\n".join(ratios(results))
-    yield f"![Decode steps and requests a second against peers, {short(device)}](results/{picture_of(device)}.svg)"
+    picture = picture_of("steps", device)
+    yield f"![Decode steps and requests a second against peers, {short(device)}](results/{picture}.svg)"
     batches = sorted({batch for each in columns if each.kind == "jllm" for batch in each.ms})
     if len(batches) > len(BATCHES):
         batches = [batch for batch in batches if batch in BATCHES]

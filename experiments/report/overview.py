@@ -17,7 +17,7 @@ from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar, slug
 from experiments.report.sections import PAGES
 from experiments.report.standing import claim_rows, lines_of, shortfall, stale
-from experiments.report.strips import strips
+from experiments.report.strips import compared
 from pallas_kernels.bench.bars import H200
 
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
@@ -33,7 +33,7 @@ def overview(results: Results) -> str:
     sections = [
         (f"Decode steps, {short(newest)}", chain(by_device.steps(on), by_device.shares(on, places))),
         (f"Requests a second, {short(newest)}", chain(by_device.requests(on), _others(results, others))),
-        (f"Kernels against peers, {short(results.device)}", _kernels(results)),
+        ("Kernels against peers", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
         ("Claims of the original system", _claims(results, places)),
         ("Bars", _bars(results, places)),
@@ -64,12 +64,14 @@ def _others(results: Results, others: list[str]) -> Iterator[str]:
 
 
 def _kernels(results: Results) -> Iterator[str]:
-    if strips(results):
+    if found := compared(results):
         yield (
             "How many times as fast as a peer, case by case: green is faster, red slower; two figures are the range "
             "over shapes. \\* marks peers whose times are of another run, of which there is no file."
         )
-        yield "![Kernels against peers](results/summary-kernels.svg)"
+    for device in found:
+        picture = by_device.picture_of("kernels", device)
+        yield f"![Kernels against peers, {short(device)}](results/{picture}.svg)"
 
 
 def _accuracy(results: Results) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.report.by_device import picture_of
 from experiments.report.documents import short
 from experiments.report.figures import Results, Series, best_requests, decode_series, devices
-from experiments.report.strips import Strip, strips
+from experiments.report.strips import Strip, compared, strips
 from experiments.report.svg import svg
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
@@ -27,10 +27,11 @@ RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from it
 def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has something to show. Raises ImportError without matplotlib."""
     drawn: list[tuple[str, Callable[[Any, Results], None], Results, tuple[float, float]]] = [
-        *((picture_of(device), draw_steps, results.on(device), (11, 4.1)) for device in devices(results)),
+        *((picture_of("steps", device), draw_steps, results.on(device), (11, 4.1)) for device in devices(results)),
     ]
-    if rows := len(strips(results)):
-        drawn.append(("summary-kernels", draw_kernels, results, (11, 0.48 * rows + 0.9)))
+    for device in compared(results):
+        on = results.on(device)
+        drawn.append((picture_of("kernels", device), draw_kernels, on, (11, 0.48 * len(strips(on)) + 1.1)))
     made = []
     for name, draw, shown, size in drawn:
         made.append(directory / f"{name}.svg")
@@ -118,6 +119,7 @@ def draw_kernels(figure: Any, results: Results) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
+    figure.suptitle(f"Kernels on one {short(results.device)}", fontsize=10)
 
 
 def _strip(axes: Any, y: int, strip: Strip) -> None:

@@ -1,7 +1,7 @@
 """Kernels against peers, case by case, from the newest benchmarks."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,14 @@ class Strip:
     elsewhere: bool = False  # whether the peer's times are of another run, of which there is no file
 
 
+def compared(results: Results) -> list[str]:
+    """The devices that kernels have strips of, that of the newest results first."""
+    newest = sorted(results.entries, key=lambda entry: entry.document["date"], reverse=True)
+    return [device for device in dict.fromkeys(entry.device for entry in newest) if strips(results.on(device))]
+
+
 def strips(results: Results) -> list[Strip]:
-    """Every kernel's newest benchmark."""
+    """Every kernel's newest benchmark on the device that has the peer."""
     found = [
         *(
             _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
@@ -33,8 +39,8 @@ def strips(results: Results) -> list[Strip]:
         Strip("decode attention", "cuDNN, contiguous", _cudnn(results)),
         _beside(results, "prefill attention", "FlashInfer", "prefill_attention", _prefill_case, kv="bf16"),
         Strip("prefill attention", "cuDNN", _pairs(results, "prefill_attention", "cudnn", _prefill_case, kv="bf16")),
-        Strip("bf16 product, by rows", "XLA", _by_rows(results, ("matmul-other", "matmul-many"), "xla")),
-        Strip("bf16 SwiGLU, by rows", "two kernels", _by_rows(results, ("swiglu", "swiglu-other"), "default")),
+        Strip("bf16 product, by rows", "XLA", _by_rows(results, "matmul(-other|-many)?", "xla")),
+        Strip("bf16 SwiGLU, by rows", "two kernels", _by_rows(results, "swiglu(-other)?", "default")),
         _beside(results, "int8 product, by rows", "torch fp8", "int8_matmul", "{M}", ours="int8_matmul"),
         _beside(results, "fp8 product, by rows", "torch fp8", "fp8_matmul", "{M}", ours="fp8_matmul"),
         Strip("w4a16-g128 product, by rows", "XLA's bf16", _weights(results)),
@@ -49,49 +55,52 @@ def strips(results: Results) -> list[Strip]:
 def _beside(
     results: Results, kernel: str, peer: str, label: str, case: Name, ours: str = "mosaic", **wanted: Any
 ) -> Strip:
-    """Ours against the fastest variant of a peer, by the rows of one file; while that has none of the peer's, pasted
-    ones, whose keys are fewer."""
-    own = [row for row in results.rows(label, peer=ours, **wanted) if row.get("Q", 1) == 1]
-    theirs = results.rows(label, peer=peer)
-    elsewhere = not any("us" in row for row in theirs)
-    if elsewhere:
-        theirs = pasted(peer=peer)
-    cells: Cells = {}
-    for row in [row for row in own if "us" in row]:
-        alike = [
-            other
-            for other in theirs
-            if all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
-        ]
-        if times := [other["us"] for other in alike if "us" in other]:
-            cells.setdefault(_named(case, row), []).append(min(times) / row["us"])
-    return Strip(kernel, peer, cells, elsewhere)
+    """Ours against the fastest variant of a peer, by the rows of the newest file that has both, under any label; where
+    none has, against pasted ones, whose keys are fewer."""
+
+    def cells_of(rows: list[Row], theirs: list[Row]) -> Cells:
+        cells: Cells = {}
+        for row in rows:
+            if row.get("peer") != ours or row.get("Q", 1) != 1 or "us" not in row or not wanted.items() <= row.items():
+                continue
+            alike = [
+                other["us"]
+                for other in theirs
+                if "us" in other and all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
+            ]
+            if alike:
+                cells.setdefault(_named(case, row), []).append(min(alike) / row["us"])
+        return cells
+
+    for entry in results.named(f"{label}(-.*)?"):
+        if cells := cells_of(entry.rows, [row for row in entry.rows if row.get("peer") == peer]):
+            return Strip(kernel, peer, cells)
+    return Strip(kernel, peer, cells_of(results.rows(label), pasted(results.device, peer=peer)), elsewhere=True)
 
 
 def _named(case: Name, row: Row) -> str:
     return case(row) if callable(case) else case.format(**row)
 
 
-def _pairs(results: Results, label: str, peer: str, case: Name, ours: str = "mosaic", **wanted: Any) -> Cells:
-    """Cells of rows that differ in nothing but who computed them."""
-    times: dict[str, dict[str, Row]] = {}
-    for row in results.rows(label, **wanted):
-        if "us" in row and row.get("peer") in (ours, peer):
-            key = json.dumps({k: v for k, v in row.items() if k not in WHO})
-            times.setdefault(key, {})[row["peer"]] = row
+def _pairs(results: Results, pattern: str, peer: str, case: Name, ours: str = "mosaic", **wanted: Any) -> Cells:
+    """Cells of rows that differ in nothing but who computed them; of several files with one shape the newest's."""
+    found: dict[str, dict[str, Row]] = {}
+    for entry in results.named(pattern):
+        pairs: dict[str, dict[str, Row]] = {}
+        for row in entry.rows:
+            if "us" in row and row.get("peer") in (ours, peer) and wanted.items() <= row.items():
+                key = json.dumps({k: v for k, v in row.items() if k not in WHO})
+                pairs.setdefault(key, {})[row["peer"]] = row
+        found = {key: pair for key, pair in pairs.items() if len(pair) == 2} | found
     cells: Cells = {}
-    for pair in times.values():
-        if len(pair) == 2:
-            cells.setdefault(_named(case, pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
+    for pair in found.values():
+        cells.setdefault(_named(case, pair[ours]), []).append(pair[peer]["us"] / pair[ours]["us"])
     return cells
 
 
-def _by_rows(results: Results, labels: Sequence[str], peer: str) -> Cells:
-    """Products of several files, by their rows."""
-    cells: Cells = {}
-    for label in labels:
-        for rows, times in _pairs(results, label, peer, "{M}").items():
-            cells.setdefault(rows, []).extend(times)
+def _by_rows(results: Results, pattern: str, peer: str) -> Cells:
+    """Products of files of that name, by their rows."""
+    cells = _pairs(results, pattern, peer, "{M}")
     return {rows: cells[rows] for rows in sorted(cells, key=int)}
 
 
