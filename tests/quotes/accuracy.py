@@ -1,0 +1,171 @@
+"""What quantization costs in accuracy, what methods leave of it, and trainings."""
+
+from collections.abc import Callable
+from itertools import product
+from statistics import mean
+from typing import Any
+
+from tests.quotes.files import H100, only, result, rows, spread
+
+
+def accuracy(name: str, scheme: str, kv: str = "model") -> float:
+    return only("quant_accuracy", "cpu", scheme=scheme, kv=kv, part="scheme")[name]
+
+
+def unharmed(scheme: str, kv: str) -> tuple[str]:
+    low, high = accuracy("added_95", scheme, kv)  # type: ignore[misc]
+    return ("nothing measurable" if low < 0 < high else "something",)
+
+
+def ratio(method: str, model: str) -> float:
+    (row,) = [row for row in rows("ptq_methods", "cpu", method=method, model=model) if row["scheme"] != "w4a16-g128"]
+    return row["ratio"]
+
+
+def left_by_llm_int8() -> tuple[float, float]:
+    """Of w8a8's divergence beside the strongest outliers, by three seeds of these."""
+    found = []
+    for experiment in ("outliers", "outliers-seed1", "outliers-seed2"):
+        strongest = rows(experiment, "cpu", part="strength", strength=64, smooth=False)
+        kl = {row["scale"]: row["kl"] for row in strongest}
+        found.append(kl["outliers"] / kl["token"])
+    return spread(found)
+
+
+def trainings() -> list[float]:
+    """Of the larger subject and of the bundled model, on the same held-out book."""
+    subject = result("train_small", H100)
+    losses = [subject["valid_loss"], subject["valid_bits_per_byte"], result("train_small")["valid_bits_per_byte"]]
+    assert subject["valid_bytes"] == result("train_small")["valid_bytes"]
+    return losses
+
+
+def better_with(count: int) -> float:
+    """Nats a token that models with fewer KV heads are better by, the mean of seeds, of which each is."""
+    added = [row["added"] for row in rows("claims-C29", "cpu", kv_heads=count)]
+    assert max(added) < 0
+    return -mean(added)
+
+
+def of_the_subject(method: str) -> float:
+    """Of rounding's divergence, the mean of seeds."""
+    kl = [row["kl"] for row in rows("ptq_methods_subject_plain", "cpu", method=method)]
+    return mean(kl) / only("ptq_methods_subject_plain", "cpu", method="round")["kl"]
+
+
+def left_of_the_subject() -> float:
+    """By rotating 4-bit K and V of the larger subject: the most of all formats and seeds."""
+    kl = {(row["kv"], row["seed"]): row["kl"] for row in rows("rotations-subject", "cpu", strength=32)}
+    return max(value / kl[name.removesuffix("-h"), seed] for (name, seed), value in kl.items() if name.endswith("-h"))
+
+
+def per_channel() -> list[float]:
+    found = {row["kv"]: 100 * row["added"] for row in rows("quant_accuracy-kivi", "cpu", part="scheme")}
+    return [found[kv] for kv in ("kivi2-g32", "kivi2-g32-r32", "int4-g32", "int2-g32-zp")]
+
+
+def left_of_kv(suffix: str) -> float:
+    """What a 4-bit format with this suffix leaves of the divergence without it, beside outliers; the worst seed."""
+    found = {row["kv"] + f" {row['seed']}": row["kl"] for row in rows("rotations", "cpu", part="kv", strength=8.0)}
+    return max(found[f"int4-g64{suffix} {seed}"] / found[f"int4-g64 {seed}"] for seed in range(3))
+
+
+def left_by_channels(kv: str, strength: float, alpha: float = 0.5) -> float:
+    """Of a KV format's divergence, what scales of channels that are found ahead leave; the worst seed."""
+    of = rows("rotations-smooth", "cpu", part="smooth", kv=kv, strength=strength)
+    found = {(row["alpha"], row["seed"]): row["kl"] for row in of}
+    return max(found[alpha, seed] / found[0.0, seed] for some, seed in found if some == alpha)
+
+
+def in_blocks(end: str) -> list[float]:
+    names = (f"{kind}{end}" for kind in ("mxfp8", "nvfp4", "mxfp4"))
+    return [only("quant_accuracy-blocks", "cpu", part="scheme", scheme=name)["kl"] for name in names]
+
+
+def with_the_head() -> list[float]:
+    found = rows("quant_accuracy-head", "cpu", part="scheme", kv="model")
+    return [row["kl"] for scheme in ("w8a8-all", "w8a8-head") for row in found if row["scheme"] == scheme]
+
+
+def found_beside_outliers() -> list[float]:
+    """The shares of needles found beside the largest outliers: in 4 bits with one scale a head, with four, and at least
+    with 8 bits and rotated."""
+    found = {row["kv"]: row["accuracy"] for row in rows("long_context", "cpu", part="outlier", strength=32.0)}
+    rest = [share for kv, share in found.items() if kv.endswith("-h") or not kv.startswith("int4")]
+    return [found["int4-g128"], found["int4-g32"], min(rest)]
+
+
+def beside_rounding(name: str, method: str) -> list[float]:
+    """Divergence over rounding's of blocks of 4-bit floats, mean of seeds, by format."""
+    found = rows(name, "cpu")
+    kl = {key: mean(row["kl"] for row in found if (row["scheme"], row["method"]) == key)
+          for key in product(("mxfp4", "nvfp4"), ("round", method))}  # fmt: skip
+    return [kl[scheme, method] / kl[scheme, "round"] for scheme in ("mxfp4", "nvfp4")]
+
+
+def left_by_rotations(*which: str) -> list[float]:
+    found = rows("rotations-learned", "cpu", part="learned", scheme="mxfp4")
+    kl = {name: mean(row["kl"] for row in found if row["rotate"] == name) for name in ("none", *which)}
+    return [kl[name] / kl["none"] for name in which]
+
+
+QUOTES: dict[str, Callable[[], Any]] = {
+    "costs the bundled model {:.3f} nats a token, `nvfp4-weight` {:.3f} and `mxfp4-weight` {:.3f};": lambda: (
+        in_blocks("-weight")
+    ),
+    "with activations {:.3f}, {:.3f} and {:.3f}.": lambda: in_blocks(""),
+    "leaves at most {:.2f} of `int4-g64`'s divergence, and `-zp` {:.2f}": lambda: [left_of_kv("-h"), left_of_kv("-zp")],
+    "{:.2f} of the divergence of `int4-g64` K and V of the bundled model, and of `int4-g64-zp` {:.2f}": lambda: [
+        left_by_channels(kv, 1.0) for kv in ("int4-g64", "int4-g64-zp")
+    ],
+    "with outliers 32 times as large as others {:.2f} or less.": lambda: [left_by_channels("int4-g64", 32.0)],
+    "32 times as large as other channels a share of {:.2f} is found with `int4-g128`, {:.2f} with `int4-g32`, and "
+    "{:.2f} or more with": found_beside_outliers,
+    "Beside outliers 64 times as large as others, planted by three seeds, it leaves {:.3f} to {:.3f} of `w8a8-all`'s": (
+        left_by_llm_int8
+    ),
+    "{:.4f} nats a token for `w8a8`, {:.3f} for `fp8`, {:.3f} for `nf4`, {:.3f} for `w4a16-g128`": lambda: [
+        accuracy("kl", scheme) for scheme in ("w8a8-talk", "fp8", "nf4", "w4a16-g128")
+    ],
+    "with O {:.5f} nats a token (`w8a8-all`), and with the head, whose roundings no layer averages, {:.5f} (": (
+        with_the_head
+    ),
+    "never saw with {:.2f} nats a token of its own vocabulary: {:.3f} bits a byte, for {:.3f} of the bundled model": (
+        trainings
+    ),
+    "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
+    "{:.3f} of the divergence": lambda: [left_of_the_subject()],
+    "rounding's divergence with 4-bit weights GPTQ leaves {:.2f} there and AWQ {:.2f} (": lambda: [
+        of_the_subject(method) for method in ("gptq", "awq")
+    ],
+    "two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
+        lambda: [better_with(2), better_with(1)]
+    ),
+    "divergence falls to {:.2f} (GPTQ) and {:.2f} (AWQ) of rounding's": lambda: [
+        ratio(method, "plain") for method in ("gptq", "awq")
+    ],
+    "there AWQ leaves {:.2f} and SmoothQuant {:.3f} of rounding's divergence": lambda: [
+        ratio(method, "planted") for method in ("awq", "smoothquant")
+    ],
+    "while without outliers SmoothQuant costs {:.1f} %": lambda: [100 * (ratio("smoothquant", "plain") - 1)],
+    "W8A8 of every linear adds {:.2f} % to perplexity": lambda: [100 * accuracy("added", "w8a8-all")],
+    "an int8-g8 cache {};": lambda: unharmed("bf16", "int8-g8"),
+    "with blocks of 32 has at most {:.4f} of the divergence": lambda: [
+        next(bar["value"] for bar in result("rotations-channel", "cpu")["bars"] if "2 bits" in bar["name"])
+    ],
+    "with scales for groups of what O and down read {:.5f} (": lambda: [
+        only("quant_accuracy-groups", "cpu", part="scheme", scheme="w8a8-groups")["kl"]
+    ],
+    "On the bundled model `kivi2-g32` adds {:.1f} % to perplexity and `kivi2-g32-r32` {:.1f} % at 0.375 bytes a value "
+    "(tails apart); `int4-g32` {:.1f} % at 0.56, and 2 bits per token (`int2-g32-zp`) {:.0f} %": per_channel,
+    "with outliers in the residual stream it leaves {:.2f} of rounding's divergence in `mxfp4` and {:.2f} in `nvfp4`, "
+    "rotated blocks alone {:.2f} and {:.2f}": lambda: [
+        *beside_rounding("ptq_methods_fp4_stream", "mr-gptq"), *beside_rounding("ptq_methods_fp4_stream", "h")
+    ],
+    "rotated blocks lose to blocks as they are, {:.1f} and {:.1f} to one": lambda: (
+        beside_rounding("ptq_methods_fp4", "h")
+    ),
+    "it leaves {:.2f} of the divergence of `mxfp4`, and Hadamard rotations {:.2f}": lambda: (
+        left_by_rotations("learned", "all")
+    ),
+}  # fmt: skip

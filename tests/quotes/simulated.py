@@ -1,0 +1,114 @@
+"""What was estimated and simulated, and how far that is from what was measured."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tests.quotes.files import only, rows, spread
+
+
+def estimated(model: str, exchange: str, *ranks: int) -> list[float]:
+    """Milliseconds of a step at batch 1 on meshes."""
+    wanted = {"part": "step", "model": model, "exchange": exchange, "batch": 1}
+    return [only("meshes", "cpu", ranks=n, **wanted)["decode_ms"] for n in ranks]
+
+
+def clusters(model: str, **wanted: Any) -> list[float]:
+    """Simulated: requests a second all at once, and at a load the percentiles of first tokens and of those between."""
+    once, loaded = (only(f"clusters_{model}", "cpu", load=load, **wanted) for load in (None, 0.7))
+    return [once["qps"], *(loaded[f"{name}_ms_p{p}"] for name in ("ttft", "itl") for p in (50, 99))]
+
+
+def by_mesh(model: str, ranks: int) -> list[float]:
+    """The largest batch of a mesh, and tokens a second of 8 and of 64 GPUs, as round as the page has them."""
+    own = [row for row in rows("meshes", "cpu", part="gpus", model=model, ranks=ranks) if row["exchange"] != "xla"]
+    tokens = {row["gpus"]: row["tokens_s"] for row in own}
+    return [own[0]["batch"], round(tokens[8], -2), round(tokens[64], -3)]
+
+
+def eight_hosts() -> list[float]:
+    """Times what one of them serves."""
+    return [clusters(f"{model}-64")[0] / clusters(model, ranks=n, how="merged")[0]
+            for model, n in (("llama-2-7b", 1), ("llama-2-70b", 2))]  # fmt: skip
+
+
+def simulated_off_by(of: str, figure: str, gpus: int = 1) -> tuple[float, float]:
+    """Per cent, the least and the most of all files' figures; of one engine all that serve."""
+    kinds = ("serving", "level") if of == "serving" else (of,)
+    found = [
+        row["off_by"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, figure=figure, gpus=gpus)
+    ]
+    return spread([100 * error for error in found])
+
+
+def estimates_off_by(*wanted: tuple[str, str]) -> list[float]:
+    """Per cent, the largest by device and backend."""
+    found = {(row["device"], row["backend"]): row["largest"] for row in rows("hardware", "cpu", part="error")}
+    return [100 * found[f"NVIDIA {device} SXM", backend] for device, backend in wanted]
+
+
+def promised_by_slides() -> tuple[float, float]:
+    found = [row for row in rows("hardware", "cpu", part="table") if row["backend"] != "xla" and row["memory_gb"] >= 24]
+    assert all(row["slides_compute_ms"] < row["slides_ms"] for row in rows("hardware", "cpu", part="table"))
+    return spread([row["slides_tokens_s"] / row["tokens_s"] for row in found])
+
+
+def below_a_hundred_billion() -> list[float]:
+    """Of C32: per cent added, milliseconds of one sequence, and cases of a full memory under 50 ms and in all."""
+    checks = [row["measured_ms"] / row["estimated_ms"] for row in rows("claims-C32", "cpu", part="check")]
+    found = [row for row in rows("claims-C32", "cpu", part="mesh") if row["billions"] < 100]
+    under = sum(row["full_ms"] * max(checks) < 50 for row in found)
+    assert len(checks) == 10
+    return [100 * (max(checks) - 1), max(checks) * max(row["one_ms"] for row in found), under, len(found)]
+
+
+QUOTES: dict[str, Callable[[], Any]] = {
+    "with steps of at most {:.0f} ms": lambda: [rows("meshes", "cpu", part="gpus")[0]["step_ms"]],
+    "a step of the 70B should take {:.1f}, {:.1f} and {:.1f} ms": lambda: estimated("llama-2-70b", "peer", 2, 4, 8),
+    "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (
+        estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
+    ),
+    **{
+        f"{name} | {{:,.0f}} | {{:.0f}} / {{:.0f}} | {{:.1f}} / {{:.1f}} |": partial(clusters, model, **wanted)
+        for name, model, wanted in (
+            ("LLaMA-2-7B | 8 of a GPU", "llama-2-7b", {"ranks": 1, "how": "merged"}),
+            ("| | 4 of two GPUs", "llama-2-7b", {"ranks": 2, "how": "merged"}),
+            ("2 for prompts and 6 for decodes", "llama-2-7b", {"how": "apart"}),
+            ("LLaMA-2-70B | 4 of two GPUs", "llama-2-70b", {"ranks": 2, "how": "merged"}),
+            ("2 of four GPUs", "llama-2-70b", {"ranks": 4, "how": "merged"}),
+            ("1 for prompts and 3 for decodes", "llama-2-70b", {"how": "apart"}),
+            ("| | 64 of a GPU", "llama-2-7b-64", {}),
+            ("| | 32 of two GPUs", "llama-2-70b-64", {}),
+        )
+    },
+    **{
+        f"{name} | {{:,.0f}} | {{:,.0f}} |": partial(by_mesh, model, ranks)
+        for name, model, ranks in (
+            ("an engine a GPU, batch {}", "llama-2-7b", 1),
+            ("| | two GPUs, batch {}", "llama-2-7b", 2),
+            ("| | eight GPUs, batch {}", "llama-2-7b", 8),
+            ("| LLaMA-2-70B | two GPUs, batch {}", "llama-2-70b", 2),
+            ("| | four GPUs, batch {}", "llama-2-70b", 4),
+            ("eight GPUs, batch {}", "llama-2-70b", 8),
+        )
+    },
+    "64 GPUs serve {:.1f} and {:.1f} times what eight do": eight_hosts,
+    "steps of a mesh of two H100s come out {:.0f} % too fast to {:.0f} % too slow": lambda: (
+        [abs(x) for x in simulated_off_by("step", "decode_ms", 2)]
+    ),
+    "on one GPU throughput {:.0f} to {:.0f} % too high": lambda: simulated_off_by("serving", "qps"),
+    "by {1:.0f} to {0:.0f} % of first tokens and {3:.0f} to {2:.0f} % between tokens": lambda: [
+        -percent for name in ("ttft", "itl") for percent in simulated_off_by("serving", f"{name}_ms_p99")
+    ],
+    "It is within {:.0f} % of an H100's steps, of which it has seen none, and within {:.0f} % of an H200's, {:.0f} % "
+    "with Triton's kernels and {:.0f} % with plain XLA": lambda: estimates_off_by(
+        ("H100", "mosaic"), *(("H200", backend) for backend in ("mosaic", "triton", "xla"))
+    ),
+    "24 GB are there, the slides promise {:.2f} to {:.2f} times as many tokens a second": promised_by_slides,
+    "With {:.0f} % added, the most that one of ten measured steps took over its estimate, models below 100 billion "
+    "parameters decode one sequence in at most {:.0f} ms on whatever H200s or H100s hold them, and a batch that fills "
+    "the memory in under 50 ms in {} of {} cases": below_a_hundred_billion,
+    "on an H200 that was {:.0f} to {:.0f} % too low": lambda: (
+        spread([-100 * row["sim_error"] for row in rows("kv_measured")])
+    ),
+}  # fmt: skip

@@ -1,0 +1,194 @@
+"""What was timed: steps, requests, kernels, exchanges and starts."""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from tests.quotes.files import H100, only, rows, spread
+
+BF16, W8A8 = "llama-2-7b_bf16_kv-bf16", "llama-2-7b_w8a8_kv-int8-g8"
+
+
+def times_as_fast(scheme: str, kind: str, least: int = 0) -> dict[int, float]:
+    """Tokens of a step -> times as fast as bf16, with a 16-bit cache."""
+    steps = [row for row in rows("quant_steps", scheme=scheme, kv="bf16") if f"{kind}_ms" in row]
+    return {row["T"]: row["over_bf16"] for row in steps if row["T"] >= least}
+
+
+def decoded(model: str, *batches: int, device: str = H100) -> list[float]:
+    """Milliseconds of decode steps, 8 -> 256."""
+    found = (rows(f"throughput_{model}", device, batch=batch, input=8) for batch in batches)
+    return [row["decode_ms"] for of_batch in found for row in of_batch if "peer" not in row]
+
+
+def shares(model: str, *batches: int) -> list[float]:
+    """Per cent of those steps that their floors are."""
+    found = (rows(f"throughput_{model}", H100, batch=batch, input=8) for batch in batches)
+    return [100 * row["floor_fraction"] for of_batch in found for row in of_batch if "peer" not in row]
+
+
+def beside_vllm(batch: int) -> list[float]:
+    """Ours, its share of the floor, and vLLM's in the same job, in 16 and in 8 bits."""
+    theirs = [only(f"throughput_{model}", H100, batch=batch, peer="vLLM")["decode_ms"] for model in (BF16, W8A8)]
+    ours = [[*decoded(model, batch), *shares(model, batch)] for model in (BF16, W8A8)]
+    return [*ours[0], theirs[0], *ours[1], theirs[1]]
+
+
+def times_vllm(model: str) -> tuple[float, float]:
+    """How many times as long its steps take, over the batches that both ran."""
+    theirs = {row["batch"]: row["decode_ms"] for row in rows(f"throughput_{model}", H100, peer="vLLM")}
+    ours = {row["batch"]: row["decode_ms"] for row in rows(f"throughput_{model}", H100, input=8) if "peer" not in row}
+    return spread([theirs[batch] / ours[batch] for batch in theirs.keys() & ours.keys()])
+
+
+def served_here(scheme: str) -> list[float]:
+    """Requests a second, and the mean of vLLM's in the same job."""
+    found = rows(f"qps_llama-2-7b_{scheme}", H100)
+    return [next(row["qps"] for row in found if "peer" not in row), mean([r["qps"] for r in found if "peer" in r])]
+
+
+def exchanges(experiment: str, backend: str, *sizes: int) -> list[float]:
+    """Microseconds between two GPUs."""
+    return [only(experiment, H100, backend=backend, M=m)["us"] for m in sizes]
+
+
+def on_two(devices: int) -> list[float]:
+    found = {row["batch"]: row["decode_ms"] for row in rows("decode_step-two", H100, devices=devices)}
+    return [found[batch] for batch in (1, 16, 64, 512)]
+
+
+def beside_torch() -> list[float]:
+    found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8)
+    ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
+    theirs = {row["batch"]: row["decode_ms"] for row in found if "peer" in row}
+    return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
+
+
+def attention() -> list[float]:
+    found = [row for row in rows("claims-C5", H=32, K=32) if row["R"] * row["length"] >= 65_536]
+    return [*spread([row["over_cudnn"] for row in found]), *spread([row["over_flash"] for row in found])]
+
+
+def starts(device: str) -> tuple[float, ...]:
+    """The cold start, and the fastest and the slowest warm one."""
+    seconds = {kind: [row["start_s"] for row in rows("start_up", device, start=kind)] for kind in ("cold", "warm")}
+    return max(seconds["cold"]), *spread(seconds["warm"])
+
+
+def tracing(seconds: Callable[[dict[str, Any]], float]) -> tuple[float, float]:
+    """Of the least and the most that one step takes."""
+    return spread([seconds(row) for row in rows("step_tracing", "cpu")])
+
+
+def beside_mosaic() -> list[float]:
+    """Decode steps under triton over the device's own, by batch."""
+    ms = {(row["backend"], row["batch"]): row["decode_ms"] for row in rows("decode_step-triton")}
+    return [ms["triton", batch] / ms["default", batch] for batch in (16, 64, 128)]
+
+
+def cost_of_one_order() -> tuple[float, float]:
+    """Per cent that `deterministic=True` adds to a decode step: at batch 1, and at most from 16 on."""
+    ms = {(row["backend"], row["batch"]): row["decode_ms"] for row in rows("decode_step-deterministic")}
+    more = {batch: 100 * (ms["deterministic", batch] / ms["default", batch] - 1) for batch in (1, 16, 64, 128, 256)}
+    return more.pop(1), max(more.values())
+
+
+def attention_beside_mosaic() -> tuple[float, float]:
+    found = rows("decode_attention-triton", kernel="decode_attention", kv="bf16")
+    us = {(row["peer"], row["K"], row["R"]): row["us"] for row in found}
+    return spread([us["triton", *cell] / took for (peer, *cell), took in us.items() if peer == "mosaic"])
+
+
+def codes_beside_mosaic() -> tuple[float, float]:
+    """With the configuration that runs."""
+    found = rows("decode_attention-triton-tuned", H100, kernel="decode_attention")
+    us = {(row["peer"], row["kv"]): row["us"] for row in found}
+    chosen = "triton split=512 warps=2 stages=5"
+    return spread([us[chosen, kv] / took for (peer, kv), took in us.items() if peer == "mosaic"])
+
+
+def steps_over(*formats: str) -> list[float]:
+    found = [only(f"decode_step-{kv}", H100, batch=64) for kv in formats]
+    return [row["decode_ms"] for row in found]
+
+
+def over_64_rows(*formats: str) -> list[float]:
+    """Microseconds of decode attention."""
+    cell = {"kernel": "decode_attention", "R": 64}
+    return [only("decode_attention-zp", H100, **cell, kv=kv)["us"] for kv in formats]
+
+
+QUOTES: dict[str, Callable[[], Any]] = {
+    "`w8a8` prefills {:.2f} to {:.2f} times as fast as bf16 from 512 tokens a step on": lambda: (
+        spread(times_as_fast("w8a8-talk", "prefill", 512).values())
+    ),
+    "and decodes {:.2f} to {:.2f} times as fast over a 16-bit cache": lambda: (
+        spread(times_as_fast("w8a8-talk", "decode").values())
+    ),
+    "`w4a16-g128` {:.2f} times at batch 1 and {:.2f} times at 256": lambda: [
+        times_as_fast("w4a16-g128", "decode")[batch] for batch in (1, 256)
+    ],
+    "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.2f} at 256, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
+        decoded(BF16, 1, 64, 256) + shares(BF16, 1, 64, 256)
+    ),
+    "an int8-g8 cache {:.2f}, {:.2f} and {:.2f}, {:.0f}, {:.0f} and {:.0f} %, with `w4a16-g128` {:.2f} at": lambda: (
+        decoded(W8A8, 1, 64, 256) + shares(W8A8, 1, 64, 256) + decoded("llama-2-7b_w4a16-g128_kv-bf16", 1)
+    ),
+    "LLaMA-3-8B takes {:.2f}, {:.2f} and {:.1f} at 1, 128 and 512": lambda: (
+        decoded("llama-3-8b_bf16_kv-bf16", 1, 128, 512)
+    ),
+    "vLLM 0.26 takes {:.2f} to {:.2f} times as long in bf16, and in fp8 {:.2f} to {:.2f} times": lambda: (
+        times_vllm(BF16) + times_vllm(W8A8)
+    ),
+    "steps in bf16 took {:.2f}, {:.2f} and {:.1f} ms at batch 1, 64 and 512": lambda: (
+        decoded(BF16, 1, 64, 512, device="h200")
+    ),
+    "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": beside_torch,
+    **{
+        f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
+        for n in (1, 16, 64, 256)
+    },
+    "are served at {:.1f} requests a second, for {:.1f} by vLLM (a run each), and in `w8a8` with int8-g8 K and V at "
+    "{:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of two)": lambda: (
+        served_here("bfloat16") + served_here("w8a8_kv-int8-g8")
+    ),
+    "are served at {:.1f} a second on an H100, where {:.0f} of them run at once on average": lambda: [
+        served_here("bfloat16")[0],
+        only("qps_llama-2-7b_bfloat16", H100, scheme="bfloat16")["running_mean"],
+    ],
+    "over an int8-g8 cache at {:.1f} (": lambda: served_here("w8a8_kv-int8-g8")[:1],
+    "on an H200 they were at {:.1f} and {:.1f}, means of two runs.": lambda: [
+        only(f"qps_llama-2-7b_{scheme}", repeat="mean")["qps"] for scheme in ("bfloat16", "w8a8_kv-int8-g8")
+    ],
+    "in bf16 an H100 idles for {:.1f} % of the time at batch 1": lambda: [
+        100 * only("step_profile_serve", H100, kind="gap")["share"]
+    ],
+    "and in `w8a8` for {:.1f} % by a profile": lambda: [
+        100 * only("step_profile_serve-w8a8", H100, kind="gap")["share"]
+    ],
+    "reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads on, and is "
+    "{:.2f} to {:.2f} times as fast there as FlashAttention-2": attention,
+    "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
+    "for Hopper hold its lock for {:.1f} to {:.1f} s, so": lambda: tracing(lambda row: row["trace_s"] + row["lower_s"]),
+    "and a step holds the lock for {:.2f} to {:.2f} s": lambda: tracing(lambda row: row["taken_in_s"]),
+    "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
+    "takes {:.2f}, {:.2f} and {:.2f} times that of Mosaic's kernels at batch 16, 64 and 128": beside_mosaic,
+    "at batch 64 over `int8-g8-zp` K and V takes {:.1f} ms with Triton's and {:.1f} with XLA's": lambda: [
+        only("decode_step-triton-zp", H100, backend=backend)["decode_ms"] for backend in ("triton", "xla")
+    ],
+    "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
+    "in bf16 takes {:.2f} to {:.2f} times as long;": attention_beside_mosaic,
+    "and 32 KV heads {:.2f} to {:.2f} times (": codes_beside_mosaic,
+    "attention over `int4-g128` takes {:.0f} us a layer, over `int4-g128-zp` {:.0f}, over `int4-g32` {:.0f} and over "
+    "`int4-g32-h` {:.0f} (": lambda: over_64_rows("int4-g128", "int4-g128-zp", "int4-g32", "int4-g32-h"),
+    "at batch 64 and a context of 256 tokens {:.2f} ms over `int4-g32` and {:.2f} over `int4-g32-h`": lambda: (
+        steps_over("int4-g32", "int4-g32-h")
+    ),
+    "| `peer`, one shot | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: (
+        exchanges("all_reduce", "peer", 1, 16, 64, 512, 4096)
+    ),
+    "| XLA | | | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("all_reduce-xla", "xla", 64, 512, 4096),
+    "| one, ms | {:.2f} | {:.2f} | {:.2f} | {:.1f} |": lambda: on_two(1),
+    "| two, ms | {:.2f} | {:.2f} | {:.2f} | {:.1f} |": lambda: on_two(2),
+}  # fmt: skip
