@@ -138,18 +138,26 @@ TRITON = (
           of="weight_only_matmul"),
     experiment("continuations_triton", f"{SERVED} --backend triton --label triton", 250),
 )  # fmt: skip
-ON_TWO = "--devices 2 1 --batch 1 64 16 512 --context 128 --threads 16"
-OF_70B = "decode_step --config configs/llama-2-70b.json --devices 2 --batch 1 16 --context 128 --threads 16"
+AT_128 = "--batch 1 64 16 512 --context 128 --threads 16"
+ON_TWO = f"--devices 2 1 {AT_128}"
+OF_70B = "decode_step --config configs/llama-2-70b.json --context 128 --threads 16"
+ON_TWO_70B = f"{OF_70B} --devices 2 --batch 1 16"
 TWO_GPUS = (
     experiment("two", f"decode_step --label two {ON_TWO}", 200, gpus=2),
     experiment("replicas", "qps --replicas 1 2 --repeats 2", 360, gpus=2),
-    experiment("two_70b_w8a8", f"{OF_70B} --label two-70b-w8a8 --scheme w8a8", 200, gpus=2),
-    experiment("two_70b_w4a16", f"{OF_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
+    experiment("two_70b_w8a8", f"{ON_TWO_70B} --label two-70b-w8a8 --scheme w8a8", 200, gpus=2),
+    experiment("two_70b_w4a16", f"{ON_TWO_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
     experiment("disaggregation", "disaggregation --layers 8 --requests 100 --repeats 2 --load 0.5 0.8", 420, gpus=2),
     experiment("two_8b", f"decode_step --label two-8b --config configs/llama-3-8b.json {ON_TWO}", 160, gpus=2),
     bench("all_reduce", "--limit 35 --rows 1 16 64 128 512 4096", 100, gpus=2),
 )  # fmt: skip
-TWO_LARGE_GPUS = (experiment("two_70b", f"{OF_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
+FOUR_GPUS = (
+    experiment("four", f"decode_step --label four --devices 4 2 1 {AT_128}", 280, gpus=4),
+    experiment("four_replicas", "qps --replicas 1 2 4 --repeats 2", 540, gpus=4),
+    experiment("four_70b", f"{OF_70B} --devices 4 --batch 1 16 64 --label four-70b", 240, gpus=4),
+    experiment("four_meshes", "qps --devices 2 --replicas 2 --repeats 2", 300, gpus=4),
+)
+TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
 ON_8B = "--config configs/llama-3-8b.json"
 TABLES = tuple(
     experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds)
@@ -180,4 +188,5 @@ TOPICS = {
     "triton": TRITON,
     "two-gpus": TWO_GPUS,
     "two-large-gpus": TWO_LARGE_GPUS,
+    "four-gpus": FOUR_GPUS,
 }

@@ -5,7 +5,7 @@
 Random weights, every slot at --context tokens of KV, greedy. Steps are dispatched one after the other, each fed by the
 tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts, all
 of which start at --context. The floor is that of floors.py on this device, with each slot's KV as long as it is on
-average over these steps. With --devices the model is spread over several, and the floor is one's of its share.
+average over these steps. With --devices the model is spread over several, whose limits count together.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import add_model_options, add_timing_options, ceilings_here, positive
+from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import decode_bars, of_own_kernels
 from experiments.steps.floors import make_floor, step_work
@@ -38,6 +38,7 @@ from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 TRITON = 1.25  # times the device's own step that backend triton may take
 ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two, at most
@@ -66,7 +67,7 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
     timer.state = None
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
     work = step_work(batch, batch * mean_length(args))
-    floor = make_floor(params, config, ceilings_here(args)).of(work, token_bytes) / case.devices
+    floor = make_floor(params, config, ceilings_here(args)).of(work, token_bytes)
     return {
         **({} if args.devices == [1] else {"devices": case.devices}),
         **({} if args.scheme == "bf16" else {"scheme": args.scheme}),
@@ -143,6 +144,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    claim_memory()  # weights for each number of devices lie side by side
     command = command_line("decode_step", argv)
     found = ({"model": Path(args.config).stem, **row} for row in rows(args))
     return record(args, "decode_step", command, found, bars=bars, ceilings=ceilings_here(args).document)

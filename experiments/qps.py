@@ -3,6 +3,7 @@
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
     python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/guided.md)
+    python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
 
@@ -15,7 +16,8 @@ that of the nearest rank, exact for first tokens and whole requests, within 0.5 
 requests with the first token within 2 s and at most 50 ms a token from there on average; the first --cut requests to
 arrive, which find the engine empty, count for neither. Intervals are Student's t at 95 % over the repeats.
 
-The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
+The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py;
+those of an engine's devices count together, and each replica has the workload once.
 --batching static, --prefill padded, --sampling sort and --host wait each take one idea away.
 """
 
@@ -84,7 +86,7 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
         **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.guided is None else {"guided": args.guided}),
-        **({} if args.replicas is None else {"replicas": args.replicas}),
+        **{name: getattr(args, name) for name in ("devices", "replicas") if getattr(args, name)},
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args, backend=None if backend == OWN[0] else backend)
@@ -103,9 +105,8 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
     least = None
     if args.rate is None:
         floor = make_floor(model.params, model.config, ceilings_here(args))
-        lengths = [(r.prompt, r.output) for r in requests]
+        lengths = [(r.prompt, r.output) for r in requests[: len(requests) // (args.replicas or 1)]]
         least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
-        least /= args.replicas or 1
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
         row, busy = run_once(engine, requests, args)
@@ -137,7 +138,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     merged = all(row.get(name, choices[0]) == choices[0] for name, choices in BASELINES.items())
     if not (whole and merged) or any(row.get(name) for name in SETTINGS) or "guided" in row:
         return
-    if "replicas" in row:
+    if "replicas" in row or "devices" in row:
         yield from replica_bars(row, rows)
         return
     where = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
@@ -154,11 +155,12 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
-    """Of the means of several replicas over that of one."""
+    """Of the means of several replicas over that of one; there are none of one alone."""
     means = {each["replicas"]: each["qps"] for each in rows if "replicas" in each and each["repeat"] == "mean"}
     for count, qps in means.items():
         if count > 1 and 1 in means:
-            name = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}, {count} replicas over one"
+            on = f" of {row['devices']} devices" if "devices" in row else ""
+            name = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}, {count} replicas{on} over one"
             yield bar(name, round(qps / means[1], 3), "1", REPLICA * count)
 
 
@@ -184,7 +186,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    each = "an engine on each of that many devices, one number after another; --slots and --requests are of each"
+    parser.add_argument("--devices", type=positive, metavar="N", help="that share an engine's model")
+    each = "that many engines, each on --devices, one number after another; --slots and --requests are of each"
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
@@ -224,8 +227,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
     if args.guided is not None and (not 0 <= args.guided <= 1 or args.host_only or args.model):
         parser.error("--guided must be from 0 to 1, and --host-only and --model left out beside it")
-    if args.replicas is not None and args.host_only:
-        parser.error("--replicas are of devices, and --host-only does without")
+    if (args.replicas or args.devices) and args.host_only:
+        parser.error("--replicas and --devices are of devices, and --host-only does without")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.rate is not None and not args.rate > 0:
@@ -249,6 +252,7 @@ def name_of(args: argparse.Namespace) -> str:
     parts += [scheme_name(args.quantize or args.dtype), f"kv-{args.kv_cache}" if args.kv_cache else ""]
     parts += [getattr(args, name) for name, choices in BASELINES.items() if getattr(args, name) != choices[0]]
     parts += [(getattr(args, name) or "").partition(":")[0] for name in MEMORY[:2]]
+    parts += ["" if args.devices is None else f"devices{args.devices}"]
     parts += ["" if args.replicas is None else f"replicas{'-'.join(map(str, args.replicas))}"]
     parts += ["" if args.pool_gib is None else f"{args.pool_gib:g}gib"]
     parts += ["" if args.guided is None else f"guided{args.guided:g}"]

@@ -88,7 +88,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(host_only=False, guided=None)  # make_model asks
+    parser.set_defaults(host_only=False, guided=None, devices=None)  # make_model asks
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")

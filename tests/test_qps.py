@@ -202,6 +202,11 @@ def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):
     )  # fmt: skip
     assert list(qps.bars(rows[:1])) == []
     assert name_of(args) == "qps_llama-2-7b_bfloat16_replicas1-2"
+    on_meshes = [row | {"devices": 2} for row in rows]
+    (found,) = qps.bars(on_meshes)
+    assert found["name"] == "QPS workload, m bfloat16 KV bf16, 2 replicas of 2 devices over one"
+    assert not list(qps.bars([{key: on_meshes[0][key] for key in on_meshes[0] if key != "replicas"}])), "of one device"
+    assert name_of(parse_args(["--devices", "2", "--replicas", "2"])) == "qps_llama-2-7b_bfloat16_devices2_replicas2"
     rate = parse_args(["--replicas", "2", "--rate", "3"])
     list(qps.measure(None, [Request(5, 4, 0.0)] * 3, rate))
     assert asked[-1] == (3, 2), "one stream of arrivals"
@@ -244,6 +249,6 @@ def test_bad_arguments_are_named(capsys):
     assert "--cut must leave some of 4 requests" in capsys.readouterr().err
     assert main(["--requests", "4", "--quantize", "w9", "--host-only"]) == 2
     assert "w9" in capsys.readouterr().err
-    for bad in (["--rate", "0"], ["--prefill", "none"], ["--batching", "none"]):
+    for bad in (["--devices", "2", "--host-only"], ["--rate", "0"], ["--prefill", "none"], ["--batching", "none"]):
         with pytest.raises(SystemExit):
             parse_args(bad)

@@ -185,6 +185,7 @@ def requests_rows(results: Results) -> Iterator[Row]:
             name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
             name += "" if of_own_kernels(own[0]) else f", {own[0]['backend']}"
             name += f", {own[0]['replicas']} replicas" if own[0].get("replicas", 1) > 1 else ""
+            name += f", {own[0]['devices']} devices each" if "devices" in own[0] else ""
             figures = {"qps": row["qps"], "ci": row.get("qps_ci"), "share": row.get("floor_fraction")}
             yield {"name": name, **figures, "repeats": len(repeats), "beside": beside, "file": entry.path.name}
     yield from _peer_requests(results)
@@ -197,9 +198,9 @@ def best_requests(results: Results) -> dict[str, Row]:
     return {row["name"]: row for row in rows}
 
 
-def _run(row: Row) -> tuple[str | None, int]:
+def _run(row: Row) -> tuple[str | None, int, int]:
     """Rows alike are of one run: by backend, on as many devices."""
-    return row.get("backend"), row.get("replicas", 1)
+    return row.get("backend"), row.get("replicas", 1), row.get("devices", 1)
 
 
 def _peer_requests(results: Results) -> Iterator[Row]:

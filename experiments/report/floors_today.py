@@ -107,7 +107,9 @@ def of_qps(row: Row, model: Model, args: Args) -> Works:
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     names = ("page_size", "max_step_tokens", "kv_cache", *MEMORY)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    pages = int(row.get("pages_total") or pages_of_h200(model, args.page_size, args.kv_cache, args.slots))
+    pages = int(row.get("pages_total") or 0) // row.get("replicas", 1) or pages_of_h200(
+        model, args.page_size, args.kv_cache, args.slots
+    )
     limits = resolve(EngineOptions(max_slots=args.slots, **given), model.config, pages).limits
     return {"floor_s": schedule([(r.prompt, r.output) for r in requests], limits)}
 

@@ -2,17 +2,17 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.arguments import MEMORY_SHARE
 from experiments.baselines import BASELINES, engine_with
+from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
+from experiments.steps.timer import random_params
 from experiments.steps.words import words_tokenizer
-from jllm.checkpoint import init_params
 from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
@@ -21,9 +21,8 @@ from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.fit import tree_bytes
-from jllm.params import Params
+from jllm.parallel.mesh import make_mesh, spread
 from jllm.pretrained import Model, load
-from jllm.quant.quantize import quantize
 from jllm.state import Outputs
 
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
@@ -50,15 +49,13 @@ class HostOnly(Device):
 
 def make_model(args: argparse.Namespace) -> Model:
     if args.model:
-        return load(args.model, quantize=args.quantize)
+        return load(args.model, quantize=args.quantize, mesh=args.devices)
     config = load_config(args.config)
-
-    def make() -> Params:
-        return init_params(config, jax.random.key(0), jnp.dtype(args.dtype))
-
-    params = jax.eval_shape(make) if args.host_only else make()  # shapes are enough for the host
     tokenizer = None if args.guided is None else words_tokenizer(config.vocab_size)
-    return Model(config, quantize(params, args.quantize) if args.quantize else params, tokenizer)
+    if args.host_only:  # for which shapes are enough
+        return replace(shapes_of(config, args.quantize, args.dtype), tokenizer=tokenizer)
+    config = config if args.devices is None else spread(config, make_mesh(args.devices))
+    return Model(config, random_params(config, args.dtype, args.quantize or "bf16"), tokenizer)
 
 
 def pages_of_h200(
@@ -83,7 +80,7 @@ def make_engine(
     options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
-    if args.replicas is not None:
+    if args.replicas is not None:  # each on a mesh where the model is on one
         return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, device=device, **options)

@@ -64,8 +64,8 @@ def model_shapes(name: str, scheme: str | None = None) -> Model:
     return shapes_of(load_config(path if path.exists() else name), scheme)
 
 
-def shapes_of(config: LlamaConfig, scheme: str | None = None) -> Model:
-    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.bfloat16))
+def shapes_of(config: LlamaConfig, scheme: str | None = None, dtype: str = "bfloat16") -> Model:
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.dtype(dtype)))
     return Model(config, quantize(params, scheme) if scheme else params, None)
 
 

@@ -22,6 +22,8 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
 from jllm.fit import tree_bytes
+from jllm.parallel.mesh import ranks_of
+from jllm.parallel.shares import whole_params
 from jllm.params import Params, linears
 from jllm.pretrained import Model
 from pallas_kernels.quantized_weights import QuantizedWeight
@@ -54,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Floor:
-    """The floor of one model on one device."""
+    """The floor of one model on one device, or on the devices of a mesh."""
 
     linears: tuple[tuple[Matrix, int], ...]  # each different matrix of the layers, and how often it is there
     head: Matrix
@@ -80,13 +82,16 @@ class Floor:
 
 
 def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor:
-    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much. Raises
-    KeyError for weights whose arithmetic it does not have."""
-    layers = (matrix(w, ceilings.peaks) for w in linears(params).values())
-    head = matrix(params.embed if params.head is None else params.head, ceilings.peaks)
+    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much; on a mesh
+    that of the whole weights, with what its devices do together. Raises KeyError for weights whose arithmetic it does
+    not have."""
+    n, params = ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
+    peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
+    layers = (matrix(w, peaks) for w in linears(params).values())
+    head = matrix(params.embed if params.head is None else params.head, peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     each = tuple(Counter(layers).items())
-    return Floor(each, head, attention, ceilings.bandwidth, ceilings.attention, config.num_layers)
+    return Floor(each, head, attention, n * ceilings.bandwidth, n * ceilings.attention, config.num_layers)
 
 
 def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:

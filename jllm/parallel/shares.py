@@ -68,6 +68,12 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
     return jax.tree.map(lambda x: x.addressable_data(0), joined)
 
 
+def whole_params(params: Params, config: LlamaConfig) -> Params:
+    """The reverse of share_params."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    return jax.tree.map(lambda spec, leaf: whole(leaf, spec.entry, config, spec.shape), specs, params)
+
+
 def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
     """The shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the leaf's."""
     if config.mesh is None:

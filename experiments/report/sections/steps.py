@@ -5,7 +5,7 @@ from experiments.report.sections.section import FLOOR, Section, Table
 
 STEPS = (
     Section(
-        "decode_step(?!-two).*",
+        "decode_step(?!-two|-four).*",
         "A whole decode step, by batch",
         "LLaMA-2-7B, one token for each of a batch of sequences. Bars are shares of its floor: "
         f"{FLOOR}.",
@@ -13,10 +13,10 @@ STEPS = (
         of_bars("{:.0%} to {:.0%} of the floor", ".*share of the floor"),
     ),
     Section(
-        "decode_step-two.*",
-        "Decode steps of models on two devices",
-        "As above, and the floor is that of a device's share. Of LLaMA-2-70B "
-        "20 of the 80 layers.",
+        "decode_step-(two|four).*",
+        "Decode steps of models on several devices",
+        "As above, and the limits of all devices count together. `two-layers20` has 20 of LLaMA-2-70B's 80 "
+        "layers.",
         (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
     ),
     Section(
@@ -79,9 +79,9 @@ STEPS = (
         (
             Table(
                 (
-                    "peer", "repeat", "scheme", "kv", "backend", "rate", "batching", "prefill", "sampling", "host",
-                    "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
-                    "e2e_ms_p50", "goodput", "slack", "preemptions", "floor_s",
+                    "peer", "devices", "replicas", "repeat", "scheme", "kv", "backend", "rate", "batching", "prefill",
+                    "sampling", "host", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50",
+                    "itl_ms_p99", "e2e_ms_p50", "goodput", "slack", "preemptions", "floor_s",
                 ),
                 "by repeat",
             ),
