@@ -43,7 +43,7 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
     """Of one device, or of the config's mesh, of which every device makes its own share."""
 
     def made(params: Params) -> Params:
-        return params if scheme == "bf16" else quantize(params, scheme)
+        return params if scheme == "bf16" else quantize(params, scheme, donate=True)
 
     if config.mesh is not None:
         return random_share(config, jax.random.key(0), jnp.dtype(dtype), made)
