@@ -11,9 +11,7 @@ from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError, QuantizationError
 from jllm.pretrained import DTYPES
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
-from pallas_kernels.bench.numbers import natural as natural
-from pallas_kernels.bench.numbers import positive as positive
-from pallas_kernels.bench.numbers import positive_number as positive_number
+from pallas_kernels.bench.numbers import positive, positive_number
 
 MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.arguments import claim_memory, positive
+from experiments.arguments import claim_memory
 from experiments.report.documents import result_of
 from experiments.result_file import Row, command_line, record, refusing
 from experiments.steps.devices import KINDS, SHEETS, device_sheets
@@ -30,6 +30,7 @@ from experiments.steps.timer import compile_ahead
 from jllm.errors import ConfigError
 from pallas_kernels.bench.command import add_result_options
 from pallas_kernels.bench.measure import device_us
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul

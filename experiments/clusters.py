@@ -20,7 +20,6 @@ from functools import partial
 
 from tqdm import tqdm
 
-from experiments.arguments import natural, positive, positive_number
 from experiments.disaggregation import PAGE
 from experiments.meshes import BATCHES, HOST, LINK, Mesh
 from experiments.other_devices import MEMORY_SHARE
@@ -37,6 +36,7 @@ from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import fitting
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 EXCHANGE = "peer"
 

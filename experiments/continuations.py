@@ -32,7 +32,7 @@ from tqdm import tqdm
 import jllm
 from experiments.accuracy.rows import PLAIN_KV, kv_name
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name, positive
+from experiments.arguments import by_name
 from experiments.ptq_methods import rounded, run_of
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
@@ -46,6 +46,7 @@ from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 Row = dict[str, Any]

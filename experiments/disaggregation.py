@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.arguments import claim_memory, dtype_name, positive, positive_number
+from experiments.arguments import claim_memory, dtype_name
 from experiments.baselines import SeparateSteps
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.run import serve
@@ -51,6 +51,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 
 Row = dict[str, Any]
 LEVELS = ("merged", "replicas", "apart", "separate")  # -1, -1 on two GPUs, 1, 0

@@ -17,7 +17,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.arguments import natural, positive, positive_number
 from experiments.result_file import command_line, record, rounded
 from experiments.simulate import GIB, Costs, Row, make_costs
 from experiments.simulation.requests import arrivals, read_workload
@@ -30,6 +29,7 @@ from jllm.engine.sequence import Sequence
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Quantile
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)

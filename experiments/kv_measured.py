@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import claim_memory, natural, positive, positive_number
+from experiments.arguments import claim_memory
 from experiments.qps import measure
 from experiments.qps import parse_args as qps_args
 from experiments.result_file import command_line, record, rounded
@@ -29,6 +29,7 @@ from jllm.kv_policies.length import Oracle
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
 PREDICTORS: dict[str, tuple[str | None, ...]] = {

@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-from experiments.arguments import dtype_name, positive
+from experiments.arguments import dtype_name
 from experiments.result_file import Row, bar, command_line, record
 from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, to_hf
@@ -29,6 +29,7 @@ from jllm.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 MIB = 1 << 20
 

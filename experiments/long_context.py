@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllm
-from experiments.arguments import check_draws_only, natural, positive
+from experiments.arguments import check_draws_only
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
 from experiments.report.documents import result_of
@@ -42,6 +42,7 @@ from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
 NEEDLE = Path(__file__).parent / "needle"

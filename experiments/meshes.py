@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from experiments.arguments import positive, positive_number
 from experiments.other_devices import MEMORY_SHARE, floor_on
 from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
@@ -32,6 +31,7 @@ from jllm.config import LlamaConfig, load_config
 from jllm.fit import tree_bytes
 from jllm.parallel.mesh import fitting
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
 HOST = 8  # GPUs that exchange by NVLink

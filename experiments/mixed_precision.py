@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import bytes_per_weight
-from experiments.arguments import by_name, natural, positive, positive_number
+from experiments.arguments import by_name
 from experiments.ptq_methods import as_row, read_tokens, rounded, run_of, score
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
@@ -43,6 +43,7 @@ from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
 FORMATS = ("w4a16-g128-zp", "w4a16-g64-zp", "w4a16-g32-zp", "w8a16")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from experiments import quant_accuracy
 from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name, positive
+from experiments.arguments import by_name
 from experiments.other_devices import floor_on
 from experiments.report.model_page import Choice, page
 from experiments.result_file import command_line
@@ -33,15 +33,16 @@ from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
 from experiments.steps.floors import step_work, token_bytes
 from experiments.texts.read import BUNDLED_TEXT
-from jllm.checkpoint import init_params
 from jllm.checkpoint_files import find_model
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, JllmError, OutputError
 from jllm.fit import tree_bytes
+from jllm.param_specs import init_params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 SCHEMES = ("w8a8-all", "fp8", "w8a16", "w4a16-g32-zp", "w4a16-g64", "nf4")
 KV = ("fp8", "int8-g8", "int4-g32")

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import positive
 from experiments.result_file import command_line, record, rounded
 from experiments.steps.cost_model import (
     CONFIGS,
@@ -36,6 +35,7 @@ from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 MEMORY_SHARE = 0.9
 

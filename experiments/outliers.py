@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import check_draws_only, natural, positive
+from experiments.arguments import check_draws_only
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.report.documents import result_of
 from experiments.report.svg import heading, svg, without_matplotlib_said
@@ -41,6 +41,7 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
 FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}

@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import by_name, natural, positive
+from experiments.arguments import by_name
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
@@ -46,6 +46,7 @@ from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import add_result_options, label
+from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]

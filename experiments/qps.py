@@ -32,16 +32,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import (
-    add_bandwidth,
-    ceilings_here,
-    claim_memory,
-    dtype_name,
-    natural,
-    positive,
-    positive_number,
-    scheme_name,
-)
+from experiments.arguments import add_bandwidth, ceilings_here, claim_memory, dtype_name, scheme_name
 from experiments.baselines import BASELINES
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.serving.engines import MEMORY, make_engine, make_model, sampling_of
@@ -58,6 +49,7 @@ from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 OVER_HTTP = (  # options of a run against a server
     *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),

@@ -41,7 +41,7 @@ from experiments.accuracy.report import bars, part, text_report, write_report
 from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
 from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name, check_draws_only, positive
+from experiments.arguments import by_name, check_draws_only
 from experiments.report.documents import result_of
 from experiments.result_file import ResumedFile, command_line
 from experiments.texts.read import BUNDLED_TEXT, read_documents
@@ -54,6 +54,7 @@ from jllm.pretrained import BUNDLED, Model
 from jllm.quant.schemes import PLAIN, Scheme
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 SCHEMES = (
     PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-groups", "w8a8-tensor", "llm-int8",

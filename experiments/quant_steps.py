@@ -25,14 +25,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import (
-    add_timing_options,
-    ceilings_here,
-    check_draws_only,
-    positive,
-    positive_number,
-    scheme_name,
-)
+from experiments.arguments import add_timing_options, ceilings_here, check_draws_only, scheme_name
 from experiments.result_file import bar, command_line, draw_all, record
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
@@ -55,6 +48,7 @@ from jllm.quant.quantize import quantize
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 
 Row = dict[str, Any]
 

@@ -36,7 +36,6 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import PLAIN_KV, kv_name
-from experiments.arguments import natural, positive, positive_number
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
@@ -51,6 +50,7 @@ from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate, rotate_by
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
 METHODS: dict[str, Callable[[Model, str, Any], Params]] = {

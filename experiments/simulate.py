@@ -30,7 +30,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.arguments import natural, positive, positive_number
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
@@ -45,6 +44,7 @@ from jllm.kv_policies.length import NAMES
 from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import add_model_options, add_timing_options, positive
+from experiments.arguments import add_model_options, add_timing_options
 from experiments.drafts import acceptance, claims, steps
 from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
@@ -27,6 +27,7 @@ from experiments.result_file import draw_all, record
 from jllm.pretrained import BUNDLED
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive
 
 Row = dict[str, Any]
 

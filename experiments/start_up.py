@@ -20,12 +20,13 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import claim_memory, dtype_name, natural, positive, scheme_name
+from experiments.arguments import claim_memory, dtype_name, scheme_name
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.serving.engines import make_model
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
 BARS = {"cold": 60.0, "warm": 15.0}  # seconds on an H200, for 7B and 512 slots

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.arguments import add_model_options, claim_memory, positive, scheme_name
+from experiments.arguments import add_model_options, claim_memory, scheme_name
 from experiments.result_file import bar, command_line, record
 from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
@@ -44,6 +44,7 @@ from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.command import add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
+from pallas_kernels.bench.numbers import positive
 
 PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
 MOST_GAP = 0.03  # of a step

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.arguments import natural, positive, scheme_name
+from experiments.arguments import scheme_name
 from experiments.result_file import command_line, record
 from experiments.steps.timer import model_config
 from jllm.batch import Bucket
@@ -33,6 +33,7 @@ from jllm.quant.quantize import quantize
 from jllm.state import State, make_slots
 from pallas_kernels.backends import TARGET
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive
 
 HOPPER = "9.0"
 WARM = Bucket(2, 0, 0)  # the step that is not counted

@@ -28,15 +28,7 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import (
-    add_model_options,
-    add_timing_options,
-    ceilings_here,
-    claim_memory,
-    positive,
-    positive_number,
-    scheme_name,
-)
+from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, scheme_name
 from experiments.result_file import command_line, record, rounded
 from experiments.steps import peers
 from experiments.steps.bars import decode_bars, prefill_bars
@@ -62,6 +54,7 @@ from jllm.memory import free_memory, is_host
 from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive, positive_number
 
 Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"

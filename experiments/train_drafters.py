@@ -42,10 +42,11 @@ from experiments.training.drafters import (
 from experiments.training.drafters_fit import Loss, Recipe, fit
 from experiments.training.drafters_texts import STORED, Continuation, Texts, know_rows, make_texts
 from experiments.training.fit import row_nats
-from jllm.checkpoint import init_params, save
+from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.drafter_files import DRAFTS, save_heads
 from jllm.errors import ConfigError, OutputError
+from jllm.param_specs import init_params
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model, load
 from jllm.sampling import Sampling, neutral_sampling

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from experiments.arguments import natural, positive
 from experiments.result_file import ResultFile
 from experiments.train_small import BOS, EOS
 from experiments.training.data import Book, Rows, batches, read_books, train_tokenizer
@@ -37,6 +36,7 @@ from experiments.training.fit import (
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM", 4096, 512, 1408, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64, context=512,

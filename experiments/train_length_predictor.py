@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.arguments import natural, positive, positive_number
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
 from experiments.result_file import ResultFile, command_line, refusing, told
 from experiments.training.length_fit import Recipe, bins_of, fit, make_edges
@@ -37,6 +36,7 @@ from jllm.errors import ConfigError, OutputError
 from jllm.kv_policies.learned_length import Learned, fingerprint, save_learned
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
 QUANTILES = (0.5, 0.75, 0.9, 0.95)

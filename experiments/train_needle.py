@@ -26,16 +26,17 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from experiments.arguments import natural, positive, positive_number
 from experiments.needles import VOCAB, draw, questions
 from experiments.result_file import ResultFile
-from jllm.checkpoint import init_params, save
+from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import JllmError, OutputError
 from jllm.model import Packed, packed_logits
+from jllm.param_specs import init_params
 from jllm.params import Params
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM", VOCAB, 128, 128, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=128, context=1024,

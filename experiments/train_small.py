@@ -21,7 +21,8 @@ from experiments.result_file import ResultFile
 from experiments.training.data import Book, read_books, train_tokenizer
 from experiments.training.fit import BLOCK, STORED, Recipe, Validation, begin, make_validation, train
 from experiments.training.resume import FILE, forget, keep, kept
-from jllm.checkpoint import load_params, save
+from jllm.checkpoint import load_params
+from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.run_identity import digest

@@ -25,7 +25,7 @@ from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.kv_tail import placed, settle
+from pallas_kernels.kv_tail import settle, with_row_map
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.rotary import rotate
@@ -123,7 +123,7 @@ def _(
         out = causal_attention(q, k, v, batch.segments, **options)
     else:
         assert isinstance(batch, Paged), "with a cache, the batch is Paged"
-        pages = placed(pages, batch.places)
+        pages = with_row_map(pages, batch.row_map)
         if edited is not None:
             unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
             q, pages = cache_update(*edited, *unturned, pages, batch.page, batch.offset, backend=backend)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.sampling import Sampling, neutral_sampling, write_row
-from pallas_kernels.kv_pages import Places
+from pallas_kernels.kv_pages import RowMap
 from pallas_kernels.segments import Segments, depths
 
 NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
@@ -195,7 +195,7 @@ class Paged:
     chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
     segments: Segments | None = None  # which rows of each are in use, and what they see, where Q > 1
     width: int = field(default=1, metadata={"static": True})  # Q
-    places: Places | None = None  # of the T rows, where the cache has tails
+    row_map: RowMap | None = None  # of the T rows, where the cache has tails
 
     @property
     def short_rows(self) -> int:
@@ -227,7 +227,7 @@ def paged_batch(
     short_page = _page(short.pages, jnp.repeat(jnp.arange(R, dtype=jnp.int32), Q), index.reshape(-1), page_size)
     chunk_page = _page(chunks.pages, chunk, chunk_index, page_size)
     writes = jnp.concatenate([in_use.reshape(-1), in_chunk])
-    places = None
+    row_map = None
     if slots is not None:
         assert short.ancestors is None, "a cache with tails takes no trees of drafts"
 
@@ -237,7 +237,7 @@ def paged_batch(
         slot = jnp.where(writes, each(*slots), NOWHERE)
         stop = each(short.start + short.rows, chunks.start + chunks.lengths)
         index = jnp.concatenate([index.reshape(-1), chunk_index])
-        places = Places(slot, index, each(short.start, chunks.start), stop, R + chunks.lengths.shape[0])
+        row_map = RowMap(slot, index, each(short.start, chunks.start), stop, R + chunks.lengths.shape[0])
         index = index[: R * Q].reshape(R, Q)
     return Paged(
         tokens=jnp.concatenate([short.tokens.reshape(-1), chunks.tokens]),
@@ -251,7 +251,7 @@ def paged_batch(
         chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
         segments=None if Q == 1 else Segments(short.rows, short.ancestors),
         width=Q,
-        places=places,
+        row_map=row_map,
     )
 
 

@@ -12,13 +12,12 @@ import jax
 import numpy as np
 
 from jllm.checkpoint_files import BLOCK, stored_tensors
-from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig, load_quantization
 from jllm.errors import CheckpointError, QuantizationError
 from jllm.fit import check_weights
 from jllm.parallel.mesh import ranks_of
 from jllm.parallel.shares import share
-from jllm.param_specs import LeafSpec, abstract_params, init_params, param_dtype, param_specs, weight_specs
+from jllm.param_specs import LeafSpec, param_dtype, param_specs, weight_specs
 from jllm.params import EMBED, HEAD, Params, Weight, matrix_modules
 from jllm.quant.codes import scale_rows
 from jllm.quant.kv_scales import scale_names, tensor_factors
@@ -29,8 +28,6 @@ from jllm.safetensors_io import DTYPES as STORED_DTYPES
 from jllm.safetensors_io import StoredTensor, read_as_stored, read_tensor
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight
-
-__all__ = ["abstract_params", "init_params", "load_params", "save"]
 
 PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
 LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar

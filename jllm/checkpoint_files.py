@@ -99,8 +99,8 @@ def count_layers(stored: Iterable[str]) -> int:
 def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
     index = path / name
     try:
-        places = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
-        files = sorted(set(places.values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
+        files = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index}: not a readable index: a JSON object with a weight_map is needed") from None
     if odd := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
@@ -114,13 +114,13 @@ def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(path / file).items():
-            if places.get(name) != file:
-                where = f"places it in {places[name]}" if name in places else "does not list it"
+            if weight_map.get(name) != file:
+                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
                 raise CheckpointError(f"{path / file}: holds tensor {name}, but {index.name} {where}")
             tensors[name] = tensor
-    if missing := sorted(set(places) - set(tensors)):
+    if missing := sorted(set(weight_map) - set(tensors)):
         raise CheckpointError(
-            f"{path / places[missing[0]]}: lacks tensor {missing[0]}, which {index.name} places in it"
+            f"{path / weight_map[missing[0]]}: lacks tensor {missing[0]}, which {index.name} places in it"
         )
     return tensors
 

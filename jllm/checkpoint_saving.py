@@ -62,9 +62,9 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
         ids = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
         documents = {"generation_config.json": ids, "config.json": raw}
         if count > 1:
-            places = {t.name: name for name, shard in zip(names, shards) for t in shard}
+            weight_map = {t.name: name for name, shard in zip(names, shards) for t in shard}
             total = {"total_size": sum(t.nbytes for t in tensors)}
-            documents[INDEX] = {"metadata": total, "weight_map": places}
+            documents[INDEX] = {"metadata": total, "weight_map": weight_map}
         for name, document in documents.items():
             with create(name) as file:
                 file.write((json.dumps(document, indent=2) + "\n").encode())

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jllm.checkpoint_files import stored_tensors
 from jllm.config import LlamaConfig
 from jllm.parallel.mesh import ranks_of
-from jllm.parallel.shares import Places, places
+from jllm.parallel.shares import ShareIndices, share_indices
 from jllm.param_specs import param_specs
 from jllm.params import Params
 from jllm.safetensors_io import StoredTensor, read_bytes
@@ -69,7 +69,7 @@ def of_shares(params: Params, config: LlamaConfig) -> str:
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
     found: list[Sum] = []
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        at = places(spec.entry, config)
+        at = share_indices(spec.entry, config)
         if isinstance(leaf, QuantizedWeight):
             found += [(_name(path) + name, size, s) for name, size, s in _of_codes(leaf, at, spec.shape)]
             continue
@@ -78,7 +78,7 @@ def of_shares(params: Params, config: LlamaConfig) -> str:
     return _digest(found)
 
 
-def _of_codes(w: QuantizedWeight, at: Places, shape: tuple[int, ...]) -> list[Sum]:
+def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> list[Sum]:
     """Names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
     (N, K), own = shape, jax.vmap(unpacked)(w)
     once = replace(at, first=at.first & (at.column == 0)[:, None])  # what parts of a row have alike
@@ -142,7 +142,7 @@ def _code_sums(w: QuantizedWeight) -> QuantizedWeight:
 
 
 @partial(jax.jit, static_argnames="strides")
-def _share_sums(parts: jax.Array, at: Places, column: jax.Array, strides: tuple[int, int]) -> jax.Array:
+def _share_sums(parts: jax.Array, at: ShareIndices, column: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """_checksum of a whole leaf, of its shares [ranks, n] or [ranks, n, k], whose columns begin at i32[ranks]; strides:
     the places from a row of the whole one to the next, and from a column."""
     bits = _bits(parts.reshape(*at.rows.shape, -1))

@@ -44,7 +44,7 @@ class Pages:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Places:
+class RowMap:
     """Whose each of a step's T rows is, and which of its sequence's."""
 
     slot: jax.Array  # i32[T], out of range for a row that is not in use
@@ -63,7 +63,7 @@ class Tail:
     k: Pages  # [S, K, W, D] of a float type: a page a slot
     v: Pages
     # While a layer computes a step: where its rows are, and their K and V [T, K, D] in the dtype of the rings.
-    places: Places | None = None
+    row_map: RowMap | None = None
     rows: tuple[jax.Array, jax.Array] | None = None
 
 

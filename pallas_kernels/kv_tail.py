@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_formats import Kivi, KVFormat, encode
-from pallas_kernels.kv_pages import KVPages, Pages, Places, Tail, store, write
+from pallas_kernels.kv_pages import KVPages, Pages, RowMap, Tail, store, write
 
 
 def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:
@@ -28,20 +28,21 @@ def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt
 
 def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array) -> KVPages:
     """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]):
-    groups that they complete are stored there, and the rows are beside the tail. ValueError without tail and places."""
+    groups that they complete are stored there, and the rows are beside the tail. ValueError without a tail and the
+    map of the step's rows."""
     fmt, tail = pages.k.format, pages.tail
-    if tail is None or tail.places is None:
-        raise ValueError(f"K stored as {fmt.name} needs a tail for the newest tokens, and places of the step's rows")
+    if tail is None or tail.row_map is None:
+        raise ValueError(f"K stored as {fmt.name} needs a tail for the newest tokens, and a map of the step's rows")
     assert isinstance(fmt, Kivi)
     assert fmt.group is not None
-    T, group, dtype, places = k.shape[0], fmt.group, tail.k.values.dtype, tail.places
+    T, group, dtype, row_map = k.shape[0], fmt.group, tail.k.values.dtype, tail.row_map
     tail = replace(tail, rows=(k.astype(dtype), v.astype(dtype)))
     written = (page >= 0) & (page < pages.k.num_pages)
-    most = min(T, T // group + places.sequences)
-    (last,) = jnp.nonzero(written & (places.index % group == group - 1), size=most, fill_value=T)
+    most = min(T, T // group + row_map.sequences)
+    (last,) = jnp.nonzero(written & (row_map.index % group == group - 1), size=most, fill_value=T)
     last = last.astype(jnp.int32)  # in 64-bit mode it is not
     token = jnp.arange(group, dtype=jnp.int32)[None, :]
-    index = places.index.at[last].get(mode="clip")[:, None] - (group - 1) + token
+    index = row_map.index.at[last].get(mode="clip")[:, None] - (group - 1) + token
     to = page.at[last].get(mode="fill", fill_value=pages.k.num_pages)
     to = jnp.broadcast_to(to[:, None], index.shape).reshape(-1)
     at = (offset.at[last].get(mode="clip")[:, None] - (group - 1) + token).reshape(-1)
@@ -62,10 +63,10 @@ def _flat(x: jax.Array) -> jax.Array:
 def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """K and V, as they were computed, of cache indices i32[n, t] of the sequences of rows i32[n]: [n, K, t, D] each.
     Those before a sequence's block come out as anything."""
-    places, rows = tail.places, tail.rows
-    assert places is not None
+    row_map, rows = tail.row_map, tail.rows
+    assert row_map is not None
     assert rows is not None
-    slot, start, own = (x.at[row].get(mode="clip")[:, None] for x in (places.slot, places.start, places.index))
+    slot, start, own = (x.at[row].get(mode="clip")[:, None] for x in (row_map.slot, row_map.start, row_map.index))
     at_hand = (index >= start)[:, None, :, None]
     at = row[:, None] + index - own
 
@@ -83,18 +84,18 @@ def settle(pages: KVPages) -> KVPages:
     tail = pages.tail
     if tail is None:
         return pages
-    places, rows = tail.places, tail.rows
-    assert places is not None
+    row_map, rows = tail.row_map, tail.rows
+    assert row_map is not None
     assert rows is not None
-    kept = places.index >= places.stop - tail.k.page_size
-    to = jnp.where(kept & (places.slot >= 0), places.slot, tail.k.num_pages)
-    at = places.index % tail.k.page_size
+    kept = row_map.index >= row_map.stop - tail.k.page_size
+    to = jnp.where(kept & (row_map.slot >= 0), row_map.slot, tail.k.num_pages)
+    at = row_map.index % tail.k.page_size
     return replace(pages, tail=Tail(write(tail.k, rows[0], to, at), write(tail.v, rows[1], to, at)))
 
 
-def placed(pages: KVPages, places: Places | None) -> KVPages:
-    """At the beginning of a layer: with the places of the step's rows, where there is a tail."""
-    return pages if pages.tail is None else replace(pages, tail=replace(pages.tail, places=places))
+def with_row_map(pages: KVPages, row_map: RowMap | None) -> KVPages:
+    """At the beginning of a layer: with the map of the step's rows, where there is a tail."""
+    return pages if pages.tail is None else replace(pages, tail=replace(pages.tail, row_map=row_map))
 
 
 def is_new(fmt: KVFormat, index: jax.Array, positions: jax.Array) -> jax.Array:

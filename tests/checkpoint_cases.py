@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jllm.checkpoint import abstract_params, save
+from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
+from jllm.param_specs import abstract_params
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

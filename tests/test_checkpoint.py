@@ -20,10 +20,12 @@ import pytest
 import safetensors.numpy
 
 from jllm.chat_template import find_chat_template, read_json
-from jllm.checkpoint import abstract_params, init_params, load_params, save
+from jllm.checkpoint import load_params
 from jllm.checkpoint_files import find_model
+from jllm.checkpoint_saving import save
 from jllm.config import RopeScaling, load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError
+from jllm.param_specs import abstract_params, init_params
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import encode_header, read_header
 from tests.checkpoint_cases import INDEX, WEIGHTS, assert_same_bits, make_config, random_params, rewrite, save_both_ways

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jllm.checkpoint import abstract_params
 from jllm.config import LlamaConfig, RopeScaling, from_hf, load_config, to_hf
 from jllm.errors import ConfigError
+from jllm.param_specs import abstract_params
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

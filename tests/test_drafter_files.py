@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jllm
+from jllm.checkpoint_saving import save
 from jllm.drafter_files import load_drafter, save_heads
 from jllm.errors import CheckpointError, ConfigError, DrafterError
 from jllm.quant.quantize import quantize
@@ -117,7 +117,7 @@ def test_missing_and_superfluous_tensors_are_refused(tmp_path):
 
 def test_a_draft_model_comes_from_a_directory(tmp_path):
     small = tiny_model(seed=3, num_layers=1)
-    jllm.checkpoint.save(tmp_path, small.params, small.config)
+    save(tmp_path, small.params, small.config)
     loaded = load_drafter("draft", tmp_path, MODEL)
     assert isinstance(loaded, DraftModel)
     assert loaded.tree == chain(4)

@@ -9,7 +9,8 @@ import pytest
 
 import jllm
 from jllm import fingerprint
-from jllm.checkpoint import load_params, save
+from jllm.checkpoint import load_params
+from jllm.checkpoint_saving import save
 from jllm.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.safetensors_io import read_header

@@ -16,7 +16,7 @@ from pallas_kernels import decode_attention
 from pallas_kernels.cache_update import cache_update
 from pallas_kernels.kv_formats import Kivi, KVFormat, bytes_per_token, decode, dim_of, encode, parse_format
 from pallas_kernels.kv_pages import KVPages, Tail, allocate
-from pallas_kernels.kv_tail import allocate_tail, placed, settle
+from pallas_kernels.kv_tail import allocate_tail, settle, with_row_map
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
@@ -61,7 +61,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def step(q, k, v, pages: KVPages, short: ShortSegments, chunks: Chunks, slots):
     batch = paged_batch(short, chunks, num_pages=PAGES, page_size=PAGE, slots=slots)
     still = jnp.ones((len(q), DIM // 2)), jnp.zeros((len(q), DIM // 2))
-    q, pages = cache_update(q, k, v, *still, placed(pages, batch.places), batch.page, batch.offset)
+    q, pages = cache_update(q, k, v, *still, with_row_map(pages, batch.row_map), batch.page, batch.offset)
     out = paged_attention(q, pages, AttentionInputs(*still, batch), scale=1.0, window=None, backend=None)
     return out, settle(pages)
 

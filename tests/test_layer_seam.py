@@ -9,7 +9,8 @@ import pytest
 import safetensors.numpy
 
 from jllm.analysis.activations import tap
-from jllm.checkpoint import load_params, save
+from jllm.checkpoint import load_params
+from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
 from jllm.fit import tree_bytes, weight_bytes
 from jllm.mlp import mlp_block

@@ -18,7 +18,7 @@ from experiments.texts import write
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Part
 from jllm.analysis.protocols import PROTOCOLS
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import ConfigError, InputFileError
 from jllm.quant.schemes import PRESETS
 from pallas_kernels.bench.command import RECORDED

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint import init_params, load_params
+from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import InputFileError
 from jllm.model import Packed, packed_logits
+from jllm.param_specs import init_params
 from jllm.pretrained import BUNDLED
 from jllm.safetensors_io import read_header
 from jllm.tokenizer import load_tokenizer

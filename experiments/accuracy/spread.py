@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from jllm.errors import JllmError, RemoteError
-from jllm.serve.batch_ray import called, cluster, mapped, places_of
+from jllm.serve.batch_ray import called, cluster, mapped, worker_count
 
 Make = Callable[[], list[Any]]  # jobs (quant_accuracy.Job), of a model that it loads
 
@@ -96,5 +96,5 @@ def workers(address: str, actors: int | None, make: Make) -> Iterator[Workers]:
     """Of the cluster at an address. This process, which asks its own device for a name, takes no memory there."""
     with cluster(address, actors) as ray:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        places, gpus = places_of(ray, actors, 1)
-        yield Workers(ray, places, gpus, make)
+        count, gpus = worker_count(ray, actors, 1)
+        yield Workers(ray, count, gpus, make)

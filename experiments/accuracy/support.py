@@ -16,7 +16,7 @@ from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import Scheme
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.kv_pages import Places
+from pallas_kernels.kv_pages import RowMap
 
 TOKENS, PAGE = 128, 16  # of the step that is tried
 
@@ -68,9 +68,9 @@ def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
     rows = [ints(TOKENS)] * 4
-    places: Any = Places(*rows, sequences=1)  # type: ignore[misc,arg-type]
+    row_map: Any = RowMap(*rows, sequences=1)  # type: ignore[misc,arg-type]
     batch = Paged(*rows, ints(0, TOKENS // page), ints(0), ints(1, TOKENS // page), ints(2), ints(1))  # type: ignore[call-arg,arg-type]
-    batch = replace(batch, places=places)
+    batch = replace(batch, row_map=row_map)
     jax.eval_shape(lambda *args: backbone(args[0], c, args[1], args[2], backend=backend), first.params, batch, cache)
 
 

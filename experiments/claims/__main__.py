@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from experiments.arguments import claim_memory, positive_number
+from experiments.arguments import claim_memory
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
@@ -27,6 +27,7 @@ from experiments.result_file import ResultFile, command_line
 from jllm.errors import InputFileError, JllmError
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.numbers import positive_number
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

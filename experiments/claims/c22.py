@@ -22,8 +22,8 @@ import numpy as np
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, microseconds, verdict_of
 from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
-from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
+from jllm.param_specs import init_params
 from jllm.params import Params
 from pallas_kernels.kv_pages import gather
 from pallas_kernels.prefill_attention import plan, prefill_attention

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
+from jllm.param_specs import init_params
 from jllm.params import Params
 
 CONFIGS = Path(__file__).parents[2] / "configs"

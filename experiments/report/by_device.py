@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.report.details import Places, places_of
+from experiments.report.details import Anchors, anchors_of
 from experiments.report.documents import short
 from experiments.report.figures import (
     PASTED,
@@ -30,10 +30,10 @@ def page(results: Results) -> str:
         "# Steps and requests a second by device",
         "Written by `python -m experiments.results_page`, never by hand.",
     ]
-    places = places_of(results.entries)
+    anchors = anchors_of(results.entries)
     for device in devices(results):
         on = results.on(device)
-        parts += [f"## {short(device)}", *steps(on), *shares(on, places), *requests(on)]
+        parts += [f"## {short(device)}", *steps(on), *shares(on, anchors), *requests(on)]
     text = "\n\n".join(parts) + "\n"
     return text.replace("](results/", "](").replace("](workloads/", "](../workloads/")
 
@@ -109,13 +109,13 @@ def _from_page(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def shares(results: Results, places: Places) -> Iterator[str]:
+def shares(results: Results, anchors: Anchors) -> Iterator[str]:
     """Shares of floors, over all batches."""
     columns = ("decode, 8 -> 256", "decode, 1024 -> 1024", "prefill")
     cells = []
     for row in floor_shares(results):
         ranges = [f"{row[what][0]:.0%} to {row[what][1]:.0%}" if what in row else "" for what in columns]
-        cells.append([f"[{row['name']}]({places[row['entry'].path]})", *ranges])
+        cells.append([f"[{row['name']}]({anchors[row['entry'].path]})", *ranges])
     if cells:
         yield "Share of the floor over all batches:"
         yield markdown(["", *columns[:2], "prefill of 1,024 tokens or more"], cells)

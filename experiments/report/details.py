@@ -19,7 +19,7 @@ from experiments.report.sections.section import Section, Table
 
 INCOMPLETE = "not all that it asks for was measured; bars are of what was"
 Placed = list[tuple[Section, str, Entry]]  # an entry under its section, with its heading
-Places = dict[Path, str]  # file -> its chapter
+Anchors = dict[Path, str]  # file -> its chapter
 
 
 def pages(entries: list[Entry]) -> dict[str, str]:
@@ -27,7 +27,7 @@ def pages(entries: list[Entry]) -> dict[str, str]:
     return {name: page(PAGES[name][0], found) for name, found in placed(entries).items()}
 
 
-def places_of(entries: list[Entry]) -> Places:
+def anchors_of(entries: list[Entry]) -> Anchors:
     """Where RESULTS.md finds the chapter of each file."""
     every = placed(entries)
     return {e.path: f"results/{name}.md#{slug(title)}" for name, found in every.items() for _, title, e in found}

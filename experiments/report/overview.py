@@ -10,7 +10,7 @@ from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
 from experiments.report import by_device
 from experiments.report.asked import ASKED, Found
-from experiments.report.details import Places, places_of
+from experiments.report.details import Anchors, anchors_of
 from experiments.report.documents import Entry, short
 from experiments.report.figures import Results, best_requests, devices
 from experiments.report.judged import claim_of
@@ -27,17 +27,17 @@ LONGEST = 150  # characters of each answer to a claim
 
 def overview(results: Results) -> str:
     """The page's text."""
-    places = places_of(results.entries)
+    anchors = anchors_of(results.entries)
     newest, *others = devices(results) or [results.device]
     on = results.on(newest)
     sections = [
-        (f"Decode steps, {short(newest)}", chain(by_device.steps(on), by_device.shares(on, places))),
+        (f"Decode steps, {short(newest)}", chain(by_device.steps(on), by_device.shares(on, anchors))),
         (f"Requests a second, {short(newest)}", chain(by_device.requests(on), _others(results, others))),
         ("Kernels against peers", _kernels(results)),
         ("Accuracy against bytes", _accuracy(results)),
-        ("Claims of the original system", _claims(results, places)),
-        ("Bars", _bars(results, places)),
-        ("What is stale", _stale(results, places)),
+        ("Claims of the original system", _claims(results, anchors)),
+        ("Bars", _bars(results, anchors)),
+        ("What is stale", _stale(results, anchors)),
     ]
     links = ", ".join(f"[{title.lower()}](results/{name}.md)" for name, (title, _) in PAGES.items())
     parts = [
@@ -105,7 +105,7 @@ def _accuracy(results: Results) -> Iterator[str]:
     yield markdown(head, cells)
 
 
-def _claims(results: Results, places: Places) -> Iterator[str]:
+def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
     cells = []
     for name, entry in claim_rows(results):
         row = entry.document["rows"][-1]
@@ -113,7 +113,7 @@ def _claims(results: Results, places: Places) -> Iterator[str]:
         found = find(name).judge(measured_rows(entry.document)).answers if decided else [row["measured"]]
         cells.append(
             [
-                f"[{name}]({places[entry.path]}) {TITLES[name]}",
+                f"[{name}]({anchors[entry.path]}) {TITLES[name]}",
                 row["stated"],
                 " ".join(shortened(text) for text in found),
                 ", ".join(map(short, entry.devices)),
@@ -139,7 +139,7 @@ def shortened(text: str) -> str:
     return cut[: max(cut.rfind(", "), cut.rfind("; "))] + " …"
 
 
-def _bars(results: Results, places: Places) -> Iterator[str]:
+def _bars(results: Results, anchors: Anchors) -> Iterator[str]:
     """What bars ask and how they stand; those without a figure, and results that miss bars of their own."""
     cells, without, of_these = [], [], set()
     for asked in ASKED:
@@ -150,14 +150,14 @@ def _bars(results: Results, places: Places) -> Iterator[str]:
             continue
         entry, far = max(found, key=lambda each: shortfall(each[1]))
         _, value, limit = shown_bar(far)
-        cells.append([asked.what, asked.bar, _met(found), f"{value} for {limit}", _link(entry, places)])
+        cells.append([asked.what, asked.bar, _met(found), f"{value} for {limit}", _link(entry, anchors)])
     if cells:
         yield markdown(["what", "bar", "met", "the farthest behind, or nearest to it", "in"], cells)
     others = []
     for entry in results.entries:
         own = [each for each in entry.document["bars"] if (entry.path, each["name"]) not in of_these]
         if missed := sum(not each["met"] for each in own):
-            others.append(f"{_link(entry, places)} {missed} of {len(own)}")
+            others.append(f"{_link(entry, anchors)} {missed} of {len(own)}")
     said = [
         "Shares of floors are by each device's own ceilings; limits in milliseconds or requests a second, and "
         "drawing's in microseconds, are an H200's, and no other device is held to them.",
@@ -174,7 +174,7 @@ def _met(found: list[Found]) -> str:
     return "; ".join(f"{sum(met)} of {len(met)}{f' on {short(device)}' * (len(by) > 1)}" for device, met in by.items())
 
 
-def _stale(results: Results, places: Places) -> Iterator[str]:
+def _stale(results: Results, anchors: Anchors) -> Iterator[str]:
     found: dict[str, list[Entry]] = {}
     for entry, reason in stale(results):
         found.setdefault(reason, []).append(entry)
@@ -189,7 +189,7 @@ def _stale(results: Results, places: Places) -> Iterator[str]:
         f"{_measured_by(again.values())} again{', but for ' * bool(left)}{', '.join(left)}:"
     )
     yield "\n".join(
-        f"- {reason}: {', '.join(_link(entry, places) for entry in entries)}"
+        f"- {reason}: {', '.join(_link(entry, anchors) for entry in entries)}"
         for reason, entries in sorted(found.items())
     )
 
@@ -205,6 +205,6 @@ def _measured_by(lines: Iterable[Command]) -> str:
     return f"{' and '.join(commands)} measure{'s' * (len(commands) == 1)} them"
 
 
-def _link(entry: Entry, places: Places) -> str:
+def _link(entry: Entry, anchors: Anchors) -> str:
     device = "" if entry.device == H200 else f", {short(entry.device)}"
-    return f"[{entry.label}{device}]({places[entry.path]})"
+    return f"[{entry.label}{device}]({anchors[entry.path]})"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from experiments.simulation.requests import Arrival
 from experiments.simulation.run import Simulation, Tally
-from jllm.engine.routing import place
+from jllm.engine.routing import route
 
 
 def serve(engines: Sequence[Simulation], coming: Iterable[Arrival]) -> list[Tally]:
@@ -14,7 +14,7 @@ def serve(engines: Sequence[Simulation], coming: Iterable[Arrival]) -> list[Tall
             for _ in engine.until(arrival.at):
                 pass
         loads = [engine.load for engine in engines]
-        where, tokens = place(loads, arrival.sample.prompt, engines[0].max_new_tokens)
+        where, tokens = route(loads, arrival.sample.prompt, engines[0].max_new_tokens)
         engines[where].add(arrival, tokens)
     return [engine.run(()) for engine in engines]
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from experiments.steps.devices import REFERENCE, device_sheet
 from experiments.steps.floors import Floor, Work, make_floor, step_work, token_bytes
-from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.errors import InputFileError
+from jllm.param_specs import init_params
 from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 

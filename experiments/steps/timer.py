@@ -19,11 +19,11 @@ import numpy as np
 
 from jllm.batch import Bucket, PromptChunk
 from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
-from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.parallel.ranks import WHOLE, place, placed_shapes
 from jllm.parallel.shares import random_share
+from jllm.param_specs import init_params
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from jllm.sampling import Draws

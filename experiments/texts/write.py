@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import jllm
-from experiments.arguments import positive
 from experiments.result_file import refusing
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import OutputError
 from jllm.pretrained import Model
+from pallas_kernels.bench.numbers import positive
 
 DOCUMENTS = 40
 LENGTH = 600  # tokens; BOS and the context of 1024 leave room

@@ -20,9 +20,9 @@ import optax
 
 from experiments.training.data import Book, Rows, batches, cut_passages, encode, pack
 from experiments.training.resume import Kept
-from jllm.checkpoint import init_params
 from jllm.config import LlamaConfig
 from jllm.model import Packed, packed_logits
+from jllm.param_specs import init_params
 from jllm.params import Params, Weight, with_matrices
 from pallas_kernels.backends import TRAINING
 

@@ -97,8 +97,8 @@ def pack(
         pages[b] = chunk.slot * M + np.arange(M)
         at += n
     rows = Chunks(tokens, start, lengths, pages)  # type: ignore[arg-type]
-    places = {"num_pages": B * M, "page_size": sizes.page_size, "slots": (np.zeros(0, np.int32), slots)}
-    return lay_out(no_segments(M), rows, **places), targets
+    pool = {"num_pages": B * M, "page_size": sizes.page_size, "slots": (np.zeros(0, np.int32), slots)}
+    return lay_out(no_segments(M), rows, **pool), targets
 
 
 @partial(jax.jit, static_argnames=("configs", "backend"))

@@ -14,7 +14,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.handover import DecodeEngine, Handover, PrefillEngine, joining_buckets
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
-from jllm.engine.places import Place, devices_of, find_places
+from jllm.engine.placement import Placement, devices_of, find_placements
 from jllm.engine.remote import RemotePrefill, identity
 from jllm.engine.replica import Replica, Request
 from jllm.engine.replicas import Replicas
@@ -38,7 +38,7 @@ class Disaggregated(Replicas):
     def __init__(
         self,
         model: "Model",
-        devices: Sequence[Place] | None = None,
+        devices: Sequence[Placement] | None = None,
         *,
         prefill: Mapping[str, Any] | None = None,
         **options: Unpack[EngineKeywords],
@@ -47,11 +47,11 @@ class Disaggregated(Replicas):
         for the first two. Options are those of both engines, and `prefill` has those that are others where prompts are
         computed (slots, tokens of a step). Raises ConfigError as Replicas does, and for another number of devices, and
         pages that are not alike."""
-        there = find_places(None, model.config) if devices is None else devices
+        there = find_placements(None, model.config) if devices is None else devices
         if len(there) < 2 or (devices is not None and len(devices) != 2):
             what = "devices" if model.config.mesh is None else "meshes"
             raise ConfigError(f"prefill and decode apart take two {what}, not {len(there)}")
-        chosen = find_places(there[:2], model.config)
+        chosen = find_placements(there[:2], model.config)
         prefill = dict(prefill or {})
         if odd := sorted({"page_size", "kv_cache"} & prefill.keys()):
             raise ConfigError(f"both engines have pages that are alike: give {odd[0]} for both, not in prefill")

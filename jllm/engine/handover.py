@@ -23,7 +23,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.live import InFlight, Live
 from jllm.engine.loop import Loop
 from jllm.engine.options import EngineKeywords
-from jllm.engine.places import Place, on
+from jllm.engine.placement import Placement, on
 from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.request import SamplingParams, TokenLogprob
 from jllm.engine.scheduler import Scheduler
@@ -109,7 +109,7 @@ def _alike(leaves: list[jax.Array]) -> list[list[int]]:
 class PagesDevice(Device):
     """A Device whose pages come and go as DevicePages, too."""
 
-    def pack(self, pages: list[int], length: int, to: Place) -> DevicePages:
+    def pack(self, pages: list[int], length: int, to: Placement) -> DevicePages:
         """The first `length` tokens of these pages after all steps dispatched so far, on their way to an engine."""
         assert self._state is not None
         arrays = _pack(self._state.cache, padded(pages, 0))
@@ -123,7 +123,7 @@ class PagesDevice(Device):
         to = padded(pages, NOWHERE)
         self._state = replace(self._state, cache=_unpack(self._state.cache, to, snapshot.arrays))
 
-    def warm_up(self, tokens: int, to: Place | None) -> None:
+    def warm_up(self, tokens: int, to: Placement | None) -> None:
         """Compiles what moves up to that many tokens: to an engine there, or from one (None)."""
         assert self._state is not None
         # As steps will leave it: jit tells apart arrays that are on a device by default and those that were put there.
@@ -146,7 +146,7 @@ class PrefillEngine(Engine):
     events. `room` is asked first, for a number of samples; where it says no they go on here. K and V go to the place
     `to`; without one they become a Snapshot on the host."""
 
-    def __init__(self, model: "Model", *, to: Place | None = None, **options: Unpack[EngineKeywords]):
+    def __init__(self, model: "Model", *, to: Placement | None = None, **options: Unpack[EngineKeywords]):
         super().__init__(model, device=PagesDevice, **options)
         self._to = to
         self.room: Callable[[int], bool] = lambda samples: True

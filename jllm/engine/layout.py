@@ -38,26 +38,26 @@ class Layout:
     @property
     def size(self) -> int:
         """Integers in the buffer."""
-        return _places(self).empty.size
+        return _packing(self).empty.size
 
     def pack(self) -> tuple[np.ndarray, RaggedBatch]:
         """A fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
-        places = _places(self)
-        buffer = places.empty.copy()
-        views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in places.fields]
-        return buffer, jax.tree.unflatten(places.tree, views)
+        packing = _packing(self)
+        buffer = packing.empty.copy()
+        views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in packing.fields]
+        return buffer, jax.tree.unflatten(packing.tree, views)
 
     def unpack(self, buffer: jax.Array) -> RaggedBatch:
         """The same batch on the device, under jit."""
-        places = _places(self)
+        packing = _packing(self)
         found = []
-        for at, end, dtype, shape in places.fields:
+        for at, end, dtype, shape in packing.fields:
             part = buffer[at:end].reshape(shape)
             found.append(part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype))
-        return jax.tree.unflatten(places.tree, found)
+        return jax.tree.unflatten(packing.tree, found)
 
 
-class _Places(NamedTuple):
+class _Packing(NamedTuple):
     """Of a layout: an empty buffer, and where its fields lie."""
 
     empty: np.ndarray  # i32
@@ -66,14 +66,14 @@ class _Places(NamedTuple):
 
 
 @cache
-def _places(layout: Layout) -> _Places:
+def _packing(layout: Layout) -> _Packing:
     """Worked out once a layout, for it takes longer than all else that packs a step."""
     leaves, tree = jax.tree.flatten(layout.empty())
     buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
     ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
     fields = [(end - leaf.size, end, leaf.dtype, leaf.shape) for leaf, end in zip(leaves, ends)]
     buffer.setflags(write=False)
-    return _Places(buffer, fields, tree)
+    return _Packing(buffer, fields, tree)
 
 
 WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a step, and its halves: see jllm.merge_step

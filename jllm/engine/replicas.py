@@ -17,10 +17,10 @@ from jllm.engine.drafters import with_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
-from jllm.engine.places import Place, copy_to, find_places, name_of
+from jllm.engine.placement import Placement, copy_to, find_placements, name_of
 from jllm.engine.replica import News, Replica, Request
 from jllm.engine.request import Event, SamplingParams
-from jllm.engine.routing import place
+from jllm.engine.routing import route
 from jllm.errors import ConfigError, EngineClosed, RequestError
 from jllm.snapshot import Snapshot
 
@@ -44,22 +44,22 @@ class Replicas:
     def __init__(
         self,
         model: "Model",
-        devices: int | Sequence[Place] | None = None,
+        devices: int | Sequence[Placement] | None = None,
         *,
         make: Callable[..., Engine] = Engine,
         **options: Unpack[EngineKeywords],
     ):
         """devices: one for each engine, or where the model is on a mesh a mesh of as many for each; or how many engines
         there are to be, and None for all that fit. `make` makes an engine of the model in its place and of the options,
-        which are those of each. Raises ConfigError as find_places does, and for a trace, which is of one engine."""
-        places = find_places(devices, model.config)
+        which are those of each. Raises ConfigError as find_placements does, and for a trace, which is of one engine."""
+        placements = find_placements(devices, model.config)
         if options.get("trace") is not None:
             raise ConfigError("a trace is of one engine: leave it out with replicas")
         shares_files = options.get("executables") is not None and model.config.mesh is None  # a mesh has its own
         self._begin_empty(model.tokenizer is not None, shares_files)
         try:
             given = with_drafter(options, model)
-            for where in places:
+            for where in placements:
                 self._all.append(Replica(name_of(where), make(copy_to(where, model), **given), self._news))
         except BaseException:
             self.close()
@@ -292,7 +292,7 @@ class Replicas:
         alive = self._alive()
         prompt = request.prompt if request.snapshot is None else ()
         output = request.sampling.n * request.sampling.max_new_tokens
-        index, request.tokens = place([replica.load for replica in alive], prompt, output)
+        index, request.tokens = route([replica.load for replica in alive], prompt, output)
         best = alive[index]
         self._requests[request.id] = request, best
         return best.submit(request)

@@ -36,7 +36,7 @@ class Load:
             yield above
 
 
-def place(loads: Sequence[Load], prompt: Sequence[int], output: int) -> tuple[int, int]:
+def route(loads: Sequence[Load], prompt: Sequence[int], output: int) -> tuple[int, int]:
     """The engine that is to compute a prompt and at most `output` tokens after it, by its place among `loads`, and how
     many tokens its load has grown by; the first of those with equally few."""
     tokens = [load.uncached(prompt) + output for load in loads]

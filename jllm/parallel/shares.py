@@ -61,7 +61,7 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
     if config.mesh is None:
         return leaf
     join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
-    run = partial(join, rows=places(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
+    run = partial(join, rows=share_indices(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
     if _is_abstract(leaf):
         return jax.eval_shape(run, leaf)
     joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf)
@@ -79,7 +79,7 @@ def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
     if config.mesh is None:
         return spec.shape
     columns = _columns(spec.entry, config, 0)
-    return *places(spec.entry, config).rows.shape, *(spec.shape[1:] if columns is None else columns[1:])
+    return *share_indices(spec.entry, config).rows.shape, *(spec.shape[1:] if columns is None else columns[1:])
 
 
 def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
@@ -97,7 +97,7 @@ def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Places:
+class ShareIndices:
     """Where the shares of a leaf lie in the whole one."""
 
     rows: np.ndarray  # i32[ranks, n]
@@ -105,7 +105,7 @@ class Places:
     column: np.ndarray  # i32[ranks] the first
 
 
-def places(entry: WeightEntry, config: LlamaConfig) -> Places:
+def share_indices(entry: WeightEntry, config: LlamaConfig) -> ShareIndices:
     """Of a leaf."""
     assert config.mesh is not None
     ranks = range(config.mesh.size)
@@ -115,7 +115,7 @@ def places(entry: WeightEntry, config: LlamaConfig) -> Places:
     if columns[0] is None:
         first = np.zeros(rows.shape, bool)
         first.flat[np.unique(rows, return_index=True)[1]] = True
-    return Places(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
+    return ShareIndices(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
 
 
 def _is_abstract(leaf: Any) -> bool:

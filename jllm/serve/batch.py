@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jllm.engine.checks import Prompt
     from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
-    from jllm.serve.batch_answers import Place
+    from jllm.serve.batch_answers import PromptKey
     from jllm.serve.batch_file import Task
     from jllm.serve.requests import Served, Wanted
 
@@ -189,7 +189,7 @@ def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[
     return made, wrong
 
 
-def _queue(wanted: "Mapping[str, Wanted]") -> "Iterator[tuple[Place, list[int], SamplingParams]]":
+def _queue(wanted: "Mapping[str, Wanted]") -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
     """What to submit, the most urgent first."""
     for id, one in sorted(wanted.items(), key=lambda item: item[1].priority):
         for place, ids in enumerate(one.prompts):

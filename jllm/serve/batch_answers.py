@@ -11,7 +11,7 @@ from jllm.serve.batch_file import Task, answer_line
 from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, Wanted
 
-Place = tuple[str, int]  # the id of an answer, and which prompt of its request
+PromptKey = tuple[str, int]  # the id of an answer, and which prompt of its request
 
 
 class Answers:
@@ -33,7 +33,7 @@ class Answers:
         self._done = self._errors = 0
         self._bar = progress_bar(total, self._before, " requests")
 
-    def take(self, job: Place, event: Event) -> None:
+    def take(self, job: PromptKey, event: Event) -> None:
         """The end of a sample, and with the last one its request's; all else comes with these."""
         id, place = job
         if event.completion is None:

@@ -69,14 +69,14 @@ def _folder(path: Path) -> Path:
 
 
 def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tuple[Any, ...]) -> int:
-    """Runs a worker of this kind on each place that the cluster has; how many rows were wrong."""
+    """Runs a worker of this kind wherever the cluster has room for one; how many rows were wrong."""
     from tqdm import tqdm
 
-    places, gpus = places_of(ray, args.actors, args.devices or 1)
+    workers, gpus = worker_count(ray, args.actors, args.devices or 1)
     items = [{"shard": pickle.dumps(shard)} for shard in shards]
     wrong = 0
     with tqdm(total=sum(len(shard.rows) for shard in shards), unit=" rows", delay=2, disable=None) as bar:
-        for found in mapped(ray, items, kind, given, min(places, len(shards)), gpus):
+        for found in mapped(ray, items, kind, given, min(workers, len(shards)), gpus):
             if found["error"]:
                 raise RemoteError(found["error"])
             bar.update(found["rows"])
@@ -120,7 +120,7 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def places_of(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
+def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
     """How many workers a cluster has room for, of `gpus` GPUs each, or as many as are wanted, and the GPUs of each: 0
     where it has none. ConfigError for more than it has room for."""
     there = ray.cluster_resources()
@@ -133,13 +133,13 @@ def places_of(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
 
 
 def mapped(
-    ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], places: int, gpus: int
+    ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], workers: int, gpus: int
 ) -> Iterator[dict[str, Any]]:
-    """What workers of this kind make of items, as it comes: each is made in one of `places` places, on `gpus` GPUs, and
-    is given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one fails in
-    a way that it does not tell, or an item loses too many."""
+    """What workers of this kind make of items, as it comes: there are `workers` of them, on `gpus` GPUs each, and
+    they are given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one
+    fails in a way that it does not tell, or an item loses too many."""
     if ray.util.client.ray.is_connected():  # by ray://, over which Ray Data does not work
-        there = ray.remote(num_cpus=0)(Mapped).remote(items, kind, given, places, gpus)
+        there = ray.remote(num_cpus=0)(Mapped).remote(items, kind, given, workers, gpus)
         try:
             while (found := ray.get(there.next.remote())) is not None:
                 yield found
@@ -150,7 +150,7 @@ def mapped(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other place yet
         data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            kind, fn_constructor_args=given, concurrency=places, batch_size=1, batch_format="pyarrow",
+            kind, fn_constructor_args=given, concurrency=workers, batch_size=1, batch_format="pyarrow",
             num_gpus=gpus, num_cpus=0 if gpus else 1, max_task_retries=LOSSES - 1,
         )  # fmt: skip
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jllm
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.cli.main import main
 from tests.cli.cases import TEMPLATE, WORDS
 from tests.tiny import tiny_model

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import jllm
-from jllm.checkpoint import save as save_model
+from jllm.checkpoint_saving import save as save_model
 from jllm.cli.chat.conversation import PLAIN_STOP, Conversation, prompt_ids
 from jllm.cli.chat.main import main
 from jllm.cli.chat.session import Session, answer, load, save

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import jllm
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from tests.cli.cases import FLAGS, expected, params
 
 ERRORS = {

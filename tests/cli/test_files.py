@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.cli import jsonl
 from jllm.config import load_config
 from jllm.engine.engine import Engine

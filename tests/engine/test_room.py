@@ -11,7 +11,7 @@ import pytest
 import jllm
 from jllm import fit
 from jllm.batch import Bucket
-from jllm.checkpoint import abstract_params, init_params, save
+from jllm.checkpoint_saving import save
 from jllm.config import load_config
 from jllm.engine import device as device_module
 from jllm.engine import room
@@ -22,6 +22,7 @@ from jllm.engine.room import check_room, sizes_for
 from jllm.errors import ConfigError, NoRoomError, RequestError
 from jllm.fit import check_weights, page_bytes, weight_bytes
 from jllm.memory import GIB, gib
+from jllm.param_specs import abstract_params, init_params
 from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram

@@ -15,7 +15,7 @@ from jllm.batch import Bucket
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.drafters import find_drafter
 from jllm.engine.handover import PrefillEngine, _pack
-from jllm.engine.places import copy_to
+from jllm.engine.placement import copy_to
 from jllm.engine.replicas import Replicas
 from jllm.errors import ConfigError
 from jllm.hooks import Hooks
@@ -78,7 +78,7 @@ def test_a_copy_goes_from_each_device_to_the_one_with_the_same_share(model):
 
 
 def test_what_ran_on_a_mesh_that_failed_begins_again_on_another(model, wanted):
-    """With places of one's own, of which the first fails."""
+    """With placements of one's own, of which the first fails."""
     make = partial(Failing, fails={4: 6})
     engine = Replicas(on_mesh(model, 2), [pair(4), pair(0)], make=make, **SIZES)
     with warnings.catch_warnings(record=True) as told:
@@ -180,7 +180,7 @@ def test_meshes_of_other_sizes_are_no_pair(model, devices, why):
         ([Mesh(np.asarray(jax.devices()[:2]), ("data",))], "the mesh has the axes data: expected one, 'model'"),
     ],
 )
-def test_places_that_do_not_fit(model, devices, why):
+def test_placements_that_do_not_fit(model, devices, why):
     with pytest.raises(ConfigError, match=why):
         Replicas(on_mesh(model, 2), devices, **SIZES)
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jllm import fingerprint
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError, QuantizationError
 from jllm.model import Packed, packed_logits
 from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread

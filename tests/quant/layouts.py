@@ -100,11 +100,11 @@ def write(path: Path, model: Model, layout: Layout, *, shards: int = 1, config_f
     names = sorted(written.tensors, key=lambda name: name[::-1])  # one module's tensors over several shards
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
     files = files if shards > 1 else ["model.safetensors"]
-    places = {name: files[i % shards] for i, name in enumerate(names)}
+    weight_map = {name: files[i % shards] for i, name in enumerate(names)}
     for file in files:
-        save_file(path / file, {name: written.tensors[name] for name in names if places[name] == file})
+        save_file(path / file, {name: written.tensors[name] for name in names if weight_map[name] == file})
     if shards > 1:
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return written
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import jllm
 from jllm.analysis.evaluate import evaluate
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
 from jllm.linear import linear
 from jllm.quant import calibration as ptq

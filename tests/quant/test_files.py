@@ -10,7 +10,8 @@ import pytest
 import safetensors.numpy
 
 import jllm
-from jllm.checkpoint import load_params, save
+from jllm.checkpoint import load_params
+from jllm.checkpoint_saving import save
 from jllm.config import load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError, QuantizationError
 from jllm.params import matrix_modules, with_matrices

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError
 from jllm.params import with_matrices
 from pallas_kernels.quantized_weights import QuantizedWeight, decode

@@ -12,7 +12,7 @@ import pytest
 import jllm
 from jllm.analysis.activations import tap
 from jllm.analysis.evaluate import evaluate
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from tests.checkpoint_cases import assert_same_bits
 from tests.quant import layouts
 from tests.tiny import full_logits, with_fields

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
 from jllm.linear import linear
 from jllm.quant import calibration as ptq

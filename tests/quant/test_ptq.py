@@ -11,7 +11,8 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.analysis.own_tokens import own_tokens
 from jllm.batch import Bucket
-from jllm.checkpoint import load_params, save
+from jllm.checkpoint import load_params
+from jllm.checkpoint_saving import save
 from jllm.errors import EvaluationError, QuantizationError
 from jllm.params import matrices
 from jllm.quant import calibration as ptq

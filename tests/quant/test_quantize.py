@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint import abstract_params, save
+from jllm.checkpoint_saving import save
 from jllm.config import load_config
 from jllm.errors import ConfigError, QuantizationError
+from jllm.param_specs import abstract_params
 from jllm.params import EMBED, HEAD, linears, matrix_modules, with_matrices
 from jllm.pretrained import Model
 from jllm.quant import quantize as module

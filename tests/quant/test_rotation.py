@@ -10,7 +10,7 @@ import pytest
 import jllm
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.outliers import plant
-from jllm.checkpoint import save
+from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats

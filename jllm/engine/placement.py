@@ -15,13 +15,13 @@ from jllm.parallel.ranks import STACKED
 if TYPE_CHECKING:
     from jllm.pretrained import Model
 
-type Place = jax.Device | Mesh
+type Placement = jax.Device | Mesh
 
 
-def find_places(wanted: int | Sequence[Place] | None, config: LlamaConfig) -> list[Place]:
-    """For engines with this model: these places, or as many as the devices of this process make in their order, each as
-    large as the mesh that the model is on; None for as many as there are. Raises ConfigError for more, for a device
-    that is named twice, for places of another size, and for a model that several processes share."""
+def find_placements(wanted: int | Sequence[Placement] | None, config: LlamaConfig) -> list[Placement]:
+    """For engines with this model: these placements, or as many as the devices of this process make in their order,
+    each as large as the mesh that the model is on; None for as many as there are. Raises ConfigError for more, for a
+    device that is named twice, for placements of another size, and for a model that several processes share."""
     if has_processes(config):
         raise ConfigError("several processes share this model: one process has to have all devices of its replicas")
     there, size = jax.local_devices(), ranks_of(config)
@@ -44,20 +44,20 @@ def find_places(wanted: int | Sequence[Place] | None, config: LlamaConfig) -> li
     return list(wanted)
 
 
-def devices_of(where: Place) -> list[jax.Device]:
+def devices_of(where: Placement) -> list[jax.Device]:
     return list(where.devices.flat) if isinstance(where, Mesh) else [where]
 
 
-def name_of(where: Place) -> str:
+def name_of(where: Placement) -> str:
     return ", ".join(map(str, devices_of(where)))
 
 
-def on(where: Place, spec: PartitionSpec) -> jax.Device | NamedSharding:
+def on(where: Placement, spec: PartitionSpec) -> jax.Device | NamedSharding:
     """Where jax.device_put is to put arrays that are there; spec: how, if it is a mesh."""
     return NamedSharding(where, spec) if isinstance(where, Mesh) else where
 
 
-def copy_to(where: Place, model: "Model") -> "Model":
+def copy_to(where: Placement, model: "Model") -> "Model":
     """The model there. On a mesh each device gets its share from the device that has the same one, so that none ever
     holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
     config = spread(replace(model.config, mesh=None), where) if isinstance(where, Mesh) else model.config
