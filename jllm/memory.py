@@ -12,9 +12,12 @@ Memory = Callable[[], int | None]  # bytes that are free; None: unknown
 
 
 def free_memory(device: jax.Device | None = None) -> int | None:
-    """Bytes that are free on a device, by default the one that arrays go to; None where it does not say. A CPU has
-    nine tenths of what the operating system would give this process: compilers and other programs take some, too."""
+    """Bytes that are free in one piece on a device, by default the one that arrays go to, so that arrays of any size
+    fit; None where it does not say. A CPU has nine tenths of what the operating system would give this process:
+    compilers and other programs take some, too."""
     stats = device_stats(device) or {}
+    if "pool_bytes" in stats:  # an allocator that divides up what it took of the device: weights leave holes when freed
+        return stats["bytes_limit"] - stats["pool_bytes"] + stats["largest_free_block_bytes"]
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     left = host_memory() if is_host(device) else None

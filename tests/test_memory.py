@@ -76,3 +76,8 @@ def test_a_device_says_itself_what_it_has_and_a_cpu_has_what_the_system_has(monk
     assert free_memory() is None  # another device, which does not say
     monkeypatch.setattr(memory, "device_stats", lambda device: {"bytes_limit": 100, "bytes_in_use": 58})
     assert free_memory() == 42
+    pieces = {"bytes_limit": 100, "bytes_in_use": 58, "pool_bytes": 90, "largest_free_block_bytes": 20}
+    monkeypatch.setattr(memory, "device_stats", lambda device: pieces)
+    assert free_memory() == 30  # 12 bytes are in holes
+    pieces |= {"bytes_in_use": 0, "pool_bytes": 0, "largest_free_block_bytes": 0}
+    assert free_memory() == 100  # nothing was taken of the device so far

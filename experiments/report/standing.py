@@ -1,5 +1,6 @@
 """How results stand: which file answers a claim, how far a figure is behind its bar, and what is stale."""
 
+import math
 from collections.abc import Iterator
 
 from experiments.campaign import TOPICS, Command
@@ -27,7 +28,7 @@ def shortfall(bar: Row) -> float:
         ratio = float(bar["value"]) / float(bar["bar"])
     except (TypeError, ValueError, ZeroDivisionError):
         return 0.0
-    further = max(ratio, 1 / ratio if ratio > 0 else 0.0)
+    further = max(ratio, 1 / ratio) if ratio > 0 else math.inf
     return 1 / further if bar["met"] else further
 
 

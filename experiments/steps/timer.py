@@ -40,14 +40,24 @@ def model_config(path: str, layers: int | None) -> LlamaConfig:
 
 
 def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Params:
-    """Of one device, or of the config's mesh, of which every device makes its own share."""
+    """Of one device, or of the config's mesh, of which every device makes its own share. A layer is quantized before
+    the next one is made, so that sources leave no more room between what is kept than a layer takes."""
+    key, stored = jax.random.key(0), jnp.dtype(dtype)
 
     def made(params: Params) -> Params:
         return params if scheme == "bf16" else quantize(params, scheme, donate=True)
 
     if config.mesh is not None:
-        return random_share(config, jax.random.key(0), jnp.dtype(dtype), made)
-    return made(init_params(config, jax.random.key(0), jnp.dtype(dtype)))
+        return random_share(config, key, stored, made)
+    if scheme == "bf16":
+        return init_params(config, key, stored)
+
+    def layer(i: int) -> Params:
+        small = replace(config.one_layer(i), vocab_size=1 if i else config.vocab_size)
+        return made(init_params(small, jax.random.fold_in(key, i), stored))
+
+    first, *others = map(layer, range(config.num_layers))
+    return replace(first, layers=first.layers + tuple(each.layers[0] for each in others))
 
 
 # What a step is given
