@@ -48,14 +48,38 @@ def served_here(scheme: str) -> list[float]:
     return [next(row["qps"] for row in found if "peer" not in row), mean([r["qps"] for r in found if "peer" in r])]
 
 
-def exchanges(experiment: str, backend: str, *sizes: int) -> list[float]:
-    """Microseconds between two GPUs."""
-    return [only(experiment, H100, backend=backend, M=m)["us"] for m in sizes]
+def exchanges(backend: str) -> list[float]:
+    """Microseconds between two GPUs, of what a chain has."""
+    return [only("all_reduce", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512, 4096)]
 
 
-def on_two(devices: int) -> list[float]:
-    found = {row["batch"]: row["decode_ms"] for row in rows("decode_step-two", H100, devices=devices)}
-    return [found[batch] for batch in (1, 16, 64, 512)]
+def on_several(label: str, devices: int, key: str = "decode_ms") -> list[float]:
+    """Milliseconds of decode steps, or their shares of the floor, by batch."""
+    return [row[key] for row in sorted(rows(f"decode_step-{label}", H100, devices=devices), key=lambda r: r["batch"])]
+
+
+def times_one(label: str) -> tuple[float, float]:
+    return spread([one / two for one, two in zip(on_several(label, 1), on_several(label, 2))])
+
+
+def by_replicas() -> list[float]:
+    """Requests a second of two engines and of one, and how many times as many that is."""
+    one, two = (only("qps_llama-2-7b_bfloat16_replicas1-2", H100, replicas=n, repeat="mean")["qps"] for n in (1, 2))
+    return [two, two / one, one]
+
+
+def apart() -> list[float]:
+    """Apart over replicas, at the loads that both serve: throughput, then the least and the most of the 99th
+    percentiles between tokens and of first tokens."""
+    found = rows("disaggregation", H100, part="claim")
+    ratios = [[row[f"{name}_over_merged"] for row in found] for name in ("itl_ms_p99", "ttft_ms_p99")]
+    return [found[0]["output_tokens_s_over_merged"], *spread(ratios[0]), *spread(ratios[1])]
+
+
+def eight_layers_on_two() -> float:
+    """Requests a second of two engines over one's."""
+    two, one = (only("disaggregation", H100, how=how, load=None)["qps"] for how in ("replicas", "merged"))
+    return two / one
 
 
 def beside_torch() -> list[float]:
@@ -185,10 +209,31 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "at batch 64 and a context of 256 tokens {:.2f} ms over `int4-g32` and {:.2f} over `int4-g32-h`": lambda: (
         steps_over("int4-g32", "int4-g32-h")
     ),
-    "| `peer`, one shot | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: (
-        exchanges("all_reduce", "peer", 1, 16, 64, 512, 4096)
+    "| `peer` | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("peer"),
+    "| XLA | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("xla"),
+    **{
+        f"| {name} | {{:.2f}} | {{:.2f}} | {{:.2f}} | {{:.1f}} |": partial(on_several, label, devices)
+        for name, label, devices in (
+            ("LLaMA-2-7B, one", "two", 1),
+            ("LLaMA-2-7B, two", "two", 2),
+            ("LLaMA-3-8B, one", "two-8b", 1),
+            ("LLaMA-3-8B, two", "two-8b", 2),
+        )
+    },
+    "| LLaMA-2-70B `w8a8`, two | {:.1f} | {:.1f} | | |": lambda: on_several("two-70b-w8a8", 2),
+    "| LLaMA-2-70B `w4a16-g128`, two | {:.1f} | {:.1f} | | |": lambda: on_several("two-70b-w4a16", 2),
+    "| LLaMA-2-70B bf16, four | {:.1f} | {:.1f} | {:.1f} | |": lambda: on_several("four-70b", 4),
+    "Two are {:.2f} to {:.2f} times as fast as one with the 7B and {:.2f} to {:.2f} with the 8B": lambda: [
+        *times_one("two"), *times_one("two-8b"),
+    ],
+    "tensor parallelism (LLaMA-2-70B in bf16 on four H100s: {:.1f} ms a step at batch 1)": lambda: (
+        on_several("four-70b", 4)[:1]
     ),
-    "| XLA | | | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("all_reduce-xla", "xla", 64, 512, 4096),
-    "| one, ms | {:.2f} | {:.2f} | {:.2f} | {:.1f} |": lambda: on_two(1),
-    "| two, ms | {:.2f} | {:.2f} | {:.2f} | {:.1f} |": lambda: on_two(2),
+    "an engine on each (two serve {:.2f} times one's requests)": lambda: by_replicas()[1:2],
+    "Two engines with LLaMA-2-7B on two H100s serve {:.1f} requests a second, {:.2f} times the {:.1f} of one": (
+        by_replicas
+    ),
+    "on two H100s apart made {:.2f} times the tokens a second of replicas, and the 99th percentile between tokens was "
+    "{:.1f} to {:.1f} times theirs, of first tokens {:.1f} to {:.1f} times": apart,
+    "replicas there served {:.2f} times one engine's requests": lambda: [eight_layers_on_two()],
 }  # fmt: skip

@@ -42,8 +42,9 @@ KERNELS = (
     Section(
         "all_reduce.*",
         "Sums over the GPUs of one host",
-        "Exchanges of M x E in a chain inside one jit, on the host's clock: `peer` over peer memory, `two-shot` the "
-        "same by its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, "
+        "Exchanges of M x E in a chain inside one jit, on the host's clock: `us` of 64 with what the host does for "
+        "them, `us_longer_chain` of each further one up to 256, which bars are of. `peer` over peer memory, `two-shot` "
+        "the same by its way for large ones, `xla` by XLA's collective. `bits`: those of a sum in the order of ranks, "
         "rounded once.",
         (Table(("ranks", "M", "E", "dtype", "backend", "us", "us_longer_chain", "bits", "replays", "replayed_bits")),),
     ),

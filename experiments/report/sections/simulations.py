@@ -37,8 +37,10 @@ SIMULATIONS = (
     ),
     Section(
         "disaggregation",
-        "Prefill and decode in steps of their own beside merged ones, on one GPU",
-        "`level` -1 is an engine as it is; 0 has steps of prompts or of decodes alone.",
+        "Prefill and decode apart beside merged ones, on one GPU and on two",
+        "`level` -1 is an engine as it is, or one on each of two GPUs (`replicas`); 0 has steps of prompts or of "
+        "decodes alone, 1 a GPU for prompts and one for decodes. The last rows compare level 1 with replicas at equal "
+        "load.",
     ),
     Section(
         "disaggregation_simulated",
@@ -48,7 +50,8 @@ SIMULATIONS = (
     Section(
         "meshes",
         "Steps of models that several GPUs of a host share, estimated",
-        "Of one H200's steps and exchanges measured between two GPUs; more than two were never measured.",
+        "Of one H200's steps and exchanges measured between two GPUs. How far such estimates are from steps measured "
+        "on two and four is [another table](#how-far-simulated-and-estimated-figures-are-from-measured-ones).",
     ),
     Section(
         "other_devices",

@@ -17,7 +17,12 @@ STEPS = (
         "Decode steps of models on several devices",
         "As above, and the limits of all devices count together. `two-layers20` has 20 of LLaMA-2-70B's 80 "
         "layers.",
-        (Table(("model", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"), "by batch"),),
+        (
+            Table(
+                ("model", "scheme", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"),
+                "by batch",
+            ),
+        ),
     ),
     Section(
         "step_profile.*",
