@@ -4,7 +4,7 @@
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --only campaign triton        # by topic; without --only: campaign
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one command on each
-    python -m experiments.measure_all --gpus 2 --only two-gpus      # what takes both
+    python -m experiments.measure_all --gpus 4 --only two-gpus qps  # pairs beside others; what takes all is last
     python -m experiments.measure_all --peers DIR                   # others' side of the same work in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
@@ -17,16 +17,16 @@ time from the host's work of another.
 """
 
 import argparse
+import itertools
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from experiments.campaign import TOPICS, Command
 from pallas_kernels.bench.command import add_results_folder, interruptible
@@ -84,21 +84,39 @@ def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
     return [command.beside(peers) for command in asked_for]
 
 
-def keep_to_share(worker: int, workers: int) -> None:
-    """Binds this thread, and so what it starts, to one of as many equal shares of the cores that it may use."""
+def keep_to_share(gpus: range, of: int) -> None:
+    """Binds this thread, and so what it starts, to the share that these of all GPUs have of the cores it may use."""
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // workers
+    each = len(cores) // of
     if each:
-        os.sched_setaffinity(0, cores[worker * each : (worker + 1) * each])
+        os.sched_setaffinity(0, cores[gpus.start * each : gpus.stop * each])
 
 
-def drain(queue: SimpleQueue[Command]) -> Iterator[Command]:
-    """What is in the queue, until it is empty; several threads may share it."""
-    while True:
-        try:
-            yield queue.get_nowait()
-        except Empty:
-            return
+def next_one(waiting: Sequence[Command], free: Set[int], gpus: int) -> tuple[Command, range] | None:
+    """The first command that has room on GPUs that are free, and these: a pair has neighbours, from an even one on. The
+    first GPUs are kept for what takes several, as long as some of it waits."""
+    most = max((command.gpus for command in waiting), default=1)
+    for command in waiting:
+        starts = range(most if command.gpus == 1 < most else 0, gpus - command.gpus + 1, command.gpus)
+        for block in (range(start, start + command.gpus) for start in starts):
+            if free >= {*block}:
+                return command, block
+    return None
+
+
+def spread(commands: Sequence[Command], gpus: int, alone: Callable[[Command, range], range]) -> None:
+    """Runs commands, each in a thread as soon as there is room for it on the GPUs."""
+    waiting, free, running = list(commands), set(range(gpus)), set[Future[range]]()
+    while waiting or running:
+        while found := next_one(waiting, free, gpus):
+            command, block = found
+            waiting.remove(command)
+            free -= {*block}
+            thread = ThreadPoolExecutor(1)  # of its own, since it keeps to some of the cores
+            running.add(thread.submit(alone, command, block))
+            thread.shutdown(wait=False)
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        free |= {gpu for each in done for gpu in each.result()}
 
 
 @interruptible
@@ -130,32 +148,26 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{', '.join(short)}: more GPUs are needed than --gpus {args.gpus}")
     deadline = time.monotonic() + args.seconds
     outcomes = []
-    gpus: list[str | None] = [None] if args.gpus == 1 else [str(i) for i in range(args.gpus)]
 
-    def one(command: Command, gpu: str | None) -> None:
-        outcomes.append(run(command, args.results, deadline, gpu))
+    def one(command: Command, gpus: range | None) -> None:
+        outcomes.append(run(command, args.results, deadline, None if gpus is None else ",".join(map(str, gpus))))
         print(f"{command.name}: {outcomes[-1]}", flush=True)
 
-    def spread(commands: list[Command], workers: list[str | None], shared: bool) -> None:
-        """Each worker takes the next command as soon as it has done with one. Cores are shared, or each has its own."""
-        queue: SimpleQueue[Command] = SimpleQueue()
-        for command in commands:
-            queue.put(command)
+    def alone(command: Command, gpus: range) -> range:
+        """On these GPUs, and their share of the cores. Returns the GPUs, which are free again."""
+        if args.gpus > 1:
+            keep_to_share(gpus, args.gpus)
+        one(command, gpus if args.gpus > 1 else None)
+        return gpus
 
-        def work(worker: int, gpu: str | None) -> None:
-            if not shared and len(workers) > 1:
-                keep_to_share(worker, len(workers))
-            for command in drain(queue):
-                one(command, gpu)
-
-        with ThreadPoolExecutor(len(workers)) as pool:
-            list(pool.map(work, range(len(workers)), workers))
-
-    spread([command for command in commands if not command.timed], gpus * args.jobs, shared=True)
-    spread([command for command in commands if command.timed and command.gpus == 1], gpus, shared=False)
-    for command in commands:
-        if command.gpus > 1:
-            one(command, ",".join(map(str, range(command.gpus))))
+    with ThreadPoolExecutor(args.gpus * args.jobs) as threads:
+        untimed = [command for command in commands if not command.timed]
+        on = [None] if args.gpus == 1 else [range(i, i + 1) for i in range(args.gpus)]
+        list(threads.map(one, untimed, itertools.cycle(on)))
+    few = [command for command in commands if command.timed and (command.gpus == 1 or 2 * command.gpus <= args.gpus)]
+    many = [command for command in commands if command.timed and command not in few]
+    for waiting in (few, *([command] for command in many)):
+        spread(waiting, args.gpus, alone)
     return 0 if all(outcome.startswith("ok") for outcome in outcomes) else 1
 
 

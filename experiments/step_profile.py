@@ -217,8 +217,8 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 
 
 def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
-    """The rows of an engine's steps, with its gap by the clock: of as many steps before those that are profiled as after
-    them, so that contexts, which grow by a token a step, are as long on average."""
+    """The rows of an engine's steps, with its gap by the clock: of as many steps before the profile as after it, so
+    that contexts, which grow by a token a step, are as long on average."""
     before = by_the_clock(engine, steps)
     run = partial(serve_steps, engine, steps + SKIPPED)
     events = steady(timeline(run, python=False), steps + SKIPPED)

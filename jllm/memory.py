@@ -33,6 +33,11 @@ def is_host(device: jax.Device | None = None) -> bool:
     return (device or jax.local_devices()[0]).platform == "cpu"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether XLA says that a device had too little memory for something."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
 

@@ -5,13 +5,14 @@ import importlib
 import os
 import shlex
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from experiments import measure_all
 from experiments.campaign import TOPICS
-from experiments.measure_all import Command, main, run
+from experiments.measure_all import Command, main, next_one, run
 
 COMMANDS = [command for commands in TOPICS.values() for command in commands]
 
@@ -83,6 +84,33 @@ def test_commands_spread_over_gpus(tmp_path, monkeypatch, capsys):
     half = len(mine) // 2 or 1
     shares = {"0": mine[:half], "1": mine[half : 2 * half] or mine}
     assert all(cores == shares[gpu] for gpu, *cores in used), "each GPU's commands have cores of their own"
+
+
+def test_pairs_run_beside_what_takes_one_gpu_and_what_takes_all_comes_last(tmp_path, monkeypatch):
+    code = 'print(os.environ["CUDA_VISIBLE_DEVICES"], time.time()); time.sleep(.2); print(time.time())'
+    line = f"-c 'import os, time; {code}'"
+    wanted = {"all": 4, "a": 1, "pair": 2, "b": 1, "c": 1, "other": 2}
+    commands = tuple(Command(name, line, 60, gpus=n) for name, n in wanted.items())
+    monkeypatch.setattr(measure_all, "TOPICS", {"campaign": commands})
+    assert main(["--gpus", "4", "--results", str(tmp_path)]) == 0
+    ran = {name: (tmp_path / "logs" / f"{name}.txt").read_text().split() for name in wanted}
+    assert {name: len(gpus.split(",")) for name, (gpus, *_) in ran.items()} == wanted
+    assert ran["pair"][0] == "0,1"
+    assert {ran["a"][0], ran["b"][0]} <= {"2", "3"}, "the first two are kept for pairs"
+    spans = [({*gpus.split(",")}, float(begin), float(end)) for gpus, begin, end in ran.values()]
+    for (some, _, ended), (others, began, _) in pairwise(sorted(spans, key=lambda span: span[1])):
+        assert not some & others or ended <= began, "a GPU has one command at a time"
+    assert ran["all"][1] == max(begin for _, begin, _ in ran.values())
+
+
+def test_the_first_command_that_has_room_is_next():
+    one, pair = (Command(name, "", 60, gpus=n) for name, n in (("one", 1), ("pair", 2)))
+    assert next_one([one, pair], {0, 1, 2, 3}, 4) == (one, range(2, 3))
+    assert next_one([one, pair], {0, 1}, 4) == (pair, range(0, 2))
+    assert next_one([pair, one], {1, 2}, 4) == (one, range(2, 3)), "no neighbours from an even one on"
+    assert next_one([pair, one], {1}, 4) is None, "it is kept for the pair"
+    assert next_one([one], {1}, 4) == (one, range(1, 2))
+    assert next_one([], {0}, 4) is None
 
 
 def test_what_has_too_little_time_left_is_not_begun(tmp_path):

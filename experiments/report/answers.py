@@ -51,6 +51,16 @@ def last_values(text: str, *names: str) -> Callable[[Row], str]:
     return answer
 
 
+def lowest(text: str, name: str) -> Callable[[Row], str]:
+    """The lowest value of all rows: what a training keeps is its best model, which need not be the last."""
+
+    def answer(document: Row) -> str:
+        values = [row[name] for row in document["rows"] if row.get(name) is not None]
+        return text.format(min(values)) if values else ""
+
+    return answer
+
+
 def starts(document: Row) -> str:
     """The slowest of each kind, as bars count it."""
     kinds = dict.fromkeys(row["start"] for row in document["rows"])

@@ -35,7 +35,9 @@ def run_command(run: Callable[[], int]) -> int:
         note(f"error: {error}")
         return 2
     except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        from jllm.memory import out_of_memory  # which loads JAX, as whoever raised this did
+
+        if not out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
         note(f"error: out of memory; try fewer --num-pages or --max-slots, or a smaller --dtype ({reason})")

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from jllm.batch import Bucket
 from jllm.engine.tracing import Tracers, TracingFailed
+from jllm.errors import NoRoomError
+from jllm.memory import out_of_memory
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: on a terminal, and elsewhere
@@ -158,7 +160,14 @@ class Compiler:
             made = recipe.find()
             loaded = made is not None
             if made is None:
-                made = lower().compile()
+                lowered = lower()
+                try:
+                    made = lowered.compile()  # which runs kernels to choose among them
+                except jax.errors.JaxRuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
+                    why = f"the device has no memory left to compile a step of {recipe.name}"
+                    raise NoRoomError(f"{why}: take fewer pages (num_pages), or slots (max_slots)") from error
             with self._lock:
                 self._compiled.programs += 1
                 self._compiled.loaded += loaded

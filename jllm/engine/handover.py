@@ -141,13 +141,40 @@ class PagesDevice(Device):
             count *= 2
 
 
+class LeavingLoop(Loop):
+    """Sends a prompt's K and V on their way right behind the step that computes the last of them: behind the next step,
+    which is dispatched before this one's tokens are read, they would come by a whole step of prompts later."""
+
+    def __init__(self, *args: Any, to: Placement | None):
+        super().__init__(*args)
+        self._to = to
+        self.sent: dict[int, DevicePages] = {}  # by request
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """As Loop.dispatch."""
+        step = super().dispatch(plan)
+        for seq in (chunk.seq for chunk in plan.chunks if chunk.final):
+            if self._to is not None and not seq.params.counts_tokens:
+                assert isinstance(self.device, PagesDevice)
+                length = self.scheduler.sharing.whole(len(seq.prompt))
+                pages = seq.pages[: self.scheduler.pool.pages_for(length)]
+                self.sent[seq.request_id] = self.device.pack(pages, length, self._to)
+        return step
+
+    def forget_sent(self) -> None:
+        """Keeps those alone whose first token is not read yet: all others have gone, or stay."""
+        plan = None if self.in_flight is None else self.in_flight.plan
+        coming = set() if plan is None else {chunk.seq.request_id for chunk in plan.chunks if chunk.final}
+        self.sent = {request_id: pages for request_id, pages in self.sent.items() if request_id in coming}
+
+
 class PrefillEngine(Engine):
     """An Engine that lets requests go once each of their samples has begun: step() then has their Handover behind their
     events. `room` is asked first, for a number of samples; where it says no they go on here. K and V go to the place
     `to`; without one they become a Snapshot on the host."""
 
     def __init__(self, model: "Model", *, to: Placement | None = None, **options: Unpack[EngineKeywords]):
-        super().__init__(model, device=PagesDevice, **options)
+        super().__init__(model, device=PagesDevice, loop=partial(LeavingLoop, to=to), **options)
         self._to = to
         self.room: Callable[[int], bool] = lambda samples: True
 
@@ -174,6 +201,8 @@ class PrefillEngine(Engine):
             stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
             if not stays and self.room(len(samples)):
                 found.append(self._take_out(request_id))
+        assert isinstance(self._loop, LeavingLoop)
+        self._loop.forget_sent()
         return found
 
     def _take_out(self, request_id: int) -> Handover:
@@ -189,6 +218,9 @@ class PrefillEngine(Engine):
         return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
 
     def _kv_of_prompt(self, seq: Sequence) -> Any:
+        assert isinstance(self._loop, LeavingLoop)
+        if seq.request_id in self._loop.sent:
+            return self._loop.sent[seq.request_id]
         length = 0 if seq.slot is None else min(known_tokens(seq), len(seq.prompt))
         length = self._scheduler.sharing.whole(length)
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]

@@ -25,6 +25,7 @@ from jllm.engine.plan import StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
+from jllm.memory import out_of_memory
 from jllm.state import Outputs
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ class Loop:
         self._failures += 1
         self.in_flight = None
         if self._failures > 1:
-            raise DeviceLost(f"the device failed again right after recovery: {first_line(error)}")
+            hint = "; take fewer pages (num_pages), so that steps have room" if out_of_memory(error) else ""
+            raise DeviceLost(f"the device failed again right after recovery: {first_line(error)}{hint}")
         error.__traceback__ = None  # its frames hold what was on the device
         try:
             self.device.renew()

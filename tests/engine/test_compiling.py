@@ -114,6 +114,19 @@ def test_an_exception_in_a_thread_reaches_who_waits_and_joins(model, monkeypatch
     assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
 
 
+def test_a_step_that_finds_no_memory_to_compile_in_says_what_to_take_less_of(model, monkeypatch):
+    def compile_nothing(lowered, *options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 266.00MiB")
+
+    engine = Engine(model, **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile_nothing)
+        with pytest.raises(NoRoomError, match="no memory left to compile a step of .*: take fewer pages"):
+            engine.compile_ahead()
+    engine.submit(PROMPTS[0], greedy(3))
+    assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
+
+
 def test_close_joins_and_begins_no_more(model, monkeypatch):
     held = Held(monkeypatch, through=2)
     engine = Engine(model, **OPTIONS)

@@ -139,15 +139,22 @@ def test_a_device_error_recomputes_what_runs(model, monkeypatch, failing):
     assert engine.metrics()["device_errors"] == 1
 
 
-def test_a_device_that_keeps_failing_closes_the_engine_clearly(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("INTERNAL: the device fell over", ""),
+        ("RESOURCE_EXHAUSTED: Out of memory", r"; take fewer pages \(num_pages\), so that steps have room"),
+    ],
+)
+def test_a_device_that_keeps_failing_closes_the_engine_clearly(model, monkeypatch, problem, said):
     engine = Engine(model, **OPTIONS)
     engine.submit(PROMPTS[0], greedy())
 
     def fail(*args):
-        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over\nlong trace")
+        raise jax.errors.JaxRuntimeError(f"{problem}\nlong trace")
 
     monkeypatch.setattr(engine._device, "run", fail)
-    with pytest.raises(EngineClosed, match="failed again right after recovery: INTERNAL: the device fell over$"):
+    with pytest.raises(EngineClosed, match=f"failed again right after recovery: {problem}{said}$"):
         list(engine.run())
     with pytest.raises(EngineClosed):
         engine.submit(PROMPTS[0], greedy())

@@ -19,7 +19,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.engine.channel import Channel
 from jllm.engine.disaggregated import Disaggregated
-from jllm.engine.handover import DecodeEngine, DevicePages, Joining, PrefillEngine
+from jllm.engine.handover import DecodeEngine, DevicePages, Handover, Joining, PrefillEngine
 from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
 from jllm.engine.remote import RemotePrefill, serve_prefills
@@ -107,6 +107,35 @@ def test_what_moves_is_not_computed_again_and_decoding_does_not_wait_for_it(mode
     assert first.metrics()["prefill_tokens"] == 4 * 40
     assert second.metrics()["prefill_tokens"] < 4 * 8, "no prompt token"
     assert second.metrics()["prefix_forked_tokens"] == 4 * 40
+    engine.close()
+
+
+def test_pages_are_on_their_way_before_the_step_after_that_of_their_prompt(model):
+    engine = PrefillEngine(model, to=jax.devices()[1], **SIZES)
+    params = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    engine.submit(list(range(3, 30)), params)
+    engine.submit(list(range(3, 20)), replace(params, presence_penalty=0.5))  # stays where its prompt is
+    steps, dispatch = [], engine._loop.device.run
+    engine._loop.device.run = lambda *given: (steps.append({**engine._loop.sent}), dispatch(*given))[1]
+    moves, sent = [], {}
+    while not moves:
+        moves = [one for one in engine.step() if isinstance(one, Handover)]
+        sent = sent or {**engine._loop.sent}
+    assert len(steps) > 1, "a step was dispatched behind that of the prompts"
+    assert (len(sent), [one.id for one in moves]) == (1, list(sent))
+    assert steps[-1] == sent, "and pages before it"
+    assert moves[0].kv is sent[moves[0].id]
+    assert moves[0].kv.arrays[0].devices() == {jax.devices()[1]}
+    assert not engine._loop.sent
+    engine.close()
+
+
+def test_pages_of_a_request_that_stays_are_not_kept_where_it_does_not_go(model):
+    engine = PrefillEngine(model, to=jax.devices()[1], **SIZES)
+    engine.room = lambda samples: False
+    engine.submit(list(range(3, 30)), SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
+    sent = [bool(engine._loop.sent) for _ in iter(lambda: engine.has_work and engine.step() is not None, False)]
+    assert sent.count(True) == 1, "until its first token is read, which says that it stays"
     engine.close()
 
 

@@ -47,10 +47,25 @@ def better_with(count: int) -> float:
     return -mean(added)
 
 
-def of_the_subject(method: str) -> float:
+def of_the_subject(model: str, *methods: str) -> list[float]:
     """Of rounding's divergence, the mean of seeds."""
-    kl = [row["kl"] for row in rows("ptq_methods_subject_plain", "cpu", method=method)]
-    return mean(kl) / only("ptq_methods_subject_plain", "cpu", method="round")["kl"]
+    found = rows(f"ptq_methods_subject_{model}", "cpu")
+    return [mean(row["ratio"] for row in found if row["method"] == method) for method in methods]
+
+
+def left_of_the_stream(scheme: str) -> float:
+    """By rotating the larger subject with outliers in its residual stream, the mean of seeds."""
+    none, turned = (
+        mean(row["kl"] for row in rows("rotations-subject-stream", "cpu", channels=4, scheme=scheme, rotate=rotate))
+        for rotate in ("none", "all")
+    )
+    return turned / none
+
+
+def left_by_layer(budget: float) -> tuple[float, float]:
+    """Of the best uniform format's divergence, by choosing the larger subject's formats by sensitivity."""
+    found = rows("mixed_precision-subject", "cpu", part="mixed", budget=budget)
+    return spread([row["ratio"] for row in found])
 
 
 def left_of_the_subject() -> float:
@@ -103,8 +118,8 @@ def beside_rounding(name: str, method: str) -> list[float]:
     return [kl[scheme, method] / kl[scheme, "round"] for scheme in ("mxfp4", "nvfp4")]
 
 
-def left_by_rotations(*which: str) -> list[float]:
-    found = rows("rotations-learned", "cpu", part="learned", scheme="mxfp4")
+def left_by_rotations(*which: str, experiment: str = "rotations-learned") -> list[float]:
+    found = rows(experiment, "cpu", part="learned", scheme="mxfp4")
     kl = {name: mean(row["kl"] for row in found if row["rotate"] == name) for name in ("none", *which)}
     return [kl[name] / kl["none"] for name in which]
 
@@ -135,9 +150,21 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "With outliers 32 times as large as others planted into its K and V, rotated formats of 4 bits leave at most "
     "{:.3f} of the divergence": lambda: [left_of_the_subject()],
-    "rounding's divergence with 4-bit weights GPTQ leaves {:.2f} there and AWQ {:.2f} (": lambda: [
-        of_the_subject(method) for method in ("gptq", "awq")
+    "rounding's divergence with 4-bit weights GPTQ leaves {:.2f} there and AWQ {:.2f} (": lambda: (
+        of_the_subject("plain", "gptq", "awq")
+    ),
+    "AWQ leaves {:.2f} of it, GPTQ {:.2f} and learned scales {:.2f}, and SmoothQuant {:.3f} of W8A8's": lambda: (
+        of_the_subject("planted", "awq", "gptq", "learned", "smoothquant")
+    ),
+    "With outliers in the residual stream a rotation leaves {:.2f} with 4-bit integers": lambda: [
+        left_of_the_stream("w4a16-g64")
     ],
+    "and MR-GPTQ {:.2f} in `mxfp4`, while in `nvfp4` neither it nor GPTQ is better than rounding": lambda: [
+        beside_rounding("ptq_methods_subject_fp4_stream", "mr-gptq")[0]
+    ],
+    "Formats chosen layer by layer leave {:.2f} to {:.2f} of the divergence of `w4a16-g32-zp`": lambda: (
+        left_by_layer(0.594)
+    ),
     "two KV heads of eight are better by {:.3f} nats a token than those with eight, and those with one by {:.3f},": (
         lambda: [better_with(2), better_with(1)]
     ),
@@ -165,7 +192,14 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "rotated blocks lose to blocks as they are, {:.1f} and {:.1f} to one": lambda: (
         beside_rounding("ptq_methods_fp4", "h")
     ),
-    "it leaves {:.2f} of the divergence of `mxfp4`, and Hadamard rotations {:.2f}": lambda: (
-        left_by_rotations("learned", "all")
-    ),
+    "of the [larger subject](accuracy.md#a-larger-subject) {:.2f} and {:.2f}, rotated blocks {:.2f} and {:.2f}, so "
+    "that rounding is the best there in `nvfp4`": lambda: [
+        *beside_rounding("ptq_methods_subject_fp4_stream", "mr-gptq"),
+        *beside_rounding("ptq_methods_subject_fp4_stream", "h"),
+    ],
+    "it leaves {:.2f} of the divergence of `mxfp4`, and Hadamard rotations {:.2f}, of the larger subject {:.2f} and "
+    "{:.2f} (": lambda: [
+        *left_by_rotations("learned", "all"),
+        *left_by_rotations("learned", "all", experiment="rotations-subject-learned"),
+    ],
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """What quantization costs, and the training of models."""
 
-from experiments.report.answers import last_values, of_bars
+from experiments.report.answers import lowest, of_bars
 from experiments.report.sections.section import Section, Table, having, of
 
 ACCURACY = (
@@ -37,7 +37,7 @@ ACCURACY = (
         of_bars("{:.2g} to {:.2g} of rounding's divergence at most, where a method should be better"),
     ),
     Section(
-        "mixed_precision",
+        "mixed_precision.*",
         "Mixed precision: the format of each layer by its sensitivity, under a budget of bytes",
         "Divergence from the unquantized model in nats a token, and over that of the best uniform format that fits "
         "(`ratio`), with 95 % intervals by bootstrap over documents. Shuffled: the same formats in other layers.",
@@ -116,7 +116,7 @@ ACCURACY = (
     Section(
         "train_small.*",
         "Training of the bundled model (H200) and of the larger subject (H100)",
-        answer=last_values("validation loss {:.3f}", "valid_loss"),
+        answer=lowest("validation loss {:.3f}", "valid_loss"),
     ),
     Section(
         "train_heads.*",
