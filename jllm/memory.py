@@ -18,9 +18,9 @@ def free_memory(device: jax.Device | None = None) -> int | None:
     give this process: compilers and other programs take some, too."""
     stats = device_stats(device) or {}
     if "bytes_limit" in stats:
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
+        limit, used = stats["bytes_limit"], stats["bytes_in_use"]
         piece = stats.get("largest_free_block_bytes", 0)  # 0 of XLA's older allocators of GPUs, whatever is free
-        return min(free, stats["bytes_limit"] - stats["pool_bytes"] + piece) if piece and "pool_bytes" in stats else free
+        return limit - (max(used, stats["pool_bytes"] - piece) if piece and "pool_bytes" in stats else used)
     left = host_memory() if is_host(device) else None
     return None if left is None else left - left // 10
 
