@@ -12,14 +12,15 @@ Memory = Callable[[], int | None]  # bytes that are free; None: unknown
 
 
 def free_memory(device: jax.Device | None = None) -> int | None:
-    """Bytes that are free in one piece on a device, by default the one that arrays go to, so that arrays of any size
-    fit; None where it does not say. A CPU has nine tenths of what the operating system would give this process:
-    compilers and other programs take some, too."""
+    """Bytes that are free on a device, by default the one that arrays go to: the largest piece of what its allocator
+    took of it, without the holes between arrays, and what that has not taken yet; all of it where the allocator names
+    no largest piece, and None where the device says nothing. A CPU has nine tenths of what the operating system would
+    give this process: compilers and other programs take some, too."""
     stats = device_stats(device) or {}
-    if "pool_bytes" in stats:  # an allocator that divides up what it took of the device: weights leave holes when freed
-        return stats["bytes_limit"] - stats["pool_bytes"] + stats["largest_free_block_bytes"]
     if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+        limit, used = stats["bytes_limit"], stats["bytes_in_use"]
+        piece = stats.get("largest_free_block_bytes", 0)  # 0 of XLA's older allocators of GPUs, whatever is free
+        return limit - (max(used, stats["pool_bytes"] - piece) if piece and "pool_bytes" in stats else used)
     left = host_memory() if is_host(device) else None
     return None if left is None else left - left // 10
 

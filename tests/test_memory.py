@@ -79,5 +79,7 @@ def test_a_device_says_itself_what_it_has_and_a_cpu_has_what_the_system_has(monk
     pieces = {"bytes_limit": 100, "bytes_in_use": 58, "pool_bytes": 90, "largest_free_block_bytes": 20}
     monkeypatch.setattr(memory, "device_stats", lambda device: pieces)
     assert free_memory() == 30  # 12 bytes are in holes
+    pieces |= {"pool_bytes": 100, "largest_free_block_bytes": 0}
+    assert free_memory() == 42  # of which no piece is named: there is one, since the pool has more than is in use
     pieces |= {"bytes_in_use": 0, "pool_bytes": 0, "largest_free_block_bytes": 0}
     assert free_memory() == 100  # nothing was taken of the device so far

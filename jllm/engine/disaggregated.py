@@ -91,6 +91,8 @@ class Disaggregated(Replicas):
         self._reserved = 0  # samples that were let go, and are not yet known to go on
         self._moved: dict[int, int] = {}  # those that went on, by request
         self._prefill.engine.room = self._reserve  # type: ignore[attr-defined]
+        if isinstance(self._prefill.engine, PrefillEngine):  # another process sends nothing ahead
+            self._prefill.engine.expect(self._has_room)
 
     @property
     def sizes(self) -> EngineSizes:
@@ -176,14 +178,18 @@ class Disaggregated(Replicas):
             raise error  # no other engine decodes
         return super()._move(replica, error)
 
-    def _reserve(self, samples: int) -> bool:
-        """Whether there is room for these samples where they decode; it is theirs then."""
+    def _has_room(self, samples: int) -> bool:
+        """Whether there is room for these samples where they decode."""
         with self._lock:
             there = self._reserved + sum(self._moved.values())
-            if self._decode.engine.closed or there + samples > self._decode.engine.slots:
-                return False
-            self._reserved += samples
-            return True
+            return not self._decode.engine.closed and there + samples <= self._decode.engine.slots
+
+    def _reserve(self, samples: int) -> bool:
+        """The same; it is theirs then."""
+        with self._lock:
+            room = self._has_room(samples)
+            self._reserved += samples * room
+            return room
 
     def _drop(self, request: Request, replica: Replica) -> None:
         super()._drop(request, replica)

@@ -149,14 +149,16 @@ class LeavingLoop(Loop):
         super().__init__(*args)
         self._to = to
         self.sent: dict[int, DevicePages] = {}  # by request
+        self.likely: Callable[[int], bool] = lambda samples: True  # to have room there
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """As Loop.dispatch."""
         step = super().dispatch(plan)
         for seq in (chunk.seq for chunk in plan.chunks if chunk.final):
-            if self._to is not None and not seq.params.counts_tokens:
+            length = self.scheduler.sharing.whole(len(seq.prompt))
+            wanted = self._to is not None and length and not seq.params.counts_tokens
+            if wanted and seq.request_id not in self.sent and self.likely(seq.params.n):
                 assert isinstance(self.device, PagesDevice)
-                length = self.scheduler.sharing.whole(len(seq.prompt))
                 pages = seq.pages[: self.scheduler.pool.pages_for(length)]
                 self.sent[seq.request_id] = self.device.pack(pages, length, self._to)
         return step
@@ -166,6 +168,11 @@ class LeavingLoop(Loop):
         plan = None if self.in_flight is None else self.in_flight.plan
         coming = set() if plan is None else {chunk.seq.request_id for chunk in plan.chunks if chunk.final}
         self.sent = {request_id: pages for request_id, pages in self.sent.items() if request_id in coming}
+
+    def close(self) -> None:
+        """As Loop.close."""
+        self.sent.clear()
+        super().close()
 
 
 class PrefillEngine(Engine):
@@ -177,6 +184,12 @@ class PrefillEngine(Engine):
         super().__init__(model, device=PagesDevice, loop=partial(LeavingLoop, to=to), **options)
         self._to = to
         self.room: Callable[[int], bool] = lambda samples: True
+
+    def expect(self, likely: Callable[[int], bool]) -> None:
+        """Pages are sent ahead only where there will probably be room for a number of samples: this is asked, and it
+        takes none."""
+        assert isinstance(self._loop, LeavingLoop)
+        self._loop.likely = likely
 
     @in_turn
     def warm_up(self) -> None:

@@ -139,6 +139,41 @@ def test_pages_of_a_request_that_stays_are_not_kept_where_it_does_not_go(model):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("n", "prompt", "options", "likely", "times"),
+    [
+        (3, 27, {}, True, 1),  # the pages of all samples
+        (1, 27, {}, False, 0),
+        (1, 5, {"kv_cache": "kivi2-g8", "page_size": 8}, True, 0),  # no whole block
+    ],
+    ids=["samples", "no room", "nothing to send"],
+)
+def test_pages_are_sent_once_and_where_they_are_wanted(model, monkeypatch, n, prompt, options, likely, times):
+    engine = PrefillEngine(model, to=jax.devices()[1], **(SIZES | options))
+    engine.expect(lambda samples: likely)
+    engine.room = lambda samples: likely
+    packed, pack = [], engine._device.pack
+    monkeypatch.setattr(engine._device, "pack", lambda *given: (packed.append(given), pack(*given))[1])
+    engine.submit(list(range(3, 3 + prompt)), SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True, n=n))
+    moves = []
+    while engine.has_work:
+        moves += [one for one in engine.step() if isinstance(one, Handover)]
+    assert [move.kv is None for move in moves] == ([not times] if likely else [])
+    assert len(packed) == times
+    engine.close()
+
+
+def test_nothing_is_sent_to_a_device_that_has_failed(model):
+    engine = apart(model)
+    first, second = (replica.engine for replica in engine._all)
+    assert first._loop.likely(1)
+    assert not first._loop.likely(second.slots + 1)
+    assert engine._reserved == 0, "who asks takes no room"
+    second.close()
+    assert not first._loop.likely(1)
+    engine.close()
+
+
 def test_who_runs_does_not_wait_for_pages_that_are_on_their_way():
     class Array:
         here = False
