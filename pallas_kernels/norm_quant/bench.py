@@ -20,7 +20,8 @@ SINGLE = {4096: 2.5}  # E: most microseconds of one row
 
 def ready(case: Case, peer: str) -> Callable[[], float]:
     def run(x: Any, weight: Any, residual: Any = None) -> Any:
-        return norm_quant(x, weight, residual=residual, backend=peer, **case.options())
+        rows, summed = norm_quant(x, weight, residual=residual, backend=peer, **case.options())
+        return (rows, summed) if case.residual else rows  # else the sum is x, which XLA would copy
 
     shape = (case.rows, case.width)
     shapes = (shape, shape[1:], shape) if case.residual else (shape, shape[1:])
