@@ -16,24 +16,26 @@ marked incomplete. Of several GPUs each has its share of the host's cores, so th
 time from the host's work of another.
 """
 
-import argparse
+import contextlib
 import itertools
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from experiments.campaign import TOPICS, Command
-from pallas_kernels.bench.command import add_results_folder, interruptible
+from pallas_kernels.bench.command import Parser, add_results_folder, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.bench.peers import asked
 
 LEAST = 0.5  # of a command's seconds: with fewer left, it is not begun
+POLL = 0.1  # seconds between looks at whether a command has ended
 
 
 def compile_cache(results: Path) -> dict[str, str]:
@@ -48,12 +50,25 @@ def compile_cache(results: Path) -> dict[str, str]:
     }
 
 
-def run(command: Command, results: Path, deadline: float, gpu: str | None = None) -> str:
+@contextlib.contextmanager
+def ending(stopped: threading.Event) -> Iterator[None]:
+    """Sets it where the block is left by an exception: what other threads run ends with it."""
+    try:
+        yield
+    except BaseException:
+        stopped.set()
+        raise
+
+
+def run(
+    command: Command, results: Path, deadline: float, gpu: str | None = None, stopped: threading.Event | None = None
+) -> str:
     """Runs it on this GPU (as CUDA_VISIBLE_DEVICES names it; None: whichever), its output in a log of its own; says how
-    it ended. What it had started itself ends with it."""
+    it ended. What it had started itself ends with it, and it ends once `stopped` is set."""
+    stopped = stopped or threading.Event()
     limit = min(command.seconds, deadline - time.monotonic())
-    if limit < LEAST * command.seconds:
-        return "no time left"
+    if stopped.is_set() or limit < LEAST * command.seconds:
+        return "not begun" if stopped.is_set() else "no time left"
     log = results / "logs" / f"{command.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, *shlex.split(command.line.format(results=shlex.quote(str(results))))]
@@ -64,12 +79,14 @@ def run(command: Command, results: Path, deadline: float, gpu: str | None = None
         subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True) as process,
     ):
         try:
-            status = process.wait(limit)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return f"cut off after {limit:.0f} s"
+            while (status := process.poll()) is None and time.monotonic() < start + limit:
+                if stopped.wait(POLL):
+                    break
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if status is None:
+        return f"{'interrupted' if stopped.is_set() else 'cut off'} after {time.monotonic() - start:.0f} s"
     return f"{'ok' if status == 0 else f'exit status {status}'} after {time.monotonic() - start:.0f} s"
 
 
@@ -121,7 +138,7 @@ def spread(commands: Sequence[Command], gpus: int, alone: Callable[[Command, ran
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands or topics (default: campaign)")
     parser.add_argument("--seconds", type=positive_number, default=3600, help="for all together")
     parser.add_argument(
@@ -142,15 +159,14 @@ def main(argv: list[str] | None = None) -> int:
         for command in commands:
             print(f"{command.name:20} {command.seconds:4} s  python {command.line.format(results=args.results)}")
         return 0
-    if args.gpus < 1 or args.jobs < 1:
-        parser.error("--gpus and --jobs must be at least 1")
     if short := [command.name for command in commands if command.gpus > args.gpus]:
         parser.error(f"{', '.join(short)}: more GPUs are needed than --gpus {args.gpus}")
     deadline = time.monotonic() + args.seconds
-    outcomes = []
+    outcomes, stopped = [], threading.Event()
 
     def one(command: Command, gpus: range | None) -> None:
-        outcomes.append(run(command, args.results, deadline, None if gpus is None else ",".join(map(str, gpus))))
+        gpu = None if gpus is None else ",".join(map(str, gpus))
+        outcomes.append(run(command, args.results, deadline, gpu, stopped))
         print(f"{command.name}: {outcomes[-1]}", flush=True)
 
     def alone(command: Command, gpus: range) -> range:
@@ -160,14 +176,15 @@ def main(argv: list[str] | None = None) -> int:
         one(command, gpus if args.gpus > 1 else None)
         return gpus
 
-    with ThreadPoolExecutor(args.gpus * args.jobs) as threads:
+    with ThreadPoolExecutor(args.gpus * args.jobs) as threads, ending(stopped):
         untimed = [command for command in commands if not command.timed]
         on = [None] if args.gpus == 1 else [range(i, i + 1) for i in range(args.gpus)]
         list(threads.map(one, untimed, itertools.cycle(on)))
     few = [command for command in commands if command.timed and (command.gpus == 1 or 2 * command.gpus <= args.gpus)]
     many = [command for command in commands if command.timed and command not in few]
-    for waiting in (few, *([command] for command in many)):
-        spread(waiting, args.gpus, alone)
+    with ending(stopped):
+        for waiting in (few, *([command] for command in many)):
+            spread(waiting, args.gpus, alone)
     return 0 if all(outcome.startswith("ok") for outcome in outcomes) else 1
 
 

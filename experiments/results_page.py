@@ -2,25 +2,25 @@
 
     python -m experiments.results_page           # --check writes nothing, and says whether they are what it would write
 
-experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims, how bars
-stand (report/asked.py) and what is stale. Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md,
-have each experiment's newest file, results/devices.md steps and requests of every device: what was asked, bars, rows,
-versions and command. Bars, shares of floors and verdicts of claims are what rows say by the limits and rules of today
-(report/judged.py). Pictures need matplotlib (the extra `notebooks`).
+experiments/RESULTS.md has everything in short: steps, requests, kernels and accuracy against peers, claims and how bars
+stand (report/asked.py). Pages of details, results/steps.md, kernels.md, accuracy.md and claims.md, have each
+experiment's newest file: what was asked, bars, rows, versions and command; results/devices.md has steps and requests of
+every device, results/behind.md what further results miss, and which are stale. Bars, shares of floors and verdicts of
+claims are what rows say by the limits and rules of today (report/judged.py). Pictures need matplotlib (the extra
+`notebooks`).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from experiments.report import by_device
+from experiments.report import behind, by_device
 from experiments.report.details import pages
 from experiments.report.documents import RESULTS, read_all
 from experiments.report.figures import Results
 from experiments.report.overview import overview
 from experiments.report.pictures import draw_all
 from jllm.errors import InputFileError
-from pallas_kernels.bench.command import interruptible
+from pallas_kernels.bench.command import Parser, interruptible
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 
@@ -30,12 +30,13 @@ def texts(directory: Path = RESULTS) -> dict[Path, str]:
     entries = read_all(directory)
     details = {directory / f"{name}.md": text for name, text in pages(entries).items()}
     results = Results(entries)
-    return {PAGE: overview(results), directory / "devices.md": by_device.page(results)} | details
+    standing = {directory / "devices.md": by_device.page(results), directory / "behind.md": behind.page(results)}
+    return {PAGE: overview(results)} | standing | details
 
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is another")
     args = parser.parse_args(argv)
     try:

@@ -70,8 +70,8 @@ def test_the_rules_make_the_committed_bars_of_the_committed_rows():
             checked.add(claim[0] if claim else module_of(file["command"]))
         assert all(entry["met"] == is_met(entry) for entry in found.values()), name
     kernels = (
-        "all_reduce cache_update decode_attention fp8_matmul int8_matmul matmul move_tokens prefill_attention sample "
-        "swiglu weight_only_matmul"
+        "all_reduce cache_update decode_attention fp8_matmul int8_matmul matmul move_tokens norm_quant "
+        "prefill_attention sample silu_mul_quant swiglu weight_only_matmul"
     )
     modules = (
         "continuations decode_step first_command load_memory long_context mixed_precision outliers ptq_methods qps "

@@ -147,3 +147,22 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
             except BlockingIOError:
                 time.sleep(0.02)
     pytest.fail("the child still runs")
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_ctrl_c_ends_what_runs_and_begins_nothing_more(timed, tmp_path, monkeypatch, capsys):
+    sleeps = "-S -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
+    hits = "-S -c 'import os, signal, time; time.sleep(.5); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)'"
+    lines = {"sleeps": sleeps, "hits": hits, "later": sleeps}
+    monkeypatch.setattr(measure_all, "TOPICS", {"campaign": tuple(Command(n, x, 90, timed) for n, x in lines.items())})
+    assert main(["--gpus", "2", "--jobs", "1", "--results", str(tmp_path)]) == 130
+    pid = int((tmp_path / "logs" / "sleeps.txt").read_text())
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("a command still runs")
+    assert not (tmp_path / "logs" / "later.txt").exists()

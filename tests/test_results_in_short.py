@@ -1,4 +1,4 @@
-"""experiments/RESULTS.md, the page in short: steps beside floors and peers, bars, claims, and what is stale."""
+"""experiments/RESULTS.md, the page in short: steps beside floors and peers, bars, claims; and what is behind."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from experiments import measure_all
 from experiments.campaign import TOPICS
-from experiments.report import overview, pictures
+from experiments.report import behind, overview, pictures
 from experiments.report.asked import ASKED
 from experiments.report.commands import parses
 from experiments.report.documents import read_all
@@ -14,6 +14,10 @@ from experiments.report.figures import Results
 from experiments.report.strips import compared, strips
 from experiments.steps.devices import ceilings_of
 from tests.test_results_page import page, short, write
+
+
+def what_is_behind(directory) -> str:
+    return behind.page(Results(read_all(directory)))
 
 
 def test_steps_stand_beside_their_floor_and_peers_of_as_many_bits(tmp_path):
@@ -136,7 +140,8 @@ def test_bars_show_the_farthest_behind_of_the_newest_files(tmp_path):
     write(tmp_path, "sample-20261122-h200", date="2026-11-22", experiment="sample", bars=bars(40.0, 500.0))
     text = short(tmp_path)
     assert re.search(r"\| drawing one of 128,256 tokens \| .* \| 1 of 2 \| 500 us for 450 \| \[sample\]\(", text)
-    assert re.search(r"Bars missed by further results, .*: \[sample-old\]\([^)]*\) 2 of 2\.", text)
+    assert "Further results that miss bars of their own: 1; " in text
+    assert re.search(r"^- \[sample-old\]\([^)]*\): 2 of 2$", what_is_behind(tmp_path), re.M)
     write(tmp_path, "sample-20261122-h200", date="2026-11-22", experiment="sample", bars=bars(40.0, 400.0))
     assert "| 2 of 2 | 400 us for 450 |" in short(tmp_path)
 
@@ -153,7 +158,10 @@ def test_stale_files_say_why(tmp_path):
         tmp_path, "claims-C5-20261122-h200", experiment="claims-C5", command="python -m experiments.claims C5 C6",
         commit="12ab", complete=False,
     )  # fmt: skip
-    text = short(tmp_path)
+    assert "; stale ones, which cannot be traced to a commit or made again by the command that they name: 6. " in short(
+        tmp_path
+    )
+    text = what_is_behind(tmp_path)
     for reason, label in (
         ("no command: a sweep while the kernel was built", "norm_quant"),
         ("its command is refused today", "qps_x"),
@@ -162,7 +170,7 @@ def test_stale_files_say_why(tmp_path):
         ("measured with changes that its commit does not have", "sample-a"),
         ("cut off before its end", "claims-C5"),
     ):
-        assert re.search(rf"^- {reason}: \[{label}\]\(results/\w+.md#[^)]*\)$", text, re.M), reason
+        assert re.search(rf"^- {reason}: \[{label}\]\(\w+.md#[^)]*\)$", text, re.M), reason
     again = "`measure_all --only C5 sample norm_quant` measures them again, but for gone, qps_x, sample-a:"
     assert set(re.findall(r"[\w-]+", again)) == set(
         re.findall(r"[\w-]+", re.search(r"`measure_all --only .*:$", text, re.M)[0])
@@ -174,7 +182,7 @@ def test_what_takes_two_gpus_is_measured_again_by_a_command_of_its_own(tmp_path)
     two = "python -m experiments.decode_step --label two --devices 2 1"
     write(tmp_path, "decode_step-two-20261124-h100", experiment="decode_step-two", command=two)
     write(tmp_path, "sample-20261122-h200", experiment="sample", command="python -m pallas_kernels.sample.bench")
-    again = re.search(r"On a GPU (`.*) measure them again:$", short(tmp_path), re.M)
+    again = re.search(r"On a GPU (`.*) measure them again:$", what_is_behind(tmp_path), re.M)
     assert again is not None
     assert again[1] == "`measure_all --only sample` and `measure_all --only two --gpus 2`"
     for command in again[1].split(" and "):

@@ -1,24 +1,23 @@
 """RESULTS.md: everything in short, on a page that is read in five minutes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
-from experiments.campaign import Command
 from experiments.claims.claim import measured_rows
 from experiments.claims.registry import TITLES, find
 from experiments.report import by_device
 from experiments.report.asked import ASKED, Found
+from experiments.report.behind import link, missed
 from experiments.report.details import Anchors, anchors_of
-from experiments.report.documents import Entry, short
+from experiments.report.documents import short
 from experiments.report.figures import Results, best_requests, devices
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar, slug
 from experiments.report.sections import PAGES
-from experiments.report.standing import claim_rows, lines_of, shortfall, stale
+from experiments.report.standing import claim_rows, shortfall, stale
 from experiments.report.strips import compared
-from pallas_kernels.bench.bars import H200
 
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "int8-g128", "fp8", "int4-g32")
@@ -37,7 +36,6 @@ def overview(results: Results) -> str:
         ("Accuracy against bytes", _accuracy(results)),
         ("Claims of the original system", _claims(results, anchors)),
         ("Bars", _bars(results, anchors)),
-        ("What is stale", _stale(results, anchors)),
     ]
     links = ", ".join(f"[{title.lower()}](results/{name}.md)" for name, (title, _) in PAGES.items())
     parts = [
@@ -141,70 +139,31 @@ def shortened(text: str) -> str:
 
 def _bars(results: Results, anchors: Anchors) -> Iterator[str]:
     """What bars ask and how they stand; those without a figure, and results that miss bars of their own."""
-    cells, without, of_these = [], [], set()
+    cells, without = [], []
     for asked in ASKED:
         found = asked.found(results.entries)
-        of_these |= {(entry.path, each["name"]) for entry, each in found}
         if not found:
             without.append(f"{asked.what} ({asked.bar}: {', '.join(f'`{line}`' for line in asked.lines.split())})")
             continue
         entry, far = max(found, key=lambda each: shortfall(each[1]))
         _, value, limit = shown_bar(far)
-        cells.append([asked.what, asked.bar, _met(found), f"{value} for {limit}", _link(entry, anchors)])
+        cells.append([asked.what, asked.bar, _met(found), f"{value} for {limit}", link(entry, anchors)])
     if cells:
         yield markdown(["what", "bar", "met", "the farthest behind, or nearest to it", "in"], cells)
-    others = []
-    for entry in results.entries:
-        own = [each for each in entry.document["bars"] if (entry.path, each["name"]) not in of_these]
-        if missed := sum(not each["met"] for each in own):
-            others.append(f"{_link(entry, anchors)} {missed} of {len(own)}")
+    behind, old = len([*missed(results)]), len([*stale(results)])
     said = [
         "Shares of floors are by each device's own ceilings; limits in milliseconds or requests a second, and "
         "drawing's in microseconds, are an H200's, and no other device is held to them.",
         f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(without)}." * bool(without),
-        f"Bars missed by further results, some of which are older runs: {', '.join(others)}." * bool(others),
     ]
-    if cells or any(said[1:]):
-        yield " ".join(filter(None, said))
+    yield " ".join(filter(None, said))
+    yield (
+        f"Further results that miss bars of their own: {behind}; stale ones, which cannot be traced to a commit or "
+        f"made again by the command that they name: {old}. [Which, why, and what measures them](results/behind.md)."
+    )
 
 
 def _met(found: list[Found]) -> str:
     """How many bars are met, on each device where there are several."""
     by = {entry.device: [each["met"] for other, each in found if other.device == entry.device] for entry, _ in found}
     return "; ".join(f"{sum(met)} of {len(met)}{f' on {short(device)}' * (len(by) > 1)}" for device, met in by.items())
-
-
-def _stale(results: Results, anchors: Anchors) -> Iterator[str]:
-    found: dict[str, list[Entry]] = {}
-    for entry, reason in stale(results):
-        found.setdefault(reason, []).append(entry)
-    if not found:
-        yield "Nothing: every figure is of a commit of this history, and the command that its file names works today."
-        return
-    every = [entry for entries in found.values() for entry in entries]
-    again = {line.name: line for entry in every for line in lines_of(entry)}
-    left = [entry.label for entry in every if entry.device != "cpu" and not lines_of(entry)]
-    yield (
-        "Figures that cannot be traced to a commit, or that the command of their file does not give today. On a GPU "
-        f"{_measured_by(again.values())} again{', but for ' * bool(left)}{', '.join(left)}:"
-    )
-    yield "\n".join(
-        f"- {reason}: {', '.join(_link(entry, anchors) for entry in entries)}"
-        for reason, entries in sorted(found.items())
-    )
-
-
-def _measured_by(lines: Iterable[Command]) -> str:
-    """The commands that measure these lines, one for each number of GPUs."""
-    by: dict[int, list[str]] = {}
-    for line in lines:
-        by.setdefault(line.gpus, []).append(line.name)
-    commands = [
-        f"`measure_all --only {' '.join(names)}{f' --gpus {gpus}' * (gpus > 1)}`" for gpus, names in sorted(by.items())
-    ]
-    return f"{' and '.join(commands)} measure{'s' * (len(commands) == 1)} them"
-
-
-def _link(entry: Entry, anchors: Anchors) -> str:
-    device = "" if entry.device == H200 else f", {short(entry.device)}"
-    return f"[{entry.label}{device}]({anchors[entry.path]})"

@@ -42,10 +42,15 @@ def times_vllm(model: str) -> tuple[float, float]:
     return spread([theirs[batch] / ours[batch] for batch in theirs.keys() & ours.keys()])
 
 
-def served_here(scheme: str) -> list[float]:
+def served_here(scheme: str) -> dict[str, Any]:
+    """What this library served on an H100: the mean of several runs, or the one."""
+    return [row for row in rows(f"qps_llama-2-7b_{scheme}", H100) if "peer" not in row][-1]
+
+
+def beside_vllms(scheme: str) -> list[float]:
     """Requests a second, and the mean of vLLM's in the same job."""
-    found = rows(f"qps_llama-2-7b_{scheme}", H100)
-    return [next(row["qps"] for row in found if "peer" not in row), mean([r["qps"] for r in found if "peer" in r])]
+    theirs = rows(f"qps_llama-2-7b_{scheme}", H100, peer="vLLM")
+    return [served_here(scheme)["qps"], mean([row["qps"] for row in theirs])]
 
 
 def exchanges(backend: str) -> list[float]:
@@ -89,9 +94,21 @@ def beside_torch() -> list[float]:
     return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
 
 
-def attention() -> list[float]:
-    found = [row for row in rows("claims-C5", H=32, K=32) if row["R"] * row["length"] >= 65_536]
+def attention(device: str) -> list[float]:
+    """Of decode attention from 65,536 keys and 32 KV heads on, over cuDNN's rate and FlashAttention-2's."""
+    found = [row for row in rows("claims-C5", device, H=32, K=32) if row["R"] * row["length"] >= 65_536]
     return [*spread([row["over_cudnn"] for row in found]), *spread([row["over_flash"] for row in found])]
+
+
+def over_flashinfer(kernel: str, *case: str) -> list[float]:
+    """Times of FlashInfer's fastest variant in the same job that ours takes in bf16, case by case."""
+    ours: dict[tuple[str, ...], float] = {}
+    theirs: dict[tuple[str, ...], float] = {}
+    for row in rows(kernel, H100, kv="bf16"):
+        of = {"mosaic": ours, "FlashInfer": theirs}.get(row["peer"], {})
+        key = tuple(str(row[name]) for name in case)
+        of[key] = min(of.get(key, row["us"]), row["us"])
+    return [ours[key] / theirs[key] for key in ours.keys() & theirs.keys()]
 
 
 def starts(device: str) -> tuple[float, ...]:
@@ -173,15 +190,19 @@ QUOTES: dict[str, Callable[[], Any]] = {
         f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
         for n in (1, 16, 64, 256)
     },
-    "are served at {:.1f} requests a second, for {:.1f} by vLLM (a run each), and in `w8a8` with int8-g8 K and V at "
-    "{:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of two)": lambda: (
-        served_here("bfloat16") + served_here("w8a8_kv-int8-g8")
-    ),
-    "are served at {:.1f} a second on an H100, where {:.0f} of them run at once on average": lambda: [
-        served_here("bfloat16")[0],
-        only("qps_llama-2-7b_bfloat16", H100, scheme="bfloat16")["running_mean"],
+    "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs), with int8-g8 K and V at {:.1f}, "
+    "and in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of two)": lambda: [
+        *beside_vllms("bfloat16"),
+        served_here("bfloat16_kv-int8-g8")["qps"],
+        *beside_vllms("w8a8_kv-int8-g8"),
     ],
-    "over an int8-g8 cache at {:.1f} (": lambda: served_here("w8a8_kv-int8-g8")[:1],
+    "are served at {:.1f} a second on an H100, where {:.0f} of them run at once on average": lambda: [
+        served_here("bfloat16")[name] for name in ("qps", "running_mean")
+    ],
+    "over an int8-g8 cache at {:.1f}, where {:.0f} do, and": lambda: [
+        served_here("bfloat16_kv-int8-g8")[name] for name in ("qps", "running_mean")
+    ],
+    "with W8A8 too at {:.1f} (": lambda: [served_here("w8a8_kv-int8-g8")["qps"]],
     "on an H200 they were at {:.1f} and {:.1f}, means of two runs.": lambda: [
         only(f"qps_llama-2-7b_{scheme}", repeat="mean")["qps"] for scheme in ("bfloat16", "w8a8_kv-int8-g8")
     ],
@@ -191,8 +212,15 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "and in `w8a8` for {:.1f} % by a profile": lambda: [
         100 * only("step_profile_serve-w8a8", H100, kind="gap")["share"]
     ],
-    "reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads on, and is "
-    "{:.2f} to {:.2f} times as fast there as FlashAttention-2": attention,
+    "takes {:.2f} to {:.2f} times as long as FlashInfer's fastest variant": lambda: spread(
+        over_flashinfer("decode_attention", "R", "length", "K")
+    ),
+    "attention of prompts {:.2f} (one of 2,048 tokens) to {:.2f} times (eight of 1,024)": lambda: spread(
+        over_flashinfer("prefill_attention", "q_lens", "kv_lens", "K")
+    ),
+    "Decode attention reads at {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads "
+    "on, and is {:.2f} to {:.2f} times as fast there": lambda: attention(H100)[1:],
+    "on an H200 {:.2f} to {:.2f} times": lambda: attention("h200")[2:],
     "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
     "for Hopper hold its lock for {:.1f} to {:.1f} s, so": lambda: tracing(lambda row: row["trace_s"] + row["lower_s"]),
     "and a step holds the lock for {:.2f} to {:.2f} s": lambda: tracing(lambda row: row["taken_in_s"]),
