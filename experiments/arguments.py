@@ -2,13 +2,18 @@
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 
 from experiments.steps.devices import Ceilings, ceilings_of
+from experiments.steps.timer import model_config
+from jllm.analysis.outliers import check_strength
+from jllm.cache import parse_kv_cache
+from jllm.config import LlamaConfig
 from jllm.engine.options import PAGE_SIZES
-from jllm.errors import ConfigError, QuantizationError
+from jllm.errors import ConfigError, JllmError, QuantizationError
 from jllm.pretrained import DTYPES
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 from pallas_kernels.bench.numbers import positive, positive_number
@@ -24,15 +29,56 @@ def dtype_name(text: str) -> str:
     return name
 
 
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """A type of argparse's: text as it is, of which `check` refuses some as the library does."""
+
+    def kept(text: str) -> str:
+        try:
+            check(text)
+        except JllmError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return kept
+
+
+known_scheme = checked(find_scheme)  # of weights, by its name or in a file
+
+
+def outlier_strength(text: str) -> float:
+    """How many times as large planted outliers are."""
+    number = positive_number(text)
+    checked(lambda _: check_strength(number))(text)
+    return number
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -> None:
     """Which model's steps are timed, and over which pages."""
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
     if scheme:
-        parser.add_argument("--scheme", default="bf16", help="of the weights")
+        parser.add_argument("--scheme", type=known_scheme, default="bf16", help="of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the weights before they are quantized")
-    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16)
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
+
+
+def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
+    """The shapes that --config and --layers ask for. Before weights take minutes to be made, raises ConfigError for a
+    KV format that does not fit them, a --backend that lacks its GPU, and more `tokens` of a slot than its context."""
+    config = model_config(args.config, args.layers)
+    parse_kv_cache(getattr(args, "kv_cache", None), config, jnp.bfloat16)
+    check_backend(getattr(args, "backend", None))
+    if tokens > config.context:
+        raise ConfigError(f"a sequence would have {tokens} tokens: the model's context is {config.context}")
+    return config
+
+
+def check_backend(name: str | Iterable[str] | None) -> None:
+    """ConfigError for kernels of GPUs, one backend's or among several, where there is no GPU."""
+    asked = {name} if isinstance(name, str) else {*(name or ())}
+    if (lacking := asked & {"mosaic", "triton"}) and jax.default_backend() != "gpu":
+        raise ConfigError(f"--backend {', '.join(sorted(lacking))} needs a GPU, and here is none: xla runs everywhere")
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: int) -> None:

@@ -8,7 +8,6 @@ record of the device. The best of each quantity is what configs/devices/*.json c
 and what a floor counts with (experiments/steps/floors.py).
 """
 
-import argparse
 import json
 import math
 import sys
@@ -28,7 +27,7 @@ from experiments.result_file import Row, command_line, record, refusing
 from experiments.steps.devices import KINDS, SHEETS, device_sheets
 from experiments.steps.timer import compile_ahead
 from jllm.errors import ConfigError
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.bench.numbers import positive
 from pallas_kernels.fp8_matmul import fp8_matmul
@@ -172,7 +171,7 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--threads", type=positive, default=16, help="that compile")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of a result, in configs/devices; measure nothing")
     add_result_options(parser)

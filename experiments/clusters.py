@@ -35,7 +35,7 @@ from jllm.engine.handover import joining_buckets
 from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import fitting
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 EXCHANGE = "peer"
@@ -115,7 +115,7 @@ def _row(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
     parser.add_argument("--model", choices=names, default="llama-2-7b", metavar="NAME", help="one of configs/")
     parser.add_argument("--quantize", help="scheme of the weights (default: bf16)")

@@ -45,7 +45,7 @@ from jllm.pretrained import BUNDLED, Model
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -160,11 +160,11 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help=".jsonl of documents")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of weights, with plain K and V")
     parser.add_argument("--kv", nargs="*", default=list(KV), help="KV formats, with weights as loaded")
     parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
     parser.add_argument("--prompts", type=positive, default=24, help="documents, at most")

@@ -18,26 +18,17 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory
+from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, config_of
 from experiments.result_file import bar, command_line, record
 from experiments.steps.bars import decode_bars, of_own_kernels
 from experiments.steps.floors import make_floor, step_work
-from experiments.steps.timer import (
-    StepTimer,
-    compile_ahead,
-    model_config,
-    page_bytes,
-    pool_for,
-    random_params,
-    step_of,
-    stopwatch,
-)
+from experiments.steps.timer import StepTimer, compile_ahead, page_bytes, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 TRITON = 1.25  # times the device's own step that backend triton may take
@@ -88,7 +79,7 @@ def mean_length(args: argparse.Namespace) -> float:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_model_options(parser)
     parser.add_argument("--devices", type=positive, nargs="+", default=[1], help="that share the model: each a case")
     parser.add_argument("--threads", type=positive, default=8, help="that compile")
@@ -107,7 +98,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    note, config = stopwatch(), model_config(args.config, args.layers)
+    note, config = stopwatch(), config_of(args, args.context + args.steps + 1)
     configs = {n: config if n == 1 else spread(config, make_mesh(n)) for n in args.devices}
     params = {n: jax.block_until_ready(random_params(c, args.dtype, args.scheme)) for n, c in configs.items()}
     note("weights made")

@@ -50,7 +50,7 @@ from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 
 Row = dict[str, Any]
@@ -240,7 +240,7 @@ def with_claim(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=positive, default=8, help="that are measured of it (simulated: all)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")

@@ -5,7 +5,6 @@
 Each repeat starts it twice with a compile cache of its own: once empty, once as the first start left it.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from statistics import median
 from tqdm import tqdm
 
 from experiments.result_file import Row, bar, command_line, record
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 TOKENS = 64
@@ -52,8 +51,8 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=positive, default=3)
+    parser = Parser(__doc__)
+    parser.add_argument("--repeats", type=positive, default=3, help="pairs of starts")
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("first_command", argv)

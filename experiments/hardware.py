@@ -45,7 +45,7 @@ from experiments.steps.floors import step_work
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 
 MODEL, CONTEXT = "llama-2-7b", 512
 HOPPER = re.compile(r"NVIDIA G?H\d+")
@@ -181,7 +181,7 @@ def write_picture(document: Row, path: Path) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"of {SHEETS.name}/ (default: all)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result again, estimate nothing")
     add_result_options(parser)

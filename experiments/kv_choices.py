@@ -23,12 +23,12 @@ from experiments.simulation.requests import arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import calibrated
 from jllm.engine.kv_policy import OnDemand, Policy
-from jllm.engine.options import EngineOptions
+from jllm.engine.options import PAGE_SIZES, EngineOptions
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Quantile
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 WORKLOAD = "ppl_samples_1024"
@@ -101,13 +101,13 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
     parser.add_argument(
         "--pool-gib", nargs="+", type=positive_number, default=[16.0, 32.0], help="sizes of the page pool"
     )
-    parser.add_argument("--slots", type=positive, default=512)
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
     parser.add_argument("--requests", type=positive, default=2048, help=f"draws from {WORKLOAD}")
     parser.add_argument("--seed", type=natural, default=0, help="of the draws")
     add_result_options(parser)

@@ -28,7 +28,7 @@ from jllm.errors import ConfigError
 from jllm.kv_policies.length import Oracle
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
@@ -68,8 +68,6 @@ def simulated(
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    if not all(gib > 0 for gib in args.pool_gib):
-        raise ConfigError(f"--pool-gib must be > 0, not {min(args.pool_gib)}")
     requests = read_workload(args.workload, args.requests, None, 0)
     longest = max(request.output for request in requests)
     args = argparse.Namespace(**{**vars(args), "allow": args.allow or longest})
@@ -103,10 +101,12 @@ def parse_case(text: str) -> tuple[str, str | None]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = [parse_case(text) for text in ("reserve", "paged", "extent:longest", "extent:oracle")]
-    parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]")
-    parser.add_argument("--pool-gib", type=positive_number, nargs="+", default=[16.0])
+    parser = Parser(__doc__)
+    names = ("reserve", "paged", "extent:longest", "extent:oracle")
+    cases = [parse_case(name) for name in names]
+    who = f"who gets pages when (default: {' '.join(names)})"
+    parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]", help=who)
+    parser.add_argument("--pool-gib", type=positive_number, nargs="+", default=[16.0], help="sizes of the page pool")
     parser.add_argument("--requests", type=positive, help="how many, the first ones (default: all)")
     parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")

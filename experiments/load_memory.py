@@ -28,7 +28,7 @@ from jllm.config import LlamaConfig, to_hf
 from jllm.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 MIB = 1 << 20
@@ -111,10 +111,10 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mib", type=positive)
+    parser = Parser(__doc__)
+    parser.add_argument("mib", type=positive, help="size of the checkpoint that is made and loaded, in MiB")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="what to load as (the file has bfloat16)")
-    parser.add_argument("--naive", action="store_true")
+    parser.add_argument("--naive", action="store_true", help="load it all to the host first, to compare with")
     parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
     add_result_options(parser)
     args = parser.parse_args(argv)

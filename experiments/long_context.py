@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllm
-from experiments.arguments import check_draws_only
+from experiments.arguments import check_draws_only, outlier_strength
 from experiments.eviction import Policy, read
 from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
 from experiments.report.documents import result_of
@@ -41,7 +41,7 @@ from jllm.errors import ConfigError
 from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
@@ -150,8 +150,7 @@ def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
     return np.stack([np.r_[model.config.bos_id or 0, ids[i : i + args.positions]] for i in starts]).astype(np.int32)
 
 
-def position_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
-    ids = windows_of(model, args)
+def position_rows(model: Model, ids: np.ndarray, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
     rng = np.random.default_rng(args.seed)
     drawn = rng.integers(len(ids), size=(1000, len(ids)))
     names = [kv for kv in kv_formats(model.config.head_dim) if kv not in LEFT_OUT]
@@ -166,9 +165,10 @@ def position_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Ite
 
 
 def rows(needle: Model, model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
+    ids = windows_of(model, args)  # a text that is none is told before the others are measured
     yield from needle_rows(needle, args, policy)
     yield from outlier_rows(needle, args)
-    yield from position_rows(model, args, policy)
+    yield from position_rows(model, ids, args, policy)
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
@@ -243,11 +243,11 @@ def draw_nats(axes: Any, rows: list[Row]) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="a model of train_needle")
     parser.add_argument("--contexts", type=positive, default=48, help="of each size")
     parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 1024], help="tokens of a context")
-    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
+    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--sinks", type=positive, default=4, help="first tokens that are kept")
     parser.add_argument("--recent", type=positive, default=252, help="last tokens that are kept")
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")

@@ -16,7 +16,6 @@ marked incomplete. Of several GPUs each has its share of the host's cores, so th
 time from the host's work of another.
 """
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -31,7 +30,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from experiments.campaign import TOPICS, Command
-from pallas_kernels.bench.command import add_results_folder, interruptible
+from pallas_kernels.bench.command import Parser, add_results_folder, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.bench.peers import asked
 
@@ -139,7 +138,7 @@ def spread(commands: Sequence[Command], gpus: int, alone: Callable[[Command, ran
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands or topics (default: campaign)")
     parser.add_argument("--seconds", type=positive_number, default=3600, help="for all together")
     parser.add_argument(

@@ -30,7 +30,7 @@ from experiments.steps.links import Link, Table, read_link
 from jllm.config import LlamaConfig, load_config
 from jllm.fit import tree_bytes
 from jllm.parallel.mesh import fitting
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
@@ -156,9 +156,11 @@ def best_row(mesh: Mesh, gpus: int, most: float, args: argparse.Namespace) -> Ro
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
-    parser.add_argument("--models", nargs="+", choices=names, default=["llama-2-7b", "llama-2-70b"], metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", choices=names, default=["llama-2-7b", "llama-2-70b"], metavar="NAME", help="of configs/"
+    )
     parser.add_argument("--schemes", nargs="+", default=["bf16"], help="of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8], help="GPUs of a mesh")

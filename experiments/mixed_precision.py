@@ -42,7 +42,7 @@ from jllm.pretrained import BUNDLED, Model
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
@@ -162,7 +162,7 @@ def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")

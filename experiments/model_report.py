@@ -41,7 +41,7 @@ from jllm.param_specs import init_params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 SCHEMES = ("w8a8-all", "fp8", "w8a16", "w4a16-g32-zp", "w4a16-g64", "nf4")
@@ -96,9 +96,7 @@ def runnable(model: Model, asked: dict[str, str | Scheme], kind: str) -> tuple[d
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, prog="python -m experiments.report")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")

@@ -34,7 +34,7 @@ from experiments.steps.floors import Floor, make_floor, step_work
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 MEMORY_SHARE = 0.9
@@ -97,10 +97,12 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
     parser.add_argument("--model", choices=names, default="llama-2-7b", metavar="NAME", help="one of configs/")
-    parser.add_argument("--devices", nargs="+", default=["a100-sxm-80gb", "a10", "rtx-4090"], metavar="NAME")
+    parser.add_argument(
+        "--devices", nargs="+", default=["a100-sxm-80gb", "a10", "rtx-4090"], metavar="NAME", help="of configs/devices"
+    )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64], help="sequences that decode")
     parser.add_argument("--context", type=positive, default=256, help="tokens of each")
     add_result_options(parser)

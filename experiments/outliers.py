@@ -25,14 +25,14 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import check_draws_only
+from experiments.arguments import check_draws_only, outlier_strength
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.report.documents import result_of
 from experiments.report.svg import heading, svg, without_matplotlib_said
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import evaluate, record
-from jllm.analysis.outliers import check_strength, plant
+from jllm.analysis.outliers import plant
 from jllm.analysis.own_tokens import own_tokens
 from jllm.errors import InputFileError
 from jllm.params import Params
@@ -40,8 +40,8 @@ from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
-from pallas_kernels.bench.command import add_result_options
-from pallas_kernels.bench.numbers import natural, positive
+from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.numbers import fraction, natural, positive
 
 Row = dict[str, Any]
 FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}
@@ -60,8 +60,6 @@ def planted(model: Model, strength: float | str, seed: int) -> Model:
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
     """Strength by strength; one whose rows are all there before is not computed again."""
-    for strength in args.strengths:
-        check_strength(strength)
     for group in args.groups:
         quantize(jax.eval_shape(lambda: model.params), f"w4a16-g{group}")
     ids, protocol = read_tokens(model, args)
@@ -182,15 +180,15 @@ def draw_groups(axes: Any, rows: list[Row]) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 4, 16, 64], help="powers of two")
-    parser.add_argument("--groups", nargs="+", type=positive, default=list(GROUPS))
-    parser.add_argument("--alpha", type=float, default=0.5, help="of SmoothQuant")
+    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 4, 16, 64], help="powers of two")
+    parser.add_argument("--groups", nargs="+", type=positive, default=list(GROUPS), help="weights that share a scale")
+    parser.add_argument("--alpha", type=fraction, default=0.5, help="of SmoothQuant, from 0 to 1")
     parser.add_argument("--layer", type=natural, default=LAYER, help="of part channel (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")

@@ -45,7 +45,7 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench.command import add_result_options, label
+from pallas_kernels.bench.command import Parser, add_result_options, label
 from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
@@ -217,13 +217,15 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=8192, help="of the text, at most")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"])
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="the model as it is, or with outliers"
+    )
+    parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="of weights")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
     parser.add_argument("--seeds", nargs="+", type=natural, default=[0], help="of calibration tokens")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")

@@ -32,10 +32,10 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import add_bandwidth, ceilings_here, claim_memory, dtype_name, scheme_name
-from experiments.baselines import BASELINES
+from experiments.arguments import add_bandwidth, ceilings_here, claim_memory, dtype_name, known_scheme, scheme_name
+from experiments.baselines import ABOUT, BASELINES
 from experiments.result_file import bar, command_line, record, refusing, rounded
-from experiments.serving.engines import MEMORY, make_engine, make_model, sampling_of
+from experiments.serving.engines import MEMORY, make_engine, make_model, rehearse, sampling_of
 from experiments.serving.over_http import measure_url
 from experiments.serving.run import run_once, warm_up
 from experiments.serving.workload import WORKLOAD, Request, Row, read_workload, summary
@@ -43,13 +43,14 @@ from experiments.steps import peers
 from experiments.steps.bars import OWN, of_own_kernels
 from experiments.steps.floors import make_floor, token_bytes, workload_seconds
 from experiments.steps.words import ENDLESS
+from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
-from pallas_kernels.bench.command import add_result_options
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.numbers import fraction, natural, positive, positive_number
 
 OVER_HTTP = (  # options of a run against a server
     *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),
@@ -157,13 +158,13 @@ def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "--config", default="configs/llama-2-7b.json", help="model shape (a config.json), random weights"
     )
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
-    parser.add_argument("--quantize", help="scheme of the weights")
+    parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights")
     parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
     parser.add_argument("--requests", type=positive, help="only this many, the first")
     parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
@@ -172,16 +173,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--warmup", type=natural, default=32, help="requests served before the clock starts, 16 tokens each"
     )
     parser.add_argument("--cut", type=natural, default=0, help="first arrivals left out of percentiles and goodput")
-    parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=natural, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repeats", type=positive, default=3, help="runs, for a mean and its interval")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of all requests; 0: the likeliest token")
+    parser.add_argument("--top-k", type=natural, default=0, help="likeliest tokens that are drawn from; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability that is drawn from")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, as a share of the greatest")
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
     parser.add_argument("--devices", type=positive, metavar="N", help="that share an engine's model")
     each = "that many engines, each on --devices, one number after another; --slots and --requests are of each"
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
     parser.add_argument("--pool-gib", type=positive_number, help="size of the pool, in place of --pages")
     parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
@@ -199,9 +200,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="one after another (default: chosen for the device)",
     )
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
-    parser.add_argument("--guided", type=float, metavar="SHARE", help=share)
+    parser.add_argument("--guided", type=fraction, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():
-        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
+        parser.add_argument(f"--{name}", choices=choices, default=choices[0], help=ABOUT[name])
     parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
     add_bandwidth(parser)
     parser.add_argument(
@@ -217,16 +218,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, value in vars(args).items():
         if args.url is not None and name not in OVER_HTTP and value != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
-    if args.guided is not None and (not 0 <= args.guided <= 1 or args.host_only or args.model):
-        parser.error("--guided must be from 0 to 1, and --host-only and --model left out beside it")
+    if args.guided is not None and (args.host_only or args.model):
+        parser.error("--guided is of random weights: leave --host-only and --model out beside it")
     if (args.replicas or args.devices) and args.host_only:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
-    if args.rate is not None and not args.rate > 0:
-        parser.error(f"--rate must be > 0, not {args.rate}")
-    if args.pool_gib is not None and (args.num_pages or not args.pool_gib > 0):
-        parser.error("--pool-gib must be > 0, and --pages left out beside it")
+    if args.pool_gib is not None and args.num_pages:
+        parser.error("--pool-gib and --pages are two sizes of the pool: leave one out")
     return args
 
 
@@ -256,10 +255,13 @@ def name_of(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     claim_memory()
+    sampling_of(args)  # what a request would be refused for is told before weights take minutes to be made
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     if not 0 <= args.cut < len(requests):
         raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")
     beside = serve_peers(requests, args) if args.peers else []
+    if args.url is None and not args.model:
+        rehearse(args, max(r.prompt + max(r.output, args.allow) for r in requests))
     ours = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
     command = command_line("qps", argv)
     about = {} if args.rate is not None or args.url is not None else {"ceilings": ceilings_here(args).document}

@@ -53,7 +53,7 @@ from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant.schemes import PLAIN, Scheme
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 
 SCHEMES = (
@@ -158,12 +158,12 @@ def check_common(args: argparse.Namespace, against: Row) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 (default: the bundled text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--reference", help="directory or Hub id of what it is compared with (default: itself)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of weights")
     parser.add_argument("--kv", nargs="*", help=f'KV formats ("{PLAIN_KV}": the model\'s dtype; also k=..,v=..)')
     parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")

@@ -24,9 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from experiments.arguments import add_timing_options, ceilings_here, check_draws_only, scheme_name
-from experiments.result_file import bar, command_line, draw_all, record
+from experiments.arguments import (
+    add_timing_options,
+    ceilings_here,
+    check_draws_only,
+    config_of,
+    known_scheme,
+    scheme_name,
+)
+from experiments.result_file import bar, command_line, draw_all, record, refusing
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.speedups import draw, read_document
@@ -34,20 +42,20 @@ from experiments.steps.timer import (
     KINDS,
     StepTimer,
     compile_ahead,
-    model_config,
     page_bytes,
     pool_for,
     random_params,
     step_of,
     stopwatch,
 )
+from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, positive_number
 
 Row = dict[str, Any]
@@ -192,18 +200,22 @@ def parse_stage(text: str) -> Stage:
     kind, kv, batches, *schemes = text.split(":") + [""] * (2 - text.count(":"))
     names = tuple(schemes[0].split(",")) if schemes else ()
     known = kind in KINDS and kv and len(schemes) < 2 and all(names)
-    if not known or not all(batch.isdecimal() for batch in batches.split(",")):
+    if not known or not all(batch.isdecimal() and int(batch) for batch in batches.split(",")):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a stage such as decode:bf16:1,16,64 or prefill:bf16:128:bf16,nf4"
         )
+    for name in names:
+        known_scheme(name)
     return Stage(kind, kv, tuple(int(batch) for batch in batches.split(",")), names)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of the stages that name none")
+    parser.add_argument(
+        "--schemes", type=known_scheme, nargs="+", default=list(SCHEMES), help="of the stages that name none"
+    )
     stages = [f"{kind}:{kv}:{','.join(map(str, BATCHES))}" for kv in ("bf16", "int8-g8") for kind in KINDS]
     parser.add_argument(
         "--stages",
@@ -211,6 +223,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="KIND:KV:BATCHES[:SCHEMES]",
         default=[parse_stage(s) for s in stages],
+        help=f"steps that are compiled together: decode or prefill, a KV format, batches (default: {' '.join(stages)})",
     )
     parser.add_argument("--seconds", type=positive_number, help="begin no stage after so long")
     parser.add_argument("--context", type=positive, default=136, help="KV tokens of each slot when decoding starts")
@@ -225,16 +238,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
         return draw_all([args.draw], lambda path: draw(read_document(path), path.with_suffix(".svg")))
+    config = config_of(args, max(args.context + args.steps, args.input) + 1)
+    for stage in args.stages:
+        parse_kv_cache(stage.kv, config, jnp.bfloat16)
     command = command_line("quant_steps", argv)
     toy = args.layers is not None or not on_hopper()  # too small to decide anything
     options: dict[str, Any] = {} if toy else {"bars": bars}
     about = {"model": Path(args.config).stem, "ceilings": ceilings_here(args).document}
-    return record(args, "quant_steps", command, rows(model_config(args.config, args.layers), args), **about, **options)
+    return record(args, "quant_steps", command, rows(config, args), **about, **options)
 
 
 if __name__ == "__main__":

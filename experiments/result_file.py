@@ -122,11 +122,28 @@ def refusing(main: Callable[..., int]) -> Callable[..., int]:
     def wrapped(*args: Any, **options: Any) -> int:
         try:
             return main(*args, **options)
-        except JllmError as error:
+        except (JllmError, NotImplementedError) as error:  # the second: a kernel's, of shapes that it lacks
             print(f"error: {error}", file=sys.stderr)
             return 2
 
     return wrapped
+
+
+def check_output(path: str | Path) -> None:
+    """Raises OutputError, before hours of work, for a file that could not be written at their end."""
+    path = Path(path)
+    if path.is_dir():
+        raise OutputError(f"{path}: cannot be written: it is a folder, give a file")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: cannot be written: there is no folder {path.parent}")
+
+
+def make_folder(path: Path) -> None:
+    """A folder for what hours of work will make. Raises OutputError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be made a folder: {error.strerror}") from None
 
 
 def told(args: argparse.Namespace, result: ResultFile) -> int:

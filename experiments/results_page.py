@@ -10,7 +10,6 @@ claims are what rows say by the limits and rules of today (report/judged.py). Pi
 `notebooks`).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from experiments.report.figures import Results
 from experiments.report.overview import overview
 from experiments.report.pictures import draw_all
 from jllm.errors import InputFileError
-from pallas_kernels.bench.command import interruptible
+from pallas_kernels.bench.command import Parser, interruptible
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 
@@ -37,7 +36,7 @@ def texts(directory: Path = RESULTS) -> dict[Path, str]:
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is another")
     args = parser.parse_args(argv)
     try:

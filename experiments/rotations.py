@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import PLAIN_KV, kv_name
+from experiments.arguments import outlier_strength
 from experiments.ptq_methods import read_tokens, rounded, run_of
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import BUNDLED_TEXT
@@ -49,7 +50,7 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate, rotate_by
 from jllm.quant.schemes import ROTATIONS
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
@@ -232,13 +233,13 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--strengths", nargs="+", type=float, default=[1, 8, 32], help="powers of two")
+    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of the channels")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but the last")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")

@@ -26,7 +26,7 @@ from typing import Any
 from experiments.result_file import command_line
 from experiments.sanitized_calls import KERNELS
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 
 TOOLS = ("memcheck", "racecheck")
@@ -97,9 +97,9 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS))
+    parser = Parser(__doc__)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="that are run")
     parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="whose kernels")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="of the kernels' cases these alone, such as bf16")
     parser.add_argument("--jobs", type=positive, default=8, help="processes at a time")

@@ -30,20 +30,21 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments.arguments import known_scheme
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.steps.floors import token_bytes
-from jllm.engine.options import EngineOptions
+from jllm.engine.options import PAGE_SIZES, EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError
 from jllm.kv_policies.learned_length import PREFIX, Learned, load_learned
 from jllm.kv_policies.length import NAMES
 from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 Row = dict[str, Any]
@@ -198,8 +199,8 @@ def bars(rows: list[Row]) -> list[Row]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"])
+    parser = Parser(__doc__)
+    parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"], help="who gets pages when")
     parser.add_argument("--predictor", nargs="+", default=["none"], help=f"{', '.join(NAMES)}, oracle, learned:FILE")
     parser.add_argument("--predictor-model", default=BUNDLED, help="directory or id (default: the bundled model)")
     parser.add_argument("--quantile", type=float, help="of predicted lengths, that admission counts on")
@@ -210,8 +211,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape: a name in configs/, or a path")
-    parser.add_argument("--quantize", help="scheme of the weights (default: bf16)")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights (default: bf16)")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
     parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens in a step")
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
     parser.add_argument("--requests", type=positive, help="draws from the workload (default: it, once)")
@@ -221,12 +222,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
     parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
     add_result_options(parser)
-    args = parser.parse_args(argv)
-    if args.rate is not None and not args.rate > 0:
-        parser.error(f"--rate must be > 0, not {args.rate}")
-    if not min(args.pool_gib) > 0:
-        parser.error("--pool-gib must be > 0")
-    return args
+    return parser.parse_args(argv)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -9,7 +9,6 @@ simulated figure over the measured one, less 1. Replicas, disaggregation over tw
 never measured.
 """
 
-import argparse
 import json
 import shlex
 import sys
@@ -31,7 +30,7 @@ from experiments.steps.links import read_link
 from experiments.steps.timer import model_config
 from jllm.batch import Bucket
 from jllm.engine.options import EngineOptions
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 
 Row = dict[str, Any]
 COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
@@ -92,7 +91,7 @@ def _compared(file: str, of: str, gpus: int, about: Row, figure: str, measured: 
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("simulation_error", argv)

@@ -11,7 +11,6 @@ result of its own, and --help says what its columns mean.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import add_model_options, add_timing_options
+from experiments.arguments import add_model_options, add_timing_options, known_scheme
 from experiments.drafts import acceptance, claims, steps
 from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
+from experiments.report.documents import read_result
 from experiments.result_file import draw_all, record
 from jllm.pretrained import BUNDLED
 from pallas_kernels.backends import OF_MODELS, on_hopper
-from pallas_kernels.bench.command import add_result_options, interruptible
-from pallas_kernels.bench.numbers import positive
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.numbers import non_negative_number, positive
 
 Row = dict[str, Any]
 
@@ -86,8 +86,12 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     drafters = list(acceptance.DRAFTERS)
     parser.add_argument("--drafters", nargs="+", default=drafters, metavar="NAME", help="as --speculate has them")
     parser.add_argument("--drafts", type=positive, help=f"of a fixed chain (default: {acceptance.DRAFTERS})")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0], metavar="T")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="that prompts are from"
+    )
+    parser.add_argument(
+        "--temperatures", nargs="+", type=non_negative_number, default=[0.0, 0.7, 1.0], metavar="T", help="of draws"
+    )
     parser.add_argument("--documents", type=positive, default=8, help="of each workload (default: %(default)s)")
     parser.add_argument(
         "--tokens", type=positive, nargs=2, default=[64, 192], metavar="N", help="of stories, and others"
@@ -97,10 +101,12 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, scheme=False)
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 64], help="sequences in a step")
     parser.add_argument("--context", type=positive, nargs="+", default=[136, 1024], help="tokens before each step")
     parser.add_argument("--rows", type=positive, nargs="+", default=[2, 4, 8], metavar="Q", help="of a sequence")
-    parser.add_argument("--copies", nargs="+", default=[], metavar="SCHEME", help="that draft as copy:SCHEME (none)")
+    parser.add_argument(
+        "--copies", type=known_scheme, nargs="+", default=[], metavar="SCHEME", help="that draft as copy:SCHEME (none)"
+    )
     parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
@@ -122,11 +128,11 @@ def step_bars(rows: Sequence[Row]) -> Iterator[Row]:
 def add_claims(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
     names = list(claims.CLAIMS)
-    parser.add_argument("--claims", nargs="+", choices=names, default=names)
+    parser.add_argument("--claims", nargs="+", choices=names, default=names, help="which")
     parser.add_argument("--documents", type=positive, default=8, help="of copies and rejection (default: %(default)s)")
     parser.add_argument("--tokens", type=positive, default=48, help="of each document (default: %(default)s)")
     parser.add_argument("--nodes", type=positive, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of trees")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16], help="of batches: requests at once")
     parser.add_argument("--drafter", default="draft", help="of rejection and batches (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=40, help="timed together (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, help="of each time (default: %(default)s)")
@@ -141,11 +147,10 @@ PARTS = {
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="python -m experiments.speculation", description=__doc__, **options)
+    parser = Parser(__doc__, prog="python -m experiments.speculation")
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, part in PARTS.items():
-        each = parts.add_parser(name, help=part.about.partition("\n")[0], description=part.about, **options)
+        each = parts.add_parser(name, help=part.about.partition("\n")[0], description=part.about)
         part.add_options(each)
         add_result_options(each)
     drawing = parts.add_parser("draw", help="draw results as SVG beside them (needs matplotlib)")
@@ -163,9 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(words)
     if args.part == "draw":
-        return draw_all(
-            args.files, lambda path: draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
-        )
+        return draw_all(args.files, lambda path: draw(read_result(path), path.with_suffix(".svg")))
     part = PARTS[args.part]
     command = ["python", "-m", "experiments.speculation", *words]
     beside: Row = {

@@ -20,12 +20,15 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import claim_memory, dtype_name, scheme_name
+from experiments.arguments import claim_memory, dtype_name, known_scheme, scheme_name
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.serving.engines import make_model
+from jllm.cache import parse_kv_cache
+from jllm.config import load_config
 from jllm.engine.engine import Engine
+from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive
 
 Row = dict[str, Any]
@@ -88,13 +91,13 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.set_defaults(host_only=False, guided=None, devices=None)  # make_model asks
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--model", help="a model's directory or id, instead of random weights")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
-    parser.add_argument("--quantize", help="scheme of the weights")
-    parser.add_argument("--slots", type=positive, default=512)
+    parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights")
+    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
     parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
     parser.add_argument("--kv-cache", help="KV format")
     processes = "that trace steps beside a cold start's own; with several numbers, one cold start with each"
@@ -102,6 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=positive, default=2, help="of the warm start, after the last cold one")
     add_result_options(parser)
     args = parser.parse_args(argv)
+    if not args.model:
+        parse_kv_cache(args.kv_cache, load_config(args.config), args.dtype)
+    EngineOptions(max_slots=args.slots, num_pages=args.pages, compile_processes=max(args.processes))
     rows = list(measure(args))  # before this process, too, looks at the device and takes its memory
     return record(args, "start_up", command_line("start_up", argv), rows, bars=bars)
 

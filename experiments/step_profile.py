@@ -30,10 +30,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.arguments import add_model_options, claim_memory, scheme_name
+from experiments.arguments import add_model_options, claim_memory, config_of, scheme_name
 from experiments.result_file import bar, command_line, record
 from experiments.steps.timer import KINDS as STEP_KINDS
-from experiments.steps.timer import StepTimer, model_config, pool_for, random_params, step_of
+from experiments.steps.timer import StepTimer, pool_for, random_params, step_of
 from jllm.batch import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.engine import Engine
@@ -42,7 +42,7 @@ from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.measure import Event, timeline
 from pallas_kernels.bench.numbers import positive
 
@@ -176,7 +176,7 @@ def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_model_options(parser)
     parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="of the step")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64, 256], help="slots, or prompts")
@@ -191,7 +191,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = model_config(args.config, args.layers)
+    tokens = args.input if args.kind == "prefill" else args.context + args.steps + 1
+    config = config_of(args, tokens)
     params = random_params(config, args.dtype, args.scheme)
     for batch in tqdm(args.batch, delay=2):
         yield from of_batch(params, config, batch, args)

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.arguments import scheme_name
+from experiments.arguments import config_of, known_scheme, scheme_name
 from experiments.result_file import command_line, record
-from experiments.steps.timer import model_config
 from jllm.batch import Bucket
 from jllm.cache import make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
@@ -32,7 +31,7 @@ from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.state import State, make_slots
 from pallas_kernels.backends import TARGET
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive
 
 HOPPER = "9.0"
@@ -88,7 +87,7 @@ def of_step(arguments: tuple[Any, ...], static: dict[str, Any], tracers: Tracers
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config, tracers = model_config(args.config, args.layers), Tracers(1)
+    config, tracers = config_of(args), Tracers(1)
     try:
         with choosing_for(HOPPER):
             of_step(*job(config, args.scheme[0], WARM, args), tracers)
@@ -104,16 +103,18 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @interruptible
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
     parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
-    parser.add_argument("--scheme", nargs="+", default=["bf16"], help="of the weights")
+    parser.add_argument("--scheme", type=known_scheme, nargs="+", default=["bf16"], help="of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
     parser.add_argument("--decodes", type=positive, nargs="+", default=[1, 16, 64, 512], help="rows that decode")
     parser.add_argument("--tokens", type=natural, default=0, help="prompt tokens in the step")
     parser.add_argument("--chunks", type=natural, default=0, help="chunks that these may be")
     add_result_options(parser)
     args = parser.parse_args(argv)
+    if not bool(args.tokens) <= args.chunks <= args.tokens:
+        parser.error("--tokens and --chunks belong together: a chunk has at least one token")
     command = command_line("step_tracing", argv)
     return record(args, "step_tracing", command, measure(args))
 

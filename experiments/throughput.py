@@ -28,7 +28,14 @@ from typing import Any
 
 import jax
 
-from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, scheme_name
+from experiments.arguments import (
+    add_model_options,
+    add_timing_options,
+    ceilings_here,
+    claim_memory,
+    config_of,
+    scheme_name,
+)
 from experiments.result_file import command_line, record, rounded
 from experiments.steps import peers
 from experiments.steps.bars import decode_bars, prefill_bars
@@ -40,7 +47,6 @@ from experiments.steps.timer import (
     chunk_of,
     compile_ahead,
     layout_of,
-    model_config,
     page_bytes,
     random_params,
     step_of,
@@ -53,7 +59,7 @@ from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
 from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS, on_hopper
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
 
 Table = dict[str, Any]
@@ -155,7 +161,7 @@ def read_table(path: Path = H800) -> list[Table]:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Table]:
-    config = model_config(args.config, args.layers)
+    config = config_of(args)
     published = {(r["batch"], r["input"], r["output"]): r for r in read_table()}
     cases = list(args.rows or (WholeBatch(*key) for key in published))
     long = next((case for case in cases if case.input + case.output > config.context), None)
@@ -234,7 +240,7 @@ def parse_case(text: str) -> WholeBatch:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_model_options(parser)
     parser.add_argument("--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="default: the published table's")
     parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")

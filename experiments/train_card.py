@@ -4,7 +4,6 @@ Everything in it is computed: figures come from the results file, samples from t
 seeds, so that anyone can draw them again.
 """
 
-import argparse
 import json
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from typing import Any
 
 import jllm
 from jllm.errors import InputFileError, JllmError, OutputError
-from pallas_kernels.bench.command import interruptible
+from pallas_kernels.bench.command import Parser, interruptible
 
 SAMPLES = (  # prompt, temperature, top-p, seed
     ("Once upon a time", 0.8, 0.95, 0),
@@ -32,7 +31,7 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.train_card", description=(__doc__ or "").strip())
+    parser = Parser(__doc__, prog="python -m experiments.train_card")
     parser.add_argument("--results", required=True, metavar="FILE", help="results file of the training run")
     parser.add_argument("--model", default="jllm/assets/fairytale", metavar="DIR", help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -49,7 +48,7 @@ def write_card(model: Path, results: Path) -> None:
         run = json.loads(results.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputFileError(f"{results}: not a readable results file: {error}") from None
-    if not run.get("complete") or not run.get("rows"):
+    if not isinstance(run, dict) or not run.get("complete") or not run.get("rows"):
         raise InputFileError(f"{results}: the run did not complete; a card needs one that did")
     text = TEMPLATE.read_text(encoding="utf-8").format(samples="\n".join(samples(model)), length=LENGTH, **figures(run))
     try:

@@ -14,10 +14,9 @@ Weights stay plain pytrees that jllm serves, trained by plain functions as train
 
 import argparse
 import json
-import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.result_file import ResultFile, refusing
+from experiments.result_file import ResultFile, make_folder, refusing
 from experiments.training.data import Rows, pack
 from experiments.training.drafters import (
     Known,
@@ -45,6 +44,7 @@ from experiments.training.fit import row_nats
 from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.drafter_files import DRAFTS, save_heads
+from jllm.engine.options import MOST_DRAFTS
 from jllm.errors import ConfigError, OutputError
 from jllm.param_specs import init_params
 from jllm.params import Params
@@ -53,7 +53,8 @@ from jllm.sampling import Sampling, neutral_sampling
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.tree import chain
-from pallas_kernels.bench.command import add_result_options
+from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.numbers import natural, non_negative_number, positive, positive_number
 
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}  # names in --out
 
@@ -193,7 +194,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         if (args.out / FILES[kind]).exists():
             raise OutputError(f"{args.out / FILES[kind]}: is there already; name another folder with --out")
     model = load(args.model, dtype="float32")
-    draft_config(model.config, args.width, args.ffn)  # what doesn't fit is told before hours of work
+    # What doesn't fit is told before hours of work.
+    draft_config(model.config, args.width, args.ffn)
+    for name in ("length", "longest"):
+        if getattr(args, name) > model.config.context:
+            raise ConfigError(f"--{name} {getattr(args, name)}: the model's context is {model.config.context}")
+    for folder in filter(None, (args.out, args.texts_folder)):
+        make_folder(folder)
     command = ["python", "-m", "experiments.train_drafters", *argv]
     with ResultFile(args.results, "train_drafters", command, args.label, recipe=vars(recipe)) as results:
         texts = make_texts(model, args, recipe)
@@ -222,30 +229,14 @@ def count(rows: Rows) -> dict[str, int]:
 
 
 def make_recipe(args: argparse.Namespace) -> Recipe:
-    for name in (
-        "steps",
-        "rows",
-        "length",
-        "lr",
-        "texts",
-        "longest",
-        "held_texts",
-        "drafts",
-        "ffn",
-        "medusa_heads",
-        "passes",
-    ):
-        if not 0 < getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
+    for name in ("drafts", "medusa_heads", "passes"):
+        if getattr(args, name) > MOST_DRAFTS:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: a chain has at most {MOST_DRAFTS}")
     return Recipe(**{name: getattr(args, name) for name in Recipe.__dataclass_fields__})
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.train_drafters",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__, prog="python -m experiments.train_drafters")
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
     parser.add_argument("--drafters", nargs="+", choices=FILES, default=list(FILES), help="which (default: all)")
     parser.add_argument("--out", type=Path, default=Path("drafters"), help="folder of drafters (default: %(default)s)")
@@ -256,11 +247,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--texts-folder", type=Path, metavar="DIR", help="keep what the model says, and read it next time"
     )
     for name, value, meaning in TEXT:
-        text.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
+        text.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=meaning)
     recipe = parser.add_argument_group("recipe")
-    for name, number, meaning in RECIPE:
-        options: dict[str, Any] = {"type": type(number), "default": number, "metavar": "X"}
-        recipe.add_argument(f"--{name}", **options, help=f"{meaning} (default: %(default)s)")
+    for name, number, kind, meaning in RECIPE:
+        recipe.add_argument(f"--{name}", type=kind, default=number, metavar="X", help=meaning)
     add_result_options(parser)
     return parser.parse_args(argv)
 
@@ -271,19 +261,19 @@ TEXT = (
     ("held-texts", 40, "held-out prompts, at each temperature"),
     ("drafts", 5, "most drafts in a row that are measured"),
 )
-RECIPE: tuple[tuple[str, int | float, str], ...] = (
-    ("steps", 600, "of each stage"),
-    ("rows", 4, "a step"),
-    ("length", 512, "tokens of a row, and most of a text"),
-    ("lr", 3e-3, "peak learning rate"),
-    ("weight-decay", 0.1, "AdamW's, times the learning rate"),
-    ("decay", 0.8, "how much a depth counts in the loss of heads, to the one before"),
-    ("regression", 0.3, "weight of EAGLE's loss of hidden states"),
-    ("width", 128, "the draft model's E"),
-    ("ffn", 512, "the draft model's F"),
-    ("medusa-heads", 4, "tokens that Medusa drafts ahead"),
-    ("passes", 2, "drafts in a row that EAGLE learns from"),
-    ("seed", 0, "of weights, texts and their order"),
+RECIPE: tuple[tuple[str, int | float, Callable[[str], float], str], ...] = (
+    ("steps", 600, positive, "of each stage"),
+    ("rows", 4, positive, "a step"),
+    ("length", 512, positive, "tokens of a row, and most of a text"),
+    ("lr", 3e-3, positive_number, "peak learning rate"),
+    ("weight-decay", 0.1, non_negative_number, "AdamW's, times the learning rate"),
+    ("decay", 0.8, non_negative_number, "how much a depth counts in the loss of heads, to the one before"),
+    ("regression", 0.3, non_negative_number, "weight of EAGLE's loss of hidden states"),
+    ("width", 128, positive, "the draft model's E"),
+    ("ffn", 512, positive, "the draft model's F"),
+    ("medusa-heads", 4, positive, "tokens that Medusa drafts ahead"),
+    ("passes", 2, positive, "drafts in a row that EAGLE learns from"),
+    ("seed", 0, natural, "of weights, texts and their order"),
 )
 
 

@@ -23,19 +23,10 @@ from tqdm import tqdm
 from experiments.result_file import ResultFile
 from experiments.train_small import BOS, EOS
 from experiments.training.data import Book, Rows, batches, read_books, train_tokenizer
-from experiments.training.fit import (
-    BLOCK,
-    Recipe,
-    TrainState,
-    Validation,
-    begin,
-    make_validation,
-    sum_nats,
-    train_step,
-)
+from experiments.training.fit import BLOCK, Recipe, TrainState, Validation, begin, make_validation, sum_nats, train_step
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive
 
 CONFIG = LlamaConfig(
@@ -88,14 +79,18 @@ def family(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--corpus", required=True, metavar="FILE", help="as train_small takes it")
     parser.add_argument("--valid", required=True, metavar="FILE", help="held-out text")
-    parser.add_argument("--kv-heads", nargs="+", type=positive, default=[8, 2, 1])
-    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2])
+    parser.add_argument("--kv-heads", nargs="+", type=positive, default=[8, 2, 1], help="of each family of models")
+    parser.add_argument(
+        "--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of weights and dropout, at least two"
+    )
     parser.add_argument("--steps", type=positive, default=RECIPE.steps, help="in tens (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=RECIPE.rows, help="a step (default: %(default)s)")
-    parser.add_argument("--eval-every", type=positive, default=RECIPE.eval_every, metavar="STEPS", help="in tens")
+    parser.add_argument(
+        "--eval-every", type=positive, default=RECIPE.eval_every, metavar="STEPS", help="between scores, in tens"
+    )
     add_result_options(parser)
     return parser.parse_args(argv)
 

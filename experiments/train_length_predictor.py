@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
-from experiments.result_file import ResultFile, command_line, refusing, told
+from experiments.result_file import ResultFile, check_output, command_line, refusing, told
 from experiments.training.length_fit import Recipe, bins_of, fit, make_edges
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, OutputError
 from jllm.kv_policies.learned_length import Learned, fingerprint, save_learned
 from jllm.pretrained import BUNDLED, Model, load
-from pallas_kernels.bench.command import add_result_options
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.numbers import natural, non_negative_number, portion, positive, positive_number
 
 Row = dict[str, Any]
 QUANTILES = (0.5, 0.75, 0.9, 0.95)
@@ -110,6 +110,8 @@ def write_workload(requests: Sequence[Request], path: Path) -> None:
 def run(model: Model, args: argparse.Namespace, result: ResultFile) -> None:
     if model.tokenizer is None:
         raise ConfigError("the model needs its tokenizer: a paragraph ends where a token has a line break")
+    if args.texts <= FOLDS:
+        raise ConfigError(f"--texts {args.texts}: must be at least {FOLDS + 1}: {FOLDS} parts and held-out ones")
     start = time.monotonic()
     texts = generate_texts(model, args.texts, args.longest, Path(args.texts_file or f"{args.out}.texts.jsonl"))
     made = time.monotonic() - start
@@ -156,7 +158,7 @@ def run(model: Model, args: argparse.Namespace, result: ResultFile) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
     parser.add_argument("--out", default="length_predictor.safetensors", help="the predictor (default: %(default)s)")
     parser.add_argument("--texts", type=positive, default=720, help="texts to generate (default: %(default)s)")
@@ -167,24 +169,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=32, help="of the hidden layer (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=1500, help="most training steps (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=256, help="requests a step (default: %(default)s)")
-    parser.add_argument("--lr", type=positive_number, default=1e-3)
-    parser.add_argument("--weight-decay", type=float, default=1.0)
-    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--lr", type=positive_number, default=1e-3, help="peak learning rate")
+    parser.add_argument(
+        "--weight-decay", type=non_negative_number, default=1.0, help="AdamW's, times the learning rate"
+    )
+    parser.add_argument("--dropout", type=portion, default=0.2, help="probability that a hidden unit is silent")
     parser.add_argument("--table-rate", type=positive_number, default=0.1, help="of what the tables of tokens learn")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=natural, default=0, help="of cuts, folds, weights and dropout")
     add_result_options(parser)
-    args = parser.parse_args(argv)
-    for name in ("texts", "longest", "cuts", "width", "steps", "rows", "lr"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name} must be > 0, not {getattr(args, name)}")
-    if not 0 <= args.dropout < 1:
-        parser.error(f"--dropout must be in [0, 1), not {args.dropout}")
-    return args
+    return parser.parse_args(argv)
 
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    for file in filter(None, (args.out, args.workload)):
+        check_output(file)
     command = command_line("train_length_predictor", argv)
     with ResultFile(args.results, "train_length_predictor", command, args.label) as result:
         run(load(args.model), args, result)

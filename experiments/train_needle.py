@@ -27,7 +27,7 @@ import optax
 from tqdm import tqdm
 
 from experiments.needles import VOCAB, draw, questions
-from experiments.result_file import ResultFile
+from experiments.result_file import ResultFile, make_folder
 from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import JllmError, OutputError
@@ -35,7 +35,7 @@ from jllm.model import Packed, packed_logits
 from jllm.param_specs import init_params
 from jllm.params import Params
 from pallas_kernels.bench.bars import bar
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive, positive_number
 
 CONFIG = LlamaConfig(
@@ -141,15 +141,15 @@ def train(params: Params, args: argparse.Namespace) -> Iterator[tuple[dict[str, 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
-    parser.add_argument("--steps", type=positive, default=240)
+    parser.add_argument("--steps", type=positive, default=240, help="of training")
     parser.add_argument("--tokens", type=positive, default=4096, help="a step, about (default: %(default)s)")
     parser.add_argument("--lr", type=positive_number, default=2e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS")
+    parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS", help="between validations")
     parser.add_argument("--valid-rows", type=positive, default=8, help="contexts of a validation")
     parser.add_argument("--random", action="store_true", help="begin with random weights")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=natural, default=0, help="of weights and contexts")
     add_result_options(parser)
     return parser.parse_args(argv)
 
@@ -169,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, command: list[str]) -> None:
     if (args.out / "model.safetensors").exists():
         raise OutputError(f"{args.out}: already holds a model; name another folder with --out, or remove it")
+    make_folder(args.out)
     begin = init_params(CONFIG, jax.random.key(args.seed), jnp.float32) if args.random else drafted(CONFIG, args.seed)
     with ResultFile(args.results, "train_needle", command, args.label, model=asdict(CONFIG)) as results:
         for row, now in train(begin, args):

@@ -26,7 +26,7 @@ from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.run_identity import digest
-from pallas_kernels.bench.command import INTERRUPTED, add_result_options, interruptible
+from pallas_kernels.bench.command import INTERRUPTED, Parser, add_result_options, interruptible
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
 
@@ -179,12 +179,11 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        __doc__,
         prog="python -m experiments.train_small",
-        description=__doc__,
         epilog="example: python -m experiments.train_small --corpus tales.txt --valid oz.txt --out my_model; "
         'then: python -m jllm.generate --model my_model "Once upon a time"',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = parser.add_argument_group("text and output")
     text.add_argument("--corpus", required=True, metavar="FILE", help="UTF-8, a paragraph a line, blank between books")

@@ -1,8 +1,28 @@
 """Options that several experiments share."""
 
+import importlib
+
+import jax
 import pytest
 
-from experiments import decode_step, meshes, outliers, ptq_methods, qps, quant_accuracy, quant_steps, throughput
+from experiments import (
+    decode_step,
+    long_context,
+    meshes,
+    outliers,
+    ptq_methods,
+    qps,
+    quant_accuracy,
+    quant_steps,
+    simulate,
+    speculation,
+    start_up,
+    step_profile,
+    step_tracing,
+    throughput,
+)
+from experiments.drafts import steps
+from experiments.serving import engines
 from pallas_kernels.norm_quant import bench
 
 
@@ -35,6 +55,15 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (decode_step.main, ["--page-size", "7"], "invalid choice: 7"),
         (decode_step.main, ["--backend", "cuda"], "invalid choice: 'cuda'"),
         (bench.main, ["--rows", "7"], "invalid choice: 7"),
+        (simulate.main, ["--page-size", "9"], "invalid choice: 9"),
+        (quant_steps.main, ["--schemes", "foo"], "unknown quantization scheme 'foo'"),
+        (quant_steps.main, ["--stages", "decode:bf16:1:foo"], "unknown quantization scheme 'foo'"),
+        (quant_steps.main, ["--stages", "decode:bf16:0"], "is not a stage such as"),
+        (outliers.main, ["--alpha", "2"], "'2' is not a number from 0 to 1"),
+        (outliers.main, ["--strengths", "3"], "a power of two keeps the function"),
+        (speculation.main, ["acceptance", "--temperatures", "nan"], "'nan' is not a number from 0 on"),
+        (speculation.main, ["steps", "--copies", "foo"], "unknown quantization scheme 'foo'"),
+        (step_tracing.main, ["--tokens", "2", "--chunks", "4"], "--tokens and --chunks belong together"),
         (meshes.main, ["--models", "llama-2-7b", "--ranks", "3"], "--ranks 3 fits none of --models"),
         (ptq_methods.main, ["--name", ""], "must be letters, digits"),
     ],
@@ -43,6 +72,76 @@ def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main
     with pytest.raises(SystemExit) as stop:
         main(options)
     assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "says"),
+    [
+        (decode_step.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
+        (decode_step.main, ["--layers", "33"], "--layers 33: configs/llama-2-7b.json has 32"),
+        (decode_step.main, ["--context", "5000"], "the model's context is 4096"),
+        (throughput.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
+        (step_profile.main, ["--kind", "prefill", "--input", "5000"], "the model's context is 4096"),
+        (step_profile.main, ["--config", "none.json"], "none.json: cannot be read"),
+        (quant_steps.main, ["--stages", "decode:foo:1"], "unknown KV format 'foo'"),
+        (quant_steps.main, ["--config", "none.json"], "none.json: cannot be read"),
+        (speculation.main, ["steps", "--kv-cache", "foo"], "unknown KV format 'foo'"),
+        (speculation.main, ["claims", "--nodes", "65"], "each must be from 2 to 64"),
+        (speculation.main, ["claims", "--drafter", "foo"], "speculate='foo' is not known"),
+        (speculation.main, ["acceptance", "--tokens", "64", "1000"], "the model's context is 1024"),
+        (start_up.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
+        (start_up.main, ["--processes", "65"], "an integer from 0 to 64"),
+        (qps.main, ["--top-p", "0"], "top_p must be in (0, 1]"),
+        (qps.main, ["--length-predictor", "wrong"], "length_predictor must be one of"),
+        (qps.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
+        (qps.main, ["--pages", "1"], "num_pages must be at least max_slots"),
+        (qps.main, ["--pool-gib", "1e-9"], "num_pages must be an integer >= 1"),
+        (qps.main, ["--allow", "5000"], "the model's context is 4096"),
+        (long_context.main, ["--text", "none.txt"], "none.txt: cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_made(main, options, says, tmp_path, monkeypatch, capsys):
+    def make(*_: object, **__: object) -> None:
+        raise AssertionError("weights were made")
+
+    for module, name in (
+        (decode_step, "random_params"), (throughput, "random_params"), (step_profile, "random_params"),
+        (quant_steps, "random_params"), (steps, "random_params"), (start_up, "measure"), (long_context, "ask"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, make)
+    made = engines.make_model
+    monkeypatch.setattr(qps, "make_model", lambda args: made(args) if args.host_only else make())
+    assert main([*options, "--results", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of machines without a GPU")
+@pytest.mark.parametrize("main", [decode_step.main, throughput.main, step_profile.main, qps.main])
+def test_a_backend_of_gpus_is_refused_without_one(main, tmp_path, capsys):
+    assert main(["--backend", "mosaic", "--results", str(tmp_path)]) == 2
+    assert "--backend mosaic needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("train_card", ["--results", "list.json"], "the run did not complete"),
+        ("train_needle", ["--out", "list.json"], "list.json: cannot be made a folder"),
+        ("train_length_predictor", ["--out", "."], "it is a folder, give a file"),
+        ("train_length_predictor", ["--workload", "none/x.jsonl"], "there is no folder none"),
+        ("train_length_predictor", ["--texts", "4"], "--texts 4: must be at least 5"),
+        ("train_heads", ["--corpus", "none.txt", "--valid", "none.txt"], "none.txt"),
+        ("train_small", ["--corpus", "none.txt"], "none.txt"),
+    ],
+)
+def test_training_is_refused_before_it_begins(name, options, says, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optax")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[]")
+    assert importlib.import_module(f"experiments.{name}").main(options) == 2
     assert says in capsys.readouterr().err
 
 

@@ -247,8 +247,12 @@ def test_a_run_at_toy_size(tmp_path, capsys):
 def test_bad_arguments_are_named(capsys):
     assert main(["--requests", "4", "--cut", "4", "--host-only"]) == 2
     assert "--cut must leave some of 4 requests" in capsys.readouterr().err
-    assert main(["--requests", "4", "--quantize", "w9", "--host-only"]) == 2
-    assert "w9" in capsys.readouterr().err
-    for bad in (["--devices", "2", "--host-only"], ["--rate", "0"], ["--prefill", "none"], ["--batching", "none"]):
+    for bad in (
+        ["--devices", "2", "--host-only"],
+        ["--quantize", "w9"],
+        ["--rate", "0"],
+        ["--prefill", "none"],
+        ["--batching", "none"],
+    ):
         with pytest.raises(SystemExit):
             parse_args(bad)

@@ -238,7 +238,6 @@ def test_one_file_of_rows(tmp_path, capsys):
         (["--quantile", "2", "--predictor", "quantile"], "admission_quantile"),
         (["--quantile", "0.5", "--predictor", "none", "longest"], "--quantile has no meaning"),
         (["--overflow", "move"], "--overflow has no meaning"),
-        (["--page-size", "9"], "page_size"),
         (["--predictor", "learned:nothing"], "nothing: cannot be read as a length predictor"),
         (["--predictor", "taught"], "length_predictor must be one of"),
     ],

@@ -280,6 +280,7 @@ def test_pictures(part, tmp_path, capsys):
     }  # fmt: skip
     file = tmp_path / f"speculation-{part}-20261123-cpu.json"
     document = {"experiment": f"speculation-{part}", "device": "cpu", "date": "2026-11-23", "rows": rows[part]}
+    document |= {"versions": {}, "command": "", "complete": True, "bars": []}
     file.write_text(json.dumps(document))
     assert speculation.main(["draw", str(file)]) == 0
     assert "<svg" in file.with_suffix(".svg").read_text()

@@ -260,7 +260,16 @@ def test_the_bundled_drafters_are_made_for_the_bundled_model():
 
 
 def test_bad_options(tmp_path, capsys):
-    for options, problem in ((["--steps", "0"], "--steps 0 must be positive"), (["--width", "100"], "multiple of 64")):
+    file = tmp_path / "file"
+    file.write_text("")
+    for options, problem in (
+        (["--width", "100"], "multiple of 64"),
+        (["--drafts", "33"], "a chain has at most 32"),
+        (["--medusa-heads", "33"], "a chain has at most 32"),
+        (["--longest", "1025"], "the model's context is 1024"),
+        (["--texts-folder", str(file)], "cannot be made a folder"),
+        (["--valid", str(tmp_path / "none.txt")], "none.txt"),
+    ):
         assert main([*options, "--out", str(tmp_path / "out"), "--results", str(tmp_path)]) == 2
         assert problem in capsys.readouterr().err
     with pytest.raises(SystemExit) as done:

@@ -1,12 +1,5 @@
 """What an engine would do without one of its ideas, to measure what the idea is worth. Each is a part that Engine takes
-in place of its own:
-
-    batching   merge, or static: a batch is admitted, and the next one when its longest member has ended; or separate:
-               a step has prompts or decodes
-    prefill    ragged, or padded: a step computes as many rows for each of its prompts as the longest has
-    sampling   threshold, or sort: each row's logits are sorted
-    host       late, or wait: a step's tokens are read before the next step is planned
-"""
+in place of its own (ABOUT)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +23,13 @@ BASELINES = {
     "batching": ("merge", "static", "separate"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),
     "host": ("late", "wait"),
 }  # fmt: skip
+ABOUT = {
+    "batching": "static: a batch is admitted, and the next when its longest member has ended; "
+    "separate: a step has prompts or decodes",
+    "prefill": "padded: a step computes as many rows for each of its prompts as the longest has",
+    "sampling": "sort: each row's logits are sorted",
+    "host": "wait: a step's tokens are read before the next step is planned",
+}
 DEVICES: dict[str, type[Device]] = {"threshold": Device, "sort": SortingDevice}  # by the sampler
 SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
     ("merge", "ragged"): Scheduler,

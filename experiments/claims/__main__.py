@@ -26,18 +26,13 @@ from experiments.report.svg import without_matplotlib_said
 from experiments.result_file import ResultFile, command_line
 from jllm.errors import InputFileError, JllmError
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.bench.command import add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive_number
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     known = "\n".join(f"  {name:4} {title}" for name, title in TITLES.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.claims",
-        description=__doc__,
-        epilog=f"claims:\n{known}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__, prog="python -m experiments.claims", epilog=f"claims:\n{known}")
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="which ones, of those below")
     parser.add_argument("--toy", action="store_true", help="toy size on a GPU too, for a try")
     parser.add_argument(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from experiments.arguments import check_backend
 from experiments.drafts.workloads import WORKLOADS
 from experiments.result_file import bar
 from jllm.batch import Bucket
@@ -118,6 +119,7 @@ def make_engines(
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of each workload, temperature and engine. Engines take turns at each document, so that whatever else the
     machine does falls on all of them alike."""
+    check_backend(args.backend)
     model = load(args.model)
     if model.tokenizer is None:
         raise ConfigError(f"{args.model}: has no tokenizer to read the workloads with")
@@ -126,6 +128,11 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     buckets = (Bucket(1, 0, 0), Bucket(1, tokens, 1))
     options = {"max_slots": 1, "max_step_tokens": tokens + 1, "buckets": buckets, "backend": args.backend}
     engines = make_engines(replace(model, tokenizer=None), args.drafters, args.drafts, options)
+    if tokens + max(args.tokens) > model.config.context:
+        raise ConfigError(
+            f"--tokens {' '.join(map(str, args.tokens))} after prompts of up to {tokens}: "
+            f"the model's context is {model.config.context}"
+        )
     for engine in tqdm(engines.values(), desc="compiling", unit="engine"):
         engine.compile_ahead()
         serve(engine, prompts[args.workloads[0]][0], SamplingParams(max_new_tokens=WARM, ignore_eos=True))

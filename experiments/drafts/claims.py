@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.arguments import check_backend
 from experiments.drafts.copies import copies, judge_copies, judge_modes, modes
 from experiments.drafts.costs import batches, judge_batches, judge_nodes, node_costs
 from experiments.drafts.tree_pass import judge_trees, trees
+from jllm.engine.drafters import find_drafter
+from jllm.errors import ConfigError
+from jllm.pretrained import load
+from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.bench.command import RECORDED
 
 Row = dict[str, Any]
@@ -49,8 +54,20 @@ CLAIMS = {
 }
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what one of the claims would be refused for, after the others were measured."""
+    check_backend(args.backend)
+    if not all(2 <= nodes <= MOST_NODES for nodes in args.nodes):
+        raise ConfigError(f"--nodes {' '.join(map(str, args.nodes))}: each must be from 2 to {MOST_NODES}")
+    model = load(args.model)
+    if args.tokens >= model.config.context:
+        raise ConfigError(f"--tokens {args.tokens}: the model's context is {model.config.context}, prompt included")
+    find_drafter(args.drafter, model, DRAFTS)
+
+
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """Each claim's rows, then its verdict."""
+    check(args)
     for name in args.claims:
         claim, found = CLAIMS[name], []
         for row in claim.measure(args):

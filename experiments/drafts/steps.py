@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from experiments.arguments import config_of
 from experiments.drafts.imposed import VerifyingTimer, imposed, verifying_step
 from experiments.result_file import bar
-from experiments.steps.timer import StepTimer, compile_ahead, model_config, pool_for, random_params, step_of, stopwatch
+from experiments.steps.timer import StepTimer, compile_ahead, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.params import Params
@@ -45,7 +46,7 @@ def break_even(tokens: float, drafts: int) -> float | None:
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     if not all(2 <= q <= MOST_NODES for q in args.rows):
         raise ConfigError(f"--rows {' '.join(map(str, args.rows))}: each must be from 2 to {MOST_NODES}")
-    config, note = model_config(args.config, args.layers), stopwatch()
+    config, note = config_of(args, slot_tokens(max(args.context), args)), stopwatch()
     params = random_params(config, args.dtype)
     for context in args.context:
         for batch in args.batch:
@@ -56,10 +57,15 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
             note(f"batch {batch}, context {context}")
 
 
+def slot_tokens(context: int, args: argparse.Namespace) -> int:
+    """Most that a sequence has, once all steps have run."""
+    return context + args.steps * (ACCEPTED + 1) + max(args.rows)
+
+
 def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: argparse.Namespace) -> Iterator[Row]:
     """Steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that all see
     the same lengths; those that make ACCEPTED tokens; and those that draft with copies of the model as well."""
-    pool = pool_for(batch, context + args.steps * (ACCEPTED + 1) + max(args.rows), args.page_size, args.kv_cache)
+    pool = pool_for(batch, slot_tokens(context, args), args.page_size, args.kv_cache)
     plain = StepTimer(params, config, pool, args.backend)
     timers = {
         q: VerifyingTimer(params, config, pool, args.backend, drafter=imposed(chain(q - 1), 0)) for q in args.rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.arguments import MEMORY_SHARE
+from experiments.arguments import MEMORY_SHARE, check_backend
 from experiments.baselines import BASELINES, engine_with
 from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
@@ -17,9 +17,11 @@ from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.layout import WHOLE
+from jllm.engine.placement import find_placements
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
+from jllm.errors import ConfigError
 from jllm.fit import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.pretrained import Model, load
@@ -58,6 +60,19 @@ def make_model(args: argparse.Namespace) -> Model:
     return Model(config, random_params(config, args.dtype, args.quantize or "bf16"), tokenizer)
 
 
+def rehearse(args: argparse.Namespace, longest: int) -> None:
+    """Raises, before weights take minutes to be made, what the engine would be refused for, or a request of `longest`
+    tokens: by an engine without them and without a device."""
+    check_backend(args.backend)
+    alone = argparse.Namespace(**{**vars(args), "host_only": True, "replicas": None})
+    model = make_model(alone)
+    for replicas in () if args.devices else args.replicas or ():
+        find_placements(replicas, model.config)
+    if longest > model.config.context:
+        raise ConfigError(f"a request has {longest} tokens: the model's context is {model.config.context}")
+    make_engine(model, alone).close()
+
+
 def pages_of_h200(
     model: Model, page_size: int, kv_cache: str | None, least: int, memory: float = MEMORY_SHARE * DEVICE_BYTES
 ) -> int:
@@ -84,5 +99,6 @@ def make_engine(
         return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, device=device, **options)
-    options["num_pages"] = options["num_pages"] or pages_of_h200(model, args.page_size, args.kv_cache, args.slots)
+    if options["num_pages"] is None:
+        options["num_pages"] = pages_of_h200(model, args.page_size, args.kv_cache, args.slots)
     return engine_with(model, device=HostOnly, **options)

@@ -21,6 +21,7 @@ from jllm.batch import Bucket, PromptChunk
 from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig, load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.errors import ConfigError
 from jllm.parallel.ranks import WHOLE, place, placed_shapes
 from jllm.parallel.shares import random_share
 from jllm.param_specs import init_params
@@ -34,8 +35,11 @@ UNLIMITED = 1 << 30  # tokens of a sequence
 
 
 def model_config(path: str, layers: int | None) -> LlamaConfig:
-    """The shapes of a config.json, cut to its first layers where a number of them is given."""
+    """The shapes of a config.json, cut to its first layers where a number of them is given. Raises ConfigError where
+    it has fewer."""
     config = load_config(Path(path))
+    if layers is not None and layers > config.num_layers:
+        raise ConfigError(f"--layers {layers}: {path} has {config.num_layers}")
     return config if layers is None else replace(config, num_layers=layers, windows=config.windows[:layers])
 
 

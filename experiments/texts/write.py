@@ -9,7 +9,6 @@ quantization changes adds its divergence to the loss, on average. The same machi
 one's rounding may turn a sample where two tokens were nearly as likely.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from experiments.result_file import refusing
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import OutputError
 from jllm.pretrained import Model
+from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.numbers import positive
 
 DOCUMENTS = 40
@@ -35,7 +35,7 @@ def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, 
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--documents", type=positive, default=DOCUMENTS, help="how many (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=BUNDLED_TEXT, help="default: the bundled text itself")
     args = parser.parse_args(argv)

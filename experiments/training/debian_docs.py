@@ -9,7 +9,6 @@ sentence does, each once. PACKAGES says under which licence each is; a model tha
 tree as they are.
 """
 
-import argparse
 import gzip
 import re
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from experiments.result_file import refusing
 from jllm.errors import InputFileError, OutputError
+from pallas_kernels.bench.command import Parser
 
 PACKAGES = {
     "debian-faq": "GPL-2+",
@@ -113,9 +113,11 @@ def corpus(packages: Iterable[str]) -> Iterator[str]:
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="new corpus")
-    parser.add_argument("--packages", nargs="+", default=list(PACKAGES), metavar="NAME")
+    parser.add_argument(
+        "--packages", nargs="+", default=list(PACKAGES), metavar="NAME", help="Debian packages, read in this order"
+    )
     args = parser.parse_args(argv)
     text = "".join(corpus(args.packages))
     try:

@@ -54,6 +54,8 @@ def make_texts(model: Model, args: argparse.Namespace, recipe: Recipe) -> Texts:
     """Reads or generates the documents, and lets the model go on with their beginnings."""
     files = (None, None, None) if args.texts_folder is None else [args.texts_folder / f"{n}.jsonl" for n in TEXTS]
     rng, length = np.random.default_rng(recipe.seed), recipe.length
+    if args.valid:
+        read_books(args.valid)  # a text that is none is told before the model says a word
     if args.corpus:
         documents = read_documents(model, args.corpus, rng, length)
     else:

@@ -36,6 +36,7 @@ CHAINS = (64, 256)  # exchanges in one jit: the first is what is told, their dif
 REPLAYED_ROWS = 128  # the most
 LINKS = 8  # exchanges in a step of the replays
 SMALL_ROWS, SMALL_US = 64, 6.0  # the bar
+DTYPES = ("bfloat16", "float16", "float32")
 VARIANTS = ("peer", "two-shot", "xla")  # two-shot: peer, of any size
 
 
@@ -175,11 +176,13 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--devices", type=positive, default=2, help="ranks")
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 64, 128, 512, 4096])
-    parser.add_argument("--columns", type=positive, default=4096)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--rows", type=positive, nargs="+", default=[1, 16, 64, 128, 512, 4096], help="of what is summed"
+    )
+    parser.add_argument("--columns", type=positive, default=4096, help="of what is summed")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of what is summed")
     parser.add_argument("--replays", type=positive, default=1000, help="steps that are replayed")
-    parser.add_argument("--backends", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--backends", nargs="+", choices=VARIANTS, default=VARIANTS, help="one after another")
     parser.add_argument("--limit", type=positive_number, default=60, help="seconds for a backend")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

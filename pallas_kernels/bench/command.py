@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,23 @@ Row = dict[str, Any]
 LOCAL = Path("results")  # in the working directory
 RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # what is committed and shown by the results page
 INTERRUPTED = 130  # what shells report for SIGINT
+
+
+class Parser(argparse.ArgumentParser):
+    """Its help has the description as it is written, and after each option what it is by default."""
+
+    def __init__(self, description: str | None = None, **options: Any):
+        super().__init__(description=description, formatter_class=_Help, **options)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        if not text or "default" in text or isinstance(default, bool) or default in (None, [], argparse.SUPPRESS):
+            return text
+        values = default if isinstance(default, list | tuple) else [default]
+        shown = " ".join(os.path.relpath(value) if isinstance(value, Path) else str(value) for value in values)
+        return f"{text} (default: {shown})"
 
 
 def add_results_folder(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +83,7 @@ def interruptible(main: Callable[..., int]) -> Callable[..., int]:
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description)
     add_result_options(parser)
     return parser
 

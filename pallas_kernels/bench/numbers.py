@@ -20,10 +20,35 @@ def natural(text: str) -> int:
 
 def positive_number(text: str) -> float:
     """A time, a rate or a size."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
+
+
+def non_negative_number(text: str) -> float:
+    """A temperature, or a weight of what may count for nothing."""
+    if not 0 <= (number := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return number
+
+
+def fraction(text: str) -> float:
+    """A part of a whole, or all of it."""
+    if not 0 <= (number := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
+def portion(text: str) -> float:
+    """A part of a whole, but not all of it."""
+    if not 0 <= (number := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return number
+
+
+def _number(text: str) -> float:
+    """nan for what is none, which no comparison holds of."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -181,7 +181,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--cells", type=parse_cell, nargs="+", default=[], metavar="ROWSxLENGTH", help="besides, in all formats"
     )
-    parser.add_argument("--heads", nargs="+", choices=["32/32", "32/8"], default=["32/32", "32/8"], metavar="H/K")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        choices=["32/32", "32/8"],
+        default=["32/32", "32/8"],
+        metavar="H/K",
+        help="of queries and of K and V",
+    )
     formats = sorted({case.k_format for case in BENCH_CASES})
     known = [*formats, *VARIANTS]
     parser.add_argument("--formats", nargs="+", choices=known, default=formats, help="of K and V, among the parts'")

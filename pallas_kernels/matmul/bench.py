@@ -64,7 +64,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="of x")
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NxK", help=", ".join(SHAPES)
     )

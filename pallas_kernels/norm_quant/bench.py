@@ -35,7 +35,7 @@ def bars(rows: list[dict[str, Any]]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add_rows(parser, BENCH_CASES)
-    parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=PEERS)
+    parser.add_argument("--peers", nargs="+", choices=(*PEERS, "triton"), default=PEERS, help="backends that are timed")
     args = parser.parse_args(argv)
     cases = [case for rows in args.rows for case in BENCH_CASES if case.rows == rows]
     return record("norm_quant", args, argv, row_bench.table("norm_quant", cases, args.peers, ready), bars)

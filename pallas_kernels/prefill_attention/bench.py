@@ -215,7 +215,8 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--kv", nargs="+", default=sorted({case.k_format for case in BENCH_CASES}), metavar="FORMAT")
+    formats = sorted({case.k_format for case in BENCH_CASES})
+    parser.add_argument("--kv", nargs="+", choices=formats, default=formats, help="formats of K and V")
     add_triton(parser, TritonConfig)
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
     peers.add_options(parser, "FlashInfer's paged attention", 40)

@@ -164,7 +164,7 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
 def main(operation: str, description: str | None, beside: Sequence[str], argv: list[str] | None) -> int:
     """The command of one operation: others of PRODUCTS beside it."""
     parser: argparse.ArgumentParser = make_parser(description)
-    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="of x")
     parser.add_argument("--own-only", action="store_true", help="leave out XLA's")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
     parser.add_argument(

@@ -92,8 +92,15 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M")
-    parser.add_argument("--widths", type=positive, nargs="+", default=[f for f, _ in BENCH_SHAPES], metavar="F")
+    parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="of x")
+    parser.add_argument(
+        "--widths",
+        type=positive,
+        nargs="+",
+        default=[f for f, _ in BENCH_SHAPES],
+        metavar="F",
+        help="MLP dims F of the shapes that are timed",
+    )
     parser.add_argument("--tune", action="store_true", help="other tiles too")
     args = parser.parse_args(argv)
     shapes = [shape for shape in BENCH_SHAPES if shape[0] in args.widths]
