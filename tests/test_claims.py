@@ -122,9 +122,14 @@ def test_tables_have_a_block_for_each_set_of_keys():
 def test_c5_compares_times_with_flash_attention():
     def rows(*times):
         cells = ((1, 1024), (64, 1024), (128, 2048))
-        return [{"R": r, "length": n, "H": 32, "K": 8, "over_flash": t} for (r, n), t in zip(cells, times)]
+        of = {"H": 32, "K": 8, "us": 100.0}
+        return [
+            of | {"R": r, "length": n, "flash_us": 100 * t, "over_flash": round(t, 2)}
+            for (r, n), t in zip(cells, times)
+        ]
 
     yes, partly, no = (c5.judge(rows(*times)) for times in ((1.2, 2.1, 2.0), (1.2, 1.55, 1.55), (1.2, 1.0, 0.9)))
+    assert [c5.judge(rows(1.2, 1.3, least)).verdict for least in (1.051, 1.049)] == ["partly", "no"]
     assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
     faster = "faster: 1.55 to 1.55 times as fast from 65536 keys on, 1.20 to 1.20 times as fast below"
     assert partly.answers[1:] == (f"Yes: {faster}", "No: 2 times as fast")

@@ -143,6 +143,16 @@ def test_c24_holds_each_policys_best_against_the_others():
     assert c24.gains(c24_rows((12.0, 5.0), (6.0, 10.0)), "at once") == {(128, None, None): pytest.approx(0.2)}
     for merged, verdict in ((20.0, "yes"), (19.0, "partly"), (10.1, "no")):
         assert c24.judge(c24_rows((merged, 10.0))).verdict == verdict
+    runs = [c24.judge(c24_rows((merged, 10.0), source="measured")) for merged in (10.5, 10.3, 9.0)]
+    more = "more requests a second on the QPS workload"
+    assert [run.answers[1].partition(" (")[0] for run in runs] == [
+        f"Yes: {more}",
+        "No: +100%: +3% to +3% over all lengths",
+        f"No: {more}",
+    ]
+    assert f"Open: {more} (+3.0% at 128 slots, one run each, no interval)" in runs[1].answers
+    earlier = c24_rows((11.0, 10.0), part="two policies", prompt=9, output=5, layers=8, measured_on="H100")
+    assert c24.judge([*c24_rows((10.3, 10.0), source="measured"), *earlier]).verdict == "partly"
     shapes = c24_rows((20.0, 10.0), part="shapes", prompt=48, output=8)
     found = c24.judge([*c24_rows((10.1, 10.0)), *shapes])
     assert found.verdict == "partly"

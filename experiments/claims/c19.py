@@ -163,7 +163,7 @@ def judge(rows: list[Row]) -> Verdict:
             text = f"{row['phase']} {row['batch']} x {row['tokens']}{how} {row[name]:.1%}"
             near[name][text] = low * (1 - NEAR) <= row[name] <= high * (1 + NEAR)
     parts = [part for name, found in near.items() if found for part in by_case(name, found)]
-    return verdict_of(parts, f"as stated is within {NEAR:.0%} of the share")
+    return verdict_of(parts)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

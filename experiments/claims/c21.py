@@ -75,7 +75,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C21",
-    rule=f"Hidden is at most {HIDDEN:g} times the time of the bytes at the rate of a copy.",
+    rule=f"Hidden is at most {HIDDEN:g} times the time of the bytes at the rate of bfloat16 pages.",
     stated=f"hidden at {STATED}x",
     measure=measure,
     judge=judge,

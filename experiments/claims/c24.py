@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from experiments.accuracy.measured_speed import source_of
-from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
+from experiments.claims.claim import Claim, Interval, Part, Row, Verdict, by_case, verdict_of
+from experiments.claims.contest import NOISE as NOISE_OF_RUNS
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
 from experiments.serving.workload import Request
 from experiments.simulate import Costs, make_costs
@@ -36,7 +37,8 @@ LOAD = 0.7
 SECONDS = {"measured": 20.0, "simulated": 300.0}
 SHAPES = ((48, 8), (48, 32), (48, 128), (512, 32), (512, 128), (1024, 64))  # mean prompt and output
 STATED = 1.0  # +100 %
-NOISE = 0.02  # a gain that is less is none
+SINGLE = "one run each, no interval"
+NOISE = 0.02  # a simulated gain that is less is none
 
 
 def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
@@ -105,13 +107,19 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
     return {case: qps["merged"] / qps["separate"] - 1 for case, qps in best.items() if len(qps) == 2}
 
 
+def surely(gain: float) -> bool | None:
+    """Whether a gain of single runs is one; None where two runs of one policy differ by as much."""
+    return Interval(gain, NOISE_OF_RUNS, 1).reaches(0.0)
+
+
 def judge(rows: list[Row]) -> Verdict:
     workload, shapes, before = (gains(rows, part) for part in ("at once", "shapes", "two policies"))
     if not workload:
         return verdict_of([Part("the two were not measured", False)])
     source = next(row["source"] for row in rows if row["part"] == "at once")
+    more = "more requests a second on the QPS workload"
     said = [f"{gain:+.1%} at {slots} slots" for (slots, *_), gain in workload.items()]
-    figures = []
+    figures, earlier = [], []
     loaded = {row["policy"]: row for row in rows if row["part"] == "at a load"}
     if len(loaded) == 2:
         merged, separate = loaded["merged"], loaded["separate"]
@@ -128,14 +136,20 @@ def judge(rows: list[Row]) -> Verdict:
         )
     for (_, prompt, output), gain in before.items():
         row = next(row for row in rows if row["part"] == "two policies")
-        figures.append(f"measured on {row['measured_on']}, {row['layers']} layers, {prompt} -> {output}: {gain:+.1%}")
+        where = f"{prompt} -> {output} in {row['slots']} slots, {row['layers']} layers, {row['measured_on']}"
+        earlier.append(Part(f"more in another job, {where} ({gain:+.1%}, no interval)", surely(gain)))
     every = [*workload.values(), *shapes.values(), *before.values()]
     parts = [
-        *by_case("more requests a second on the QPS workload", dict(zip(said, (v > NOISE for v in workload.values())))),
+        *(
+            by_case(more, dict(zip(said, (v > NOISE for v in workload.values()))))
+            if source == "simulated"
+            else [Part(f"{more} ({at}, {SINGLE})", surely(gain)) for at, gain in zip(said, workload.values())]
+        ),
         *by_case(
             "more at other lengths",
             {f"{p} -> {o} in {slots} slots: {v:+.0%}": v > NOISE for (slots, p, o), v in shapes.items()},
         ),
+        *earlier,
         Part(f"{STATED:+.0%}: {min(every):+.0%} to {max(every):+.0%} over all lengths", min(every) >= STATED),
     ]
     return verdict_of(parts, *figures, how=source.capitalize())
@@ -155,7 +169,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C24",
-    rule=f"More is by more than {NOISE:.0%}; {STATED:+.0%} has to hold at all lengths.",
+    rule=(
+        f"More is by more than {NOISE:.0%} where it is simulated. Of single runs it is {NOISE_OF_RUNS:.0%} or more, by "
+        f"which two runs of one policy have differed, and open below. {STATED:+.0%} has to hold at all lengths."
+    ),
     stated="+100 %",
     measure=measure,
     judge=judge,

@@ -45,8 +45,9 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    many = [row["over_flash"] for row in rows if row["R"] * row["length"] >= MANY_KEYS]
-    few = [row["over_flash"] for row in rows if row["R"] * row["length"] < MANY_KEYS]
+    over = [(row["R"] * row["length"], row["flash_us"] / row["us"]) for row in rows]  # not rounded: 1.05 decides
+    many = [times for keys, times in over if keys >= MANY_KEYS]
+    few = [times for keys, times in over if keys < MANY_KEYS]
     texts = [
         f"{min(found):.2f} to {max(found):.2f} times as fast {where}"
         for found, where in ((many, f"from {MANY_KEYS} keys on"), (few, "below"))

@@ -103,7 +103,7 @@ ASKED = (
           "qps.*", ".*triton over the default"),
     Asked("QPS workload on two GPUs, an engine each", "1.9 times one", "replicas",
           "qps.*", ".* 2 replicas over one"),
-    Asked("sums of up to 64 x 4096 over two GPUs", "6 us", "all_reduce",
+    Asked("sums of up to 64 x 4096 over two GPUs", "6 us each in a long chain", "all_reduce",
           "all_reduce.*", "2 ranks, .*"),
     Asked("LLaMA-2-7B on two H200s, bf16", "2.6 ms at batch 1, 3.7 at 64", "two",
           "decode_step-two.*", "llama-2-7b .* on 2 devices"),
