@@ -5,6 +5,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+from experiments.serving.workload import half_interval
 from tests.quotes.files import H100, only, rows, spread
 
 BF16, W8A8 = "llama-2-7b_bf16_kv-bf16", "llama-2-7b_w8a8_kv-int8-g8"
@@ -95,8 +96,8 @@ def beside_torch() -> list[float]:
 
 
 def attention(device: str) -> list[float]:
-    """Of decode attention from 65,536 keys and 32 KV heads on, over cuDNN's rate and FlashAttention-2's."""
-    found = [row for row in rows("claims-C5", device, H=32, K=32) if row["R"] * row["length"] >= 65_536]
+    """Of decode attention from 65,536 keys on, over cuDNN's rate and FlashAttention-2's."""
+    found = [row for row in rows("claims-C5", device, H=32) if row["R"] * row["length"] >= 65_536]
     return [*spread([row["over_cudnn"] for row in found]), *spread([row["over_flash"] for row in found])]
 
 
@@ -190,9 +191,12 @@ QUOTES: dict[str, Callable[[], Any]] = {
         f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
         for n in (1, 16, 64, 256)
     },
-    "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs), with int8-g8 K and V at {:.1f}, "
-    "and in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of two)": lambda: [
+    "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs, ± {:.1f} and {:.1f}), with int8-g8 "
+    "K and V at {:.1f}, and the day before in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of "
+    "two)": lambda: [
         *beside_vllms("bfloat16"),
+        served_here("bfloat16")["qps_ci"],
+        half_interval([row["qps"] for row in rows("qps_llama-2-7b_bfloat16", H100, peer="vLLM")]),
         served_here("bfloat16_kv-int8-g8")["qps"],
         *beside_vllms("w8a8_kv-int8-g8"),
     ],
@@ -218,8 +222,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "attention of prompts {:.2f} (one of 2,048 tokens) to {:.2f} times (eight of 1,024)": lambda: spread(
         over_flashinfer("prefill_attention", "q_lens", "kv_lens", "K")
     ),
-    "Decode attention reads at {:.2f} of the rate of cuDNN's on contiguous keys from 65,536 keys and 32 KV heads "
-    "on, and is {:.2f} to {:.2f} times as fast there": lambda: attention(H100)[1:],
+    "From 65,536 keys on decode attention reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys, and is "
+    "{:.2f} to {:.2f} times as fast as": lambda: attention(H100),
     "on an H200 {:.2f} to {:.2f} times": lambda: attention("h200")[2:],
     "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
     "for Hopper hold its lock for {:.1f} to {:.1f} s, so": lambda: tracing(lambda row: row["trace_s"] + row["lower_s"]),
