@@ -89,20 +89,29 @@ def buckets(slots: int, tokens: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(slots, n, min(slots, n)) for n in (0, tokens))
 
 
-def make(level: str, model: Model, args: argparse.Namespace, steps: str) -> Engine | Replicas:
+def options_of(level: str, args: argparse.Namespace, steps: str) -> tuple[Row, Row]:
+    """Options of a level's engines, and those that are others where prompts alone are computed."""
     S, T = args.slots, args.step_tokens
     options, usual = sizes(args, steps), buckets(S, T)
-    if level == "merged":
-        return Engine(model, **options, buckets=usual)
     if level == "separate":  # steps of prompts alone are as small as they can be
         alone = tuple(Bucket(1, b.tokens, b.chunks) for b in usual if b.tokens)
-        return Engine(model, scheduler=SeparateSteps, **options, buckets=(*usual, *alone))
-    if level == "replicas":
-        return Replicas(model, 2, **options, buckets=usual)
+        return options | {"buckets": (*usual, *alone)}, {}
+    if level != "apart":
+        return options | {"buckets": usual}, {}
     P = min(S, args.prefill_slots)
-    prefill = {"max_slots": P, "max_step_tokens": P + T, "buckets": buckets(P, T)}
     joining = tuple(Bucket(S, n, min(S, n)) for n in (0, min(16, T), T))
-    return Disaggregated(model, prefill=prefill, **options, buckets=joining)
+    return options | {"buckets": joining}, {"max_slots": P, "max_step_tokens": P + T, "buckets": buckets(P, T)}
+
+
+def make(level: str, model: Model, args: argparse.Namespace, steps: str) -> Engine | Replicas:
+    options, prefill = options_of(level, args, steps)
+    if level == "replicas":
+        return Replicas(model, 2, **options)
+    if level == "apart":
+        return Disaggregated(model, prefill=prefill, **options)
+    if level == "separate":
+        return Engine(model, scheduler=SeparateSteps, **options)
+    return Engine(model, **options)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

@@ -16,14 +16,19 @@ and whose weights, K and V fit nine tenths of a GPU's memory; the mesh that make
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
+from experiments.accuracy.measured_speed import source_of
 from experiments.other_devices import MEMORY_SHARE, floor_on
+from experiments.report.commands import arguments_of
+from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
-from experiments.steps.cost_model import CONFIGS, CostModel, Row, calibrated, shapes_of
+from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, calibrated, shapes_of
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, step_work, token_bytes
 from experiments.steps.links import Link, Table, read_link
@@ -34,6 +39,7 @@ from pallas_kernels.bench.command import Parser, add_result_options, interruptib
 from pallas_kernels.bench.numbers import positive, positive_number
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
+MEASURED, EXCHANGE = "h100-sxm", "peer"  # of the steps that estimates are held against
 HOST = 8  # GPUs that exchange by NVLink
 BATCHES = (1, *range(8, 1025, 8))  # that --gpus tries
 
@@ -104,6 +110,29 @@ class Mesh:
 
     def fits(self, batch: int, context: int) -> bool:
         return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * self.sheet.memory
+
+
+def checks(results: Path = RESULTS) -> Iterator[Row]:
+    """Decode steps measured on several H100s (experiments.decode_step --devices), and on one of them in the same job,
+    and the estimate of each; of each file the newest."""
+    link = read_link(LINK)
+    newest = {label_of(path): path for path in sorted(results.glob("decode_step-*-h100-80gb-hbm3.json"))}
+    for path in newest.values():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        asked = arguments_of(document["command"])
+        for row in document["rows"]:
+            if asked is None or "devices" not in row:
+                continue
+            config = load_config(CONFIGS / f"{row['model']}.json")
+            config = replace(config, num_layers=asked.layers or config.num_layers)
+            mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, MEASURED)
+            ms = 1e3 * mesh.seconds(row["batch"], row["context"])
+            yield rounded({
+                "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
+                "model": row["model"], "scheme": row.get("scheme", "bf16"), "layers": config.num_layers,
+                "batch": row["batch"], "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
+                "off_by": ms / row["decode_ms"] - 1, **source_of(document, path.name),
+            })  # fmt: skip
 
 
 def meshes(args: argparse.Namespace) -> Iterator[tuple[Row, Mesh]]:

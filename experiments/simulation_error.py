@@ -1,34 +1,35 @@
-"""How far the simulator and its cost model are from what was measured on one GPU and two, figure by figure.
+"""How far the simulator and its cost model are from what was measured on one, two and four GPUs, figure by figure.
 
     python -m experiments.simulation_error
 
-Steps of meshes (experiments.meshes) against experiments.decode_step on two H100s and one; the QPS workload through an
-engine on an H200 (claim C23's file), all at once and by Poisson arrivals; and on an H100 eight layers whose prompts are
-in steps with decodes, and in steps of their own (experiments.disaggregation). Each by the newest file. `off_by` is the
-simulated figure over the measured one, less 1. Replicas, disaggregation over two GPUs, and meshes of more than two were
-never measured.
+Steps of meshes (experiments.meshes) against experiments.decode_step on four H100s, two and one; the QPS workload
+through an engine on an H200 (claim C23's file), all at once and by Poisson arrivals, and through an engine on each of
+one and two H100s, all at once; and on H100s eight layers whose prompts are in steps with decodes, in steps of their
+own, and on a GPU of their own (experiments.disaggregation). Each by the newest file. `off_by` is the simulated figure
+over the measured one, less 1. Engines that are simulated side by side share no host; those of one process do.
 """
 
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments import disaggregation
+from experiments import disaggregation, qps
 from experiments.baselines import SeparateSteps
-from experiments.claims import c32
 from experiments.claims.loads import simulated
-from experiments.meshes import LINK, Mesh
+from experiments.meshes import EXCHANGE, LINK, MEASURED, Mesh, checks
 from experiments.result_file import command_line, record, rounded
+from experiments.serving.workload import Request, read_workload
 from experiments.simulate import make_costs
+from experiments.simulation.apart import Make, Prompts, apart, merged
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
 from experiments.steps.cost_model import RESULTS, newest
-from experiments.steps.links import read_link
+from experiments.steps.links import Link, read_link
 from experiments.steps.timer import model_config
-from jllm.batch import Bucket
 from jllm.engine.options import EngineOptions
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 
@@ -38,11 +39,16 @@ COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 def figures(results: Path = RESULTS) -> Iterator[Row]:
     """A row for each figure that was measured."""
-    for row in c32.checks():
-        about = {"model": row["model"], "layers": row["layers"], "batch": row["batch"], "context": row["context"]}
-        yield _compared(row["file"], "step", row["ranks"], about, "decode_ms", row["measured_ms"], row["estimated_ms"])
+    link = read_link(LINK)
+    for row in checks(results):
+        about = {name: row[name] for name in ("model", "scheme", "layers", "batch", "context")}
+        ms = {"decode_ms": row["measured_ms"]}, {"decode_ms": row["estimated_ms"]}
+        yield from _compared(row["file"], "step", row["ranks"], about, *ms)
     yield from of_one_engine(results)
-    yield from of_levels(results)
+    for path in sorted(results.glob("qps_llama-2-7b_bfloat16_replicas*-h100-80gb-hbm3.json"))[-1:]:
+        yield from of_replicas(path, link)
+    for path in sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))[-1:]:
+        yield from of_levels(path, link)
 
 
 def of_one_engine(results: Path) -> Iterator[Row]:
@@ -55,38 +61,72 @@ def of_one_engine(results: Path) -> Iterator[Row]:
     for row in document["rows"]:
         if "load" in row:
             ours = simulated(costs, count=int(row["requests"]), rate=row["rate"])
-            about = {"model": "llama-2-7b", "layers": 32, "load": row["load"]}
-            for key in COMPARED:
-                yield _compared(name, "serving", 1, about, key, row[key], ours[key])
+            yield from _compared(
+                name, "serving", 1, {"model": "llama-2-7b", "layers": 32, "load": row["load"]}, row, ours
+            )
 
 
-def of_levels(results: Path) -> Iterator[Row]:
-    """Steps with prompts and decodes, and with either alone, on an H100."""
-    for path in sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))[-1:]:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        args = disaggregation.parse_args(shlex.split(document["command"])[3:])
-        config = model_config(args.config, args.layers)
-        mesh = Mesh(config, 1, None, None, read_link(LINK), c32.EXCHANGE, "h100-sxm")
-        for row in document["rows"]:
-            if row.get("how") not in ("merged", "separate"):
-                continue
-            sizes = disaggregation.buckets(args.slots, args.step_tokens)
-            more: Row = {}
-            if row["how"] == "separate":
-                more["scheduler"] = SeparateSteps
-                sizes = (*sizes, *(Bucket(1, b.tokens, b.chunks) for b in sizes if b.tokens))
-            options = EngineOptions(**disaggregation.sizes(args, ""), buckets=sizes)
-            engine = Simulation(mesh.config, options, mesh.cost, 3 * args.output // 2 + 1, **more)
-            requests = disaggregation.workload(args, row["rate"])
-            ours = engine.run(Arrival(Sample((1,) * r.prompt, r.output), r.arrival) for r in requests).figures()
-            about = {"model": row["model"], "layers": row["layers"], "level": row["level"], "load": row["load"]}
-            for key in COMPARED:
-                yield _compared(path.name, "level", 1, about, key, row[key], ours[key])
+def of_replicas(path: Path, link: Link) -> Iterator[Row]:
+    """The QPS workload once for each of several H100s, all at once, through an engine on each."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    args = qps.parse_args(shlex.split(document["command"])[3:])
+    mesh = Mesh(model_config(args.config, None), 1, args.quantize, args.kv_cache, link, EXCHANGE, MEASURED)
+    requests = read_workload(args.workload, args.requests, args.rate, args.seed)
+    for row in document["rows"]:
+        if row["repeat"] == "mean":
+            each = row["replicas"]
+            options: Row = {
+                "max_slots": args.slots, "page_size": args.page_size, "max_step_tokens": args.max_step_tokens,
+                "num_pages": int(row["pages_total"]) // each, "kv_cache": args.kv_cache,
+            }  # fmt: skip
+            make = engines(mesh, options, max(request.output for request in requests))
+            ours = merged(make, _arrivals(requests * each), each).figures()
+            about = {"model": row["model"], "layers": mesh.config.num_layers, "load": None}
+            yield from _compared(path.name, "replicas", each, about, row, ours)
 
 
-def _compared(file: str, of: str, gpus: int, about: Row, figure: str, measured: float, simulated: float) -> Row:
-    found = {"measured": measured, "simulated": simulated, "off_by": simulated / measured - 1}
-    return rounded({"of": of, "gpus": gpus, **about, "figure": figure, **found, "file": file})
+def of_levels(path: Path, link: Link) -> Iterator[Row]:
+    """Prompts in steps with decodes, in steps of their own, and on a GPU of their own, on H100s."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    args = disaggregation.parse_args(shlex.split(document["command"])[3:])
+    mesh = Mesh(model_config(args.config, args.layers), 1, None, None, link, EXCHANGE, MEASURED)
+    runs = {
+        "replicas": partial(merged, engines=2),
+        "apart": partial(apart, prefill=1, decode=1, copy=lambda tokens: link.copy.seconds(tokens * mesh.kv_bytes)),
+    }
+    for row in document["rows"]:
+        if row["part"] == "measured":
+            usual, prompts = disaggregation.options_of(row["how"], args, "")
+            more: Row = {"scheduler": SeparateSteps} if row["how"] == "separate" else {}
+            make = engines(mesh, usual, 3 * args.output // 2 + 1, prompts, **more)
+            run = runs.get(row["how"], partial(merged, engines=1))
+            ours = run(make, _arrivals(disaggregation.workload(args, row["rate"]))).figures()
+            about = {name: row[name] for name in ("model", "layers", "level", "load")}
+            yield from _compared(path.name, "level", row["gpus"], about, row, ours)
+
+
+def engines(mesh: Mesh, usual: Row, longest: int, prompts: Row | None = None, **more: Any) -> Make:
+    """What makes an engine; of which kind, the caller says. Where prompts alone are computed, options are those of
+    `prompts` before the usual ones."""
+
+    def make(kind: Callable[..., Simulation]) -> Simulation:
+        options = EngineOptions(**(usual | (prompts or {}) if kind is Prompts else usual))
+        return kind(mesh.config, options, mesh.cost, longest, **more)
+
+    return make
+
+
+def _arrivals(requests: list[Request]) -> list[Arrival]:
+    return [Arrival(Sample((1,) * r.prompt, r.output), r.arrival) for r in requests]
+
+
+def _compared(file: str, of: str, gpus: int, about: Row, measured: Row, simulated: Row) -> Iterator[Row]:
+    """A row for each figure that both have."""
+    for figure in (*COMPARED, "decode_ms"):
+        if figure in measured:
+            found = {"measured": measured[figure], "simulated": simulated[figure]}
+            found["off_by"] = simulated[figure] / measured[figure] - 1
+            yield rounded({"of": of, "gpus": gpus, **about, "figure": figure, **found, "file": file})
 
 
 @interruptible

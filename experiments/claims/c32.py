@@ -6,23 +6,21 @@ are in bf16. Of each model and device that has room, `one_ms` is a step of one s
 batch that nine tenths of the memory hold, up to 1,024, and `batch_50ms` the largest batch whose step is under 50 ms.
 LLaMA-3.1-405B is there for what is beyond 100 billion parameters.
 
-`check` rows are steps that were measured: those of two H100s, 20 layers of LLaMA-2-70B among them, and what would have
-been estimated. The largest of their errors is the margin: a step is under 50 ms if it is so with that much more.
+`check` rows are steps that were measured, with 16-bit weights on one H100, on two and on four, and what would have been
+estimated. The largest of their errors is the margin: a step is under 50 ms if it is so with that much more.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.hardware import backend_of, shares_by_backend
-from experiments.meshes import BATCHES, Mesh
+from experiments.meshes import BATCHES, EXCHANGE, LINK, Mesh, checks
 from experiments.other_devices import MEMORY_SHARE, cost_on
 from experiments.report.documents import short
 from experiments.result_file import rounded
-from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, shapes_of
+from experiments.steps.cost_model import CONFIGS, CostModel, shapes_of
 from experiments.steps.devices import device_sheets
 from experiments.steps.floors import step_work
 from experiments.steps.links import read_link
@@ -42,13 +40,11 @@ MODELS = (
 )
 MESHES = ("h200-sxm", "h100-sxm")
 CONTEXTS = (1024, 8192)
-LINK, EXCHANGE = "h200-nvlink", "peer"
 STATED_MS, STATED_BILLIONS = 50.0, 100.0
-CHECKS = (("decode_step-two", None), ("decode_step-two-layers20", 20))  # files, and how many layers they have
 
 
 def measure(toy: bool) -> Iterator[Row]:
-    yield from checks()
+    yield from (row for row in checks() if row["scheme"] == "bf16")
     link, shares = read_link(LINK), shares_by_backend()
     alone = [(sheet, backend_of(sheet)) for stem, sheet in device_sheets().items() if stem not in MESHES]
     for name in MODELS[:1] if toy else MODELS:
@@ -95,25 +91,6 @@ def steps(about: Row, seconds: Callable[[int, int], float], fits: Callable[[int,
             yield rounded(about | row | {"full_batch": held[-1], "full_ms": ms[held[-1]]})
 
 
-def checks() -> Iterator[Row]:
-    """Measured steps on two devices, and the estimate of each."""
-    link = read_link(LINK)
-    for name, layers in CHECKS:
-        for path in sorted(RESULTS.glob(f"{name}-{'[0-9]' * 8}-h100-80gb-hbm3.json"))[-1:]:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            for row in document["rows"]:
-                config = load_config(CONFIGS / f"{row['model']}.json")
-                config = config if layers is None else replace(config, num_layers=layers)
-                mesh = Mesh(config, row["devices"], None, None, link, EXCHANGE, "h100-sxm")
-                ms = 1e3 * mesh.seconds(row["batch"], row["context"])
-                yield rounded({
-                    "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
-                    "model": row["model"], "layers": config.num_layers, "batch": row["batch"],
-                    "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
-                    "off_by": ms / row["decode_ms"] - 1, **source_of(document, path.name),
-                })  # fmt: skip
-
-
 def judge(rows: list[Row]) -> Verdict:
     """Of models below STATED_BILLIONS, with the most that a measured step took over its estimate added."""
     checks = [row["measured_ms"] / row["estimated_ms"] for row in rows if row["part"] == "check"]
@@ -137,8 +114,8 @@ def judge(rows: list[Row]) -> Verdict:
                 )
     large = [row for row in found if row["part"] == "mesh" and row["billions"] >= STATED_BILLIONS]
     error = (
-        f"with {margin - 1:.0%} added, the most that one of {len(checks)} steps measured on one and two H100s, at "
-        "short contexts, took over its estimate"
+        f"with {margin - 1:.0%} added, the most that one of {len(checks)} steps measured on one, two and four H100s, "
+        "at short contexts, took over its estimate"
     )
     return verdict_of(parts, error, *(of_mesh(row, margin) for row in large), how="Estimated")
 

@@ -12,8 +12,8 @@ SIMULATIONS = (
         (
             Table(
                 (
-                    "of", "gpus", "model", "layers", "batch", "context", "level", "load", "figure", "measured",
-                    "simulated", "off_by", "file",
+                    "of", "gpus", "model", "scheme", "layers", "batch", "context", "level", "load", "figure",
+                    "measured", "simulated", "off_by", "file",
                 ),
                 "by figure",
             ),
