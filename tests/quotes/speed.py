@@ -192,8 +192,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
         for n in (1, 16, 64, 256)
     },
     "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs, ± {:.1f} and {:.1f}), with int8-g8 "
-    "K and V at {:.1f}, and the day before in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean of "
-    "two)": lambda: [
+    "K and V at {:.1f}, and the day before in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean "
+    "of two)": lambda: [
         *beside_vllms("bfloat16"),
         served_here("bfloat16")["qps_ci"],
         half_interval([row["qps"] for row in rows("qps_llama-2-7b_bfloat16", H100, peer="vLLM")]),
