@@ -133,9 +133,8 @@ def requests(results: Results) -> Iterator[str]:
             source = f"[{runs}](results/{row['file']})" if runs else f"[another run](workloads/{PASTED.name})"
             cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
         yield (
-            f"The QPS workload on one {short(results.device)}, 1,024 conversations at once, or on as many and so many "
-            "times the conversations as a row has replicas: of each system the mean of all runs of one job, the job "
-            "with most of them (of as many, one that timed vLLM too), and Student's t at 95 % over them. A single run "
-            "has no interval."
+            f"The QPS workload, 1,024 conversations at once on one {short(results.device)}; replicas have a device and "
+            "as many conversations each. Of each system the mean of all runs of one job, the job with most of them (of "
+            "as many, one that timed vLLM too), and Student's t at 95 % over them. A single run has no interval."
         )
         yield markdown(["system", "requests a second", "", "of the floor", "from"], cells)
