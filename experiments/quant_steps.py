@@ -66,6 +66,11 @@ PAGE = 16
 W4A16_MS = 1.75  # of a decode step of one sequence, at most
 
 
+def slot_tokens(kind: str, args: argparse.Namespace) -> int:
+    """The most that a slot has in steps of that kind."""
+    return (args.context + args.steps if kind == "decode" else args.input) + 1
+
+
 @dataclass(frozen=True)
 class Case:
     """One compiled step."""
@@ -82,8 +87,8 @@ class Case:
 
     def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
         """Slots have pages for a prompt, or for --context tokens and --steps more."""
-        tokens = args.context + args.steps if self.kind == "decode" else args.input
-        return StepTimer(params, config, pool_for(self.batch, tokens + 1, PAGE, self.kv), args.backend)
+        pool = pool_for(self.batch, slot_tokens(self.kind, args), PAGE, self.kv)
+        return StepTimer(params, config, pool, args.backend)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.draw:
         return draw_all([args.draw], lambda path: draw(read_document(path), path.with_suffix(".svg")))
-    config = config_of(args, max(args.context + args.steps, args.input) + 1)
+    config = config_of(args, max(slot_tokens(stage.kind, args) for stage in args.stages))
     for stage in args.stages:
         parse_kv_cache(stage.kv, config, jnp.bfloat16)
     command = command_line("quant_steps", argv)

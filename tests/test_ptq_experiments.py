@@ -138,7 +138,6 @@ def test_outliers_of_a_strength_are_not_computed_again(calls, monkeypatch):
         (ptq_methods.main, ["--schemes", "w4a16-g64", "w4a16-g48"], "K must be a multiple of 96"),
         (ptq_methods.main, ["--schemes", "w8a8-all", "bf16"], "bf16 quantizes nothing"),
         (ptq_methods.main, ["--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
-        (outliers.main, ["--strengths", "3"], "a power of two keeps the function"),
         (outliers.main, ["--groups", "48"], "K must be a multiple of 96"),
         (outliers.main, ["--layer", "8"], "--layer must be in 0 .. 7, not 8"),
     ],

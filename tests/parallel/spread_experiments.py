@@ -103,10 +103,12 @@ def test_replicas_of_meshes_serve_the_workload(toy, tmp_path, capsys, scheme):
         assert alone["requests"] == 3
 
 
-def test_more_devices_than_there_are(toy, capsys):
-    assert qps.main(["--config", str(toy), "--devices", "2", "--replicas", "5", "--requests", "2"]) == 2
+def test_more_devices_than_there_are(toy, tmp_path, capsys):
+    (tmp_path / "work.json").write_text(json.dumps({"requests": [[5, 6], [3, 4]]}))
+    options = ["--config", str(toy), "--workload", str(tmp_path / "work.json")]
+    assert qps.main([*options, "--devices", "2", "--replicas", "5"]) == 2
     assert "5 replicas need 10 devices, and there are 8: give 1 to 4" in capsys.readouterr().err
-    assert qps.main(["--config", str(toy), "--devices", "16", "--requests", "2"]) == 2
+    assert qps.main([*options, "--devices", "16"]) == 2
     assert "16 devices asked for, and there are 8" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="3 devices cannot share"):
         spread(load_config(toy), make_mesh(3))

@@ -86,7 +86,7 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     config = replace(CONFIG, num_layers=1, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--results", str(tmp_path), "--json"]
-    flags += ["--schemes", "nowhere", "--stages", "prefill:bf16:2:w8a8-all"]  # claim C8's decodes, and has two schemes
+    flags += ["--schemes", "fp8", "--stages", "prefill:bf16:2:w8a8-all"]  # a stage's own schemes are what it runs
     assert main([*flags, "--steps", "2", "--repeats", "1"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["complete"]
