@@ -187,9 +187,10 @@ class Disaggregated(Replicas):
     def _reserve(self, samples: int) -> bool:
         """The same; it is theirs then."""
         with self._lock:
-            room = self._has_room(samples)
-            self._reserved += samples * room
-            return room
+            if not self._has_room(samples):
+                return False
+            self._reserved += samples
+            return True
 
     def _drop(self, request: Request, replica: Replica) -> None:
         super()._drop(request, replica)
