@@ -149,7 +149,7 @@ TWO_GPUS = (
     experiment("two_70b_w4a16", f"{ON_TWO_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
     # Sixteen layers: of eight a step takes the GPU no longer than the host. Three engines' pages fit beside them.
     experiment("disaggregation", "disaggregation --layers 16 --levels merged replicas apart --requests 100 --repeats 2"
-               " --load 0.5 0.8", 420, gpus=2),
+               " --load 0.5 0.8 --label 16-layers", 420, gpus=2),
     experiment("two_8b", f"decode_step --label two-8b --config configs/llama-3-8b.json {ON_TWO}", 160, gpus=2),
     bench("all_reduce", "--limit 35 --rows 1 16 64 128 512 4096", 100, gpus=2),
 )  # fmt: skip

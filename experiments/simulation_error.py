@@ -47,7 +47,7 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
     yield from of_one_engine(results)
     for path in sorted(results.glob("qps_llama-2-7b_bfloat16_replicas*-h100-80gb-hbm3.json"))[-1:]:
         yield from of_replicas(path, link)
-    for path in sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))[-1:]:
+    for path in sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json")):  # by layers
         yield from of_levels(path, link)
 
 

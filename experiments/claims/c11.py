@@ -88,8 +88,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
     left, right = figure.subplots(1, 2)
     steps = [row for row in rows if "work_saved" in row]
     for i, (key, label) in enumerate((("work_saved", "rows"), ("time_saved", "time"))):
-        at, shares = zip(*((x + 0.4 * i - 0.2, 100 * row[key]) for x, row in enumerate(steps) if key in row))
-        left.bar(at, shares, 0.38, label=label)
+        found = [(x + 0.4 * i - 0.2, 100 * row[key]) for x, row in enumerate(steps) if key in row]
+        if found:  # of a run that was cut off there may be none
+            left.bar(*zip(*found), 0.38, label=label)
     left.axhline(100 * STATED, color="black", linestyle="--", linewidth=1, label="as stated")
     left.set_xticks(range(len(steps)), [str(row["prompts"]) for row in steps])
     left.set_xlabel("prompts in a step")

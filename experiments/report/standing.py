@@ -12,9 +12,10 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """Each claim and the newest file that decides it, in order; of claims about any model those of the bundled one."""
+    """Each claim and the newest file that decides it, in order, or, where none does, the newest that was cut off; of
+    claims about any model those of the bundled one."""
     found: dict[str, Entry] = {}
-    for entry in sorted(results.entries, key=lambda entry: entry.document["date"]):
+    for entry in sorted(results.entries, key=lambda entry: (entry.document["complete"], entry.document["date"])):
         name = claim_named(entry.document["experiment"])
         rows = entry.document["rows"]
         if name and rows and "verdict" in rows[-1] and subject_of(rows) == BUNDLED_SUBJECT.name:

@@ -54,6 +54,12 @@ def beside_vllms(scheme: str) -> list[float]:
     return [served_here(scheme)["qps"], mean([row["qps"] for row in theirs])]
 
 
+def intervals(scheme: str) -> list[float]:
+    """Half of the 95 % interval of both."""
+    theirs = rows(f"qps_llama-2-7b_{scheme}", H100, peer="vLLM")
+    return [served_here(scheme)["qps_ci"], half_interval([row["qps"] for row in theirs])]
+
+
 def exchanges(backend: str) -> list[float]:
     """Microseconds between two GPUs, of what a chain has."""
     return [only("all_reduce", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512, 4096)]
@@ -75,24 +81,20 @@ def by_replicas() -> list[float]:
 
 
 def apart() -> list[float]:
-    """Apart over replicas, at the loads that both serve: throughput, then the least and the most of the 99th
-    percentiles between tokens and of first tokens."""
-    found = rows("disaggregation", H100, part="claim")
+    """Apart over replicas: throughput of all at once, then at the loads that both serve the least and the most of the
+    99th percentiles between tokens and of first tokens."""
+    at_once, *found = rows("disaggregation-16-layers", H100, part="claim")
+    assert at_once["load"] is None
     ratios = [[row[f"{name}_over_merged"] for row in found] for name in ("itl_ms_p99", "ttft_ms_p99")]
-    return [found[0]["output_tokens_s_over_merged"], *spread(ratios[0]), *spread(ratios[1])]
+    return [at_once["output_tokens_s_over_merged"], *spread(ratios[0]), *spread(ratios[1])]
 
 
-def eight_layers_on_two() -> float:
-    """Requests a second of two engines over one's."""
-    two, one = (only("disaggregation", H100, how=how, load=None)["qps"] for how in ("replicas", "merged"))
-    return two / one
-
-
-def beside_torch() -> list[float]:
-    found = rows("throughput_llama-2-7b_bf16_kv-bf16-peers", input=8)
+def beside_torch(label: str, device: str, *batches: int) -> list[float]:
+    """Milliseconds of steps of ours, each with that of PyTorch's in the same run."""
+    found = rows(f"throughput_{BF16}-{label}", device, input=8)
     ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
     theirs = {row["batch"]: row["decode_ms"] for row in found if "peer" in row}
-    return [ms for batch in (1, 32, 128) for ms in (ours[batch], theirs[batch])]
+    return [ms for batch in batches for ms in (ours[batch], theirs[batch])]
 
 
 def attention(device: str) -> list[float]:
@@ -186,19 +188,20 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "steps in bf16 took {:.2f}, {:.2f} and {:.1f} ms at batch 1, 64 and 512": lambda: (
         decoded(BF16, 1, 64, 512, device="h200")
     ),
-    "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": beside_torch,
+    "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": partial(
+        beside_torch, "peers", "h200", 1, 32, 128
+    ),
     **{
         f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
         for n in (1, 16, 64, 256)
     },
     "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs, ± {:.1f} and {:.1f}), with int8-g8 "
-    "K and V at {:.1f}, and the day before in `w8a8` with these at {:.1f} (a run), for {:.1f} by vLLM in fp8 (the mean "
-    "of two)": lambda: [
+    "K and V at {:.1f}, and in `w8a8` with these at {:.1f}, for {:.1f} by vLLM in fp8 (± {:.1f} and {:.1f})": lambda: [
         *beside_vllms("bfloat16"),
-        served_here("bfloat16")["qps_ci"],
-        half_interval([row["qps"] for row in rows("qps_llama-2-7b_bfloat16", H100, peer="vLLM")]),
+        *intervals("bfloat16"),
         served_here("bfloat16_kv-int8-g8")["qps"],
         *beside_vllms("w8a8_kv-int8-g8"),
+        *intervals("w8a8_kv-int8-g8"),
     ],
     "are served at {:.1f} a second on an H100, where {:.0f} of them run at once on average": lambda: [
         served_here("bfloat16")[name] for name in ("qps", "running_mean")
@@ -210,12 +213,16 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "on an H200 they were at {:.1f} and {:.1f}, means of two runs.": lambda: [
         only(f"qps_llama-2-7b_{scheme}", repeat="mean")["qps"] for scheme in ("bfloat16", "w8a8_kv-int8-g8")
     ],
-    "in bf16 an H100 idles for {:.1f} % of the time at batch 1": lambda: [
-        100 * only("step_profile_serve", H100, kind="gap")["share"]
+    "by the clock for at most {:.1f} % of a step at batch 1": lambda: [
+        100 * max(row["share"] for row in rows("step_profile_serve", H100, kind="gap by the clock"))
     ],
-    "and in `w8a8` for {:.1f} % by a profile": lambda: [
-        100 * only("step_profile_serve-w8a8", H100, kind="gap")["share"]
+    "where kernels take {:.1f} ms, it did for {:.1f} % while other programs kept the host busy": lambda: [
+        sum(row["us"] for row in rows("step_profile_serve-w8a8", H100, kernel="(all)")) / 1e3,
+        100 * only("step_profile_serve-w8a8", H100, kind="gap by the clock")["share"],
     ],
+    "a step takes {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 128 and {:.2f} for {:.2f} at 256": partial(
+        beside_torch, "torch", H100, 1, 128, 256
+    ),
     "takes {:.2f} to {:.2f} times as long as FlashInfer's fastest variant": lambda: spread(
         over_flashinfer("decode_attention", "R", "length", "K")
     ),
@@ -265,7 +272,6 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "Two engines with LLaMA-2-7B on two H100s serve {:.1f} requests a second, {:.2f} times the {:.1f} of one": (
         by_replicas
     ),
-    "on two H100s apart made {:.2f} times the tokens a second of replicas, and the 99th percentile between tokens was "
-    "{:.1f} to {:.1f} times theirs, of first tokens {:.1f} to {:.1f} times": apart,
-    "replicas there served {:.2f} times one engine's requests": lambda: [eight_layers_on_two()],
+    "apart made {:.2f} times the tokens a second of replicas; at the loads the 99th percentile between tokens was "
+    "{:.2f} to {:.2f} times theirs, of first tokens {:.1f} to {:.1f} times": apart,
 }  # fmt: skip
