@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.report.markdown import slug
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
@@ -62,6 +64,15 @@ def test_commands_take_their_options(page, monkeypatch):
         monkeypatch.setattr(sys, "argv", [module, *shlex.split(arguments.replace("...", ""))])
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_sections_that_links_name_are_there(page):
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        file = page.parent / path if path else page
+        if file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{file.name}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
