@@ -17,24 +17,31 @@ class Command:
     seconds: int
     timed: bool = True  # alone on the device; tests run side by side
     peer_seconds: int = 0  # more, where others are measured beside it; 0: it has none
+    of_peers: str = ""  # options that are about these
     gpus: int = 1  # that it takes, all of one host
+
+    def __post_init__(self) -> None:
+        if self.gpus > 1 and not self.timed:
+            raise ValueError(f"{self.name}: what is not timed shares a GPU: gpus must be 1, not {self.gpus}")
 
     def beside(self, peers: Path | None) -> "Command":
         """The command with others' scripts beside it, where it has any."""
         if peers is None or not self.peer_seconds:
             return self
-        line = f"{self.line} --peers {shlex.quote(str(peers))}"
+        line = " ".join(filter(None, (self.line, self.of_peers, f"--peers {shlex.quote(str(peers))}")))
         return replace(self, line=line, seconds=self.seconds + self.peer_seconds)
 
 
-def experiment(name: str, line: str, seconds: int, *, peer_seconds: int = 0, gpus: int = 1) -> Command:
-    return Command(name, f"-m experiments.{line} --results {{results}}", seconds, True, peer_seconds, gpus)
+def experiment(
+    name: str, line: str, seconds: int, *, peer_seconds: int = 0, of_peers: str = "", gpus: int = 1
+) -> Command:
+    return Command(name, f"-m experiments.{line} --results {{results}}", seconds, True, peer_seconds, of_peers, gpus)
 
 
 def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: int = 0, gpus: int = 1) -> Command:
     """The benchmark of a kernel, by its own name or by another one."""
     line = f"-m pallas_kernels.{of or name}.bench {options} --results {{results}}".replace("  ", " ")
-    return Command(name, line, seconds, True, peer_seconds, gpus)
+    return Command(name, line, seconds, True, peer_seconds, gpus=gpus)
 
 
 # 80 GB hold every scheme's weights at once, and beside them K and V in bf16 of 256 sequences of 160 tokens.
@@ -50,7 +57,6 @@ SERVED = (
     "continuations --dtype bf16 --model subject --schemes w8a16 w8a8-talk w8a8-all w8a8-groups fp8 fp8-weight llm-int8"
     " uint8-zp nf4 nf4-dq w4a16-g128 w4a16-g64-zp"
 )
-REQUESTS = "--repeats 2 --peer-seconds 50 --peer-names vllm"
 TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests"
 
 CAMPAIGN = (
@@ -161,23 +167,19 @@ FOUR_GPUS = (
     experiment("four_meshes", "qps --devices 2 --replicas 2 --repeats 2", 300, gpus=4),
 )
 TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
+OF_SERVERS = "--peer-seconds 50 --peer-names vllm"
 ON_8B = "--config configs/llama-3-8b.json"
 TABLES = tuple(
-    experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds)
+    experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds, of_peers="--peer-seconds 60")
     for name, options, seconds, peer_seconds in (
-        (
-            "throughput",
-            f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024 --peer-seconds 60",
-            130,
-            320,
-        ),
+        ("throughput", f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024", 130, 320),
         ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 150, 0),
         ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 100, 0),
         ("throughput_8b", f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 512x8x256 64x1024x1024", 110, 0),
         ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 100, 0),
     )
 ) + tuple(
-    experiment(name, f"qps {options} {REQUESTS}".replace("  ", " "), seconds, peer_seconds=320)
+    experiment(name, f"qps {options} --repeats 2".replace("  ", " "), seconds, peer_seconds=320, of_peers=OF_SERVERS)
     for name, options, seconds in (
         ("qps", "", 240),
         ("qps_w8a8", "--quantize w8a8 --kv-cache int8-g8", 240),

@@ -36,7 +36,7 @@ from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import fitting
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
 EXCHANGE = "peer"
 
@@ -131,7 +131,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=positive, default=1536, help="most prompt tokens in a step")
     parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
     parser.add_argument("--requests", type=positive, help="of the workload for each GPU, the first ones")
-    parser.add_argument("--seed", type=natural, default=0, help="of arrivals")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of arrivals")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if any(not 0 < load < 10 for load in args.load) or any(not 0 < share < 1 for share in args.splits):

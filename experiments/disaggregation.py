@@ -51,7 +51,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import positive, positive_number
+from pallas_kernels.bench.numbers import gibibytes, positive
 
 Row = dict[str, Any]
 LEVELS = ("merged", "replicas", "apart", "separate")  # -1, -1 on two GPUs, 1, 0
@@ -268,7 +268,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="shares of GPUs for prompts")
     parser.add_argument("--quantize", help="scheme of the weights, simulated (default: bf16)")
     parser.add_argument("--kv-cache", help="KV format, simulated (default: bf16)")
-    parser.add_argument("--pool-gib", type=positive_number, default=100.0, help="size of each page pool, simulated")
+    parser.add_argument("--pool-gib", type=gibibytes, default=100.0, help="size of each page pool, simulated")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if not args.simulate and args.levels[0] != "merged":

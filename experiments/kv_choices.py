@@ -29,7 +29,7 @@ from jllm.engine.sequence import Sequence
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Quantile
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import gibibytes, positive, seed_number
 
 WORKLOAD = "ppl_samples_1024"
 QUANTILES = (0.5, 0.9)
@@ -103,13 +103,11 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
-    parser.add_argument(
-        "--pool-gib", nargs="+", type=positive_number, default=[16.0, 32.0], help="sizes of the page pool"
-    )
+    parser.add_argument("--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0], help="sizes of the page pool")
     parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
     parser.add_argument("--requests", type=positive, default=2048, help=f"draws from {WORKLOAD}")
-    parser.add_argument("--seed", type=natural, default=0, help="of the draws")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the draws")
     add_result_options(parser)
     return parser.parse_args(argv)
 

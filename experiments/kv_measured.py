@@ -29,7 +29,7 @@ from jllm.kv_policies.length import Oracle
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import gibibytes, natural, positive
 
 Row = dict[str, Any]
 PREDICTORS: dict[str, tuple[str | None, ...]] = {
@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cases = [parse_case(name) for name in names]
     who = f"who gets pages when (default: {' '.join(names)})"
     parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]", help=who)
-    parser.add_argument("--pool-gib", type=positive_number, nargs="+", default=[16.0], help="sizes of the page pool")
+    parser.add_argument("--pool-gib", type=gibibytes, nargs="+", default=[16.0], help="sizes of the page pool")
     parser.add_argument("--requests", type=positive, help="how many, the first ones (default: all)")
     parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
     parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")

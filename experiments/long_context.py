@@ -42,7 +42,7 @@ from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, positive
+from pallas_kernels.bench.numbers import positive, seed_number
 
 Row = dict[str, Any]
 NEEDLE = Path(__file__).parent / "needle"
@@ -256,7 +256,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
     parser.add_argument("--windows", type=positive, default=6, help="of the text, at most")
-    parser.add_argument("--seed", type=natural, default=0, help="of contexts, outliers and intervals")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of contexts, outliers and intervals")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)

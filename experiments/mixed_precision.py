@@ -43,7 +43,7 @@ from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
 Row = dict[str, Any]
 FORMATS = ("w4a16-g128-zp", "w4a16-g64-zp", "w4a16-g32-zp", "w8a16")
@@ -170,7 +170,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of which each layer gets one")
     parser.add_argument("--budgets", nargs="+", type=positive_number, default=list(BUDGETS), help="bytes a weight")
-    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of the tokens for sensitivity")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of the tokens for sensitivity")
     parser.add_argument("--rows", type=positive, default=4, help="of these tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row")
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help="the scheme of the one budget and first seed")

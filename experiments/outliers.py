@@ -41,7 +41,7 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import fraction, natural, positive
+from pallas_kernels.bench.numbers import fraction, natural, positive, seed_number
 
 Row = dict[str, Any]
 FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}
@@ -192,7 +192,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layer", type=natural, default=LAYER, help="of part channel (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--seed", type=natural, default=0, help="of the channels and of calibration tokens")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the channels and of calibration tokens")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)

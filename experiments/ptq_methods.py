@@ -46,7 +46,7 @@ from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, label
-from pallas_kernels.bench.numbers import natural, positive
+from pallas_kernels.bench.numbers import positive, seed_number
 
 Row = dict[str, Any]
 Method = Callable[[Model, Scheme, np.ndarray, int], Params]
@@ -227,7 +227,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="of weights")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
-    parser.add_argument("--seeds", nargs="+", type=natural, default=[0], help="of calibration tokens")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0], help="of calibration tokens")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
     parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")

@@ -50,7 +50,7 @@ from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import fraction, natural, positive, positive_number
+from pallas_kernels.bench.numbers import fraction, gibibytes, natural, positive, positive_number, seed_number
 
 OVER_HTTP = (  # options of a run against a server
     *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),
@@ -168,7 +168,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
     parser.add_argument("--requests", type=positive, help="only this many, the first")
     parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=natural, default=0, help="of arrivals and prompts")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of arrivals and prompts")
     parser.add_argument(
         "--warmup", type=natural, default=32, help="requests served before the clock starts, 16 tokens each"
     )
@@ -184,7 +184,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
     parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
-    parser.add_argument("--pool-gib", type=positive_number, help="size of the pool, in place of --pages")
+    parser.add_argument("--pool-gib", type=gibibytes, help="size of the pool, in place of --pages")
     parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
     parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
     parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
@@ -222,6 +222,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--guided is of random weights: leave --host-only and --model out beside it")
     if (args.replicas or args.devices) and args.host_only:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
+    if args.replicas and args.trace:
+        parser.error("--trace is of one engine: leave --replicas out beside it")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.pool_gib is not None and args.num_pages:

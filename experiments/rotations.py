@@ -51,7 +51,7 @@ from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate, rotate_by
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
 Row = dict[str, Any]
 METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
@@ -240,7 +240,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
-    parser.add_argument("--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of the channels")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of the channels")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but the last")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")

@@ -45,7 +45,7 @@ from jllm.kv_policies.length import NAMES
 from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import gibibytes, positive, positive_number, seed_number
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -207,7 +207,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests go on")
     parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
     parser.add_argument(
-        "--pool-gib", nargs="+", type=positive_number, default=[16.0, 32.0, 64.0], help="sizes of the page pool"
+        "--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0, 64.0], help="sizes of the page pool"
     )
     parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
     parser.add_argument("--config", default="llama-2-7b", help="a model's shape: a name in configs/, or a path")
@@ -218,7 +218,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=positive, help="draws from the workload (default: it, once)")
     parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
     parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=natural, default=0, help="of draws and arrivals")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of draws and arrivals")
     parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
     parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
     add_result_options(parser)

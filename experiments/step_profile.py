@@ -50,6 +50,7 @@ PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before 
 MOST_GAP = 0.03  # of a step
 GAP, CLOCK_GAP = "gap", "gap by the clock"
 SKIPPED = 3  # steps of an engine's profile
+LENGTHS = {"context": 256, "input": 8}  # tokens
 KINDS = (  # the first pattern that a kernel's name contains
     ("attention", r"attention|merge"),
     ("cache", r"cache_update|move_tokens"),
@@ -180,14 +181,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="of the step")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64, 256], help="slots, or prompts")
-    parser.add_argument(
-        "--context", type=positive, default=256, help="decode, serve: KV tokens of each slot to begin with"
-    )
-    parser.add_argument("--input", type=positive, default=8, help="prefill: tokens of each prompt")
+    context = f"decode, serve: KV tokens of each slot to begin with (default: {LENGTHS['context']})"
+    parser.add_argument("--context", type=positive, help=context)
+    parser.add_argument("--input", type=positive, help=f"prefill: tokens of each prompt (default: {LENGTHS['input']})")
     parser.add_argument("--steps", type=positive, default=4, help="steps in one profile")
     parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
     add_result_options(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    taken = length_of(args.kind)
+    (other,) = LENGTHS.keys() - {taken}
+    if getattr(args, other) is not None:
+        parser.error(f"--{other} has no meaning with --kind {args.kind}, which takes --{taken}")
+    setattr(args, taken, getattr(args, taken) or LENGTHS[taken])
+    return args
+
+
+def length_of(kind: str) -> str:
+    """The option that says how long slots, or prompts, of such a step are."""
+    return "input" if kind == "prefill" else "context"
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -200,7 +211,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one number of slots or prompts; their pages are gone with it."""
-    length = "input" if args.kind == "prefill" else "context"
+    length = length_of(args.kind)
     step = {
         "model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "batch": batch,
         "kv": args.kv_cache or args.dtype, "step": args.kind, length: getattr(args, length),

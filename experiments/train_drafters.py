@@ -54,7 +54,7 @@ from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.tree import chain
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, non_negative_number, positive, positive_number
+from pallas_kernels.bench.numbers import non_negative_number, positive, positive_number, seed_number
 
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}  # names in --out
 
@@ -273,7 +273,7 @@ RECIPE: tuple[tuple[str, int | float, Callable[[str], float], str], ...] = (
     ("ffn", 512, positive, "the draft model's F"),
     ("medusa-heads", 4, positive, "tokens that Medusa drafts ahead"),
     ("passes", 2, positive, "drafts in a row that EAGLE learns from"),
-    ("seed", 0, natural, "of weights, texts and their order"),
+    ("seed", 0, seed_number, "of weights, texts and their order"),
 )
 
 

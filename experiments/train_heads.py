@@ -27,7 +27,7 @@ from experiments.training.fit import BLOCK, Recipe, TrainState, Validation, begi
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import natural, positive
+from pallas_kernels.bench.numbers import positive, seed_number
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM", 4096, 512, 1408, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64, context=512,
@@ -61,7 +61,7 @@ def family(
     """A row for each number of KV heads, evaluation and seed."""
     for count in kv_heads:
         c, start = replace(config, num_kv_heads=count), time.monotonic()
-        states = jax.vmap(lambda seed: begin(c, recipe, seed))(jnp.asarray(seeds))  # noqa: B023
+        states = jax.vmap(lambda seed: begin(c, recipe, seed))(jnp.asarray(seeds, jnp.uint32))  # noqa: B023
         parameters = sum(leaf.size for leaf in jax.tree.leaves(states.params)) // len(seeds)
         score = jax.vmap(partial(sum_nats, config=c, dtype=recipe.compute), in_axes=(0, None))
         blocks = batches(books, model, (BLOCK, recipe.rows, c.context), recipe.subword_dropout, recipe.seed)
@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--valid", required=True, metavar="FILE", help="held-out text")
     parser.add_argument("--kv-heads", nargs="+", type=positive, default=[8, 2, 1], help="of each family of models")
     parser.add_argument(
-        "--seeds", nargs="+", type=natural, default=[0, 1, 2], help="of weights and dropout, at least two"
+        "--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of weights and dropout, at least two"
     )
     parser.add_argument("--steps", type=positive, default=RECIPE.steps, help="in tens (default: %(default)s)")
     parser.add_argument("--rows", type=positive, default=RECIPE.rows, help="a step (default: %(default)s)")

@@ -36,7 +36,7 @@ from jllm.errors import ConfigError, OutputError
 from jllm.kv_policies.learned_length import Learned, fingerprint, save_learned
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import natural, non_negative_number, portion, positive, positive_number
+from pallas_kernels.bench.numbers import non_negative_number, portion, positive, positive_number, seed_number
 
 Row = dict[str, Any]
 QUANTILES = (0.5, 0.75, 0.9, 0.95)
@@ -175,7 +175,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dropout", type=portion, default=0.2, help="probability that a hidden unit is silent")
     parser.add_argument("--table-rate", type=positive_number, default=0.1, help="of what the tables of tokens learn")
-    parser.add_argument("--seed", type=natural, default=0, help="of cuts, folds, weights and dropout")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of cuts, folds, weights and dropout")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -36,7 +36,7 @@ from jllm.param_specs import init_params
 from jllm.params import Params
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
-from pallas_kernels.bench.numbers import natural, positive, positive_number
+from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM", VOCAB, 128, 128, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=128, context=1024,
@@ -149,7 +149,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS", help="between validations")
     parser.add_argument("--valid-rows", type=positive, default=8, help="contexts of a validation")
     parser.add_argument("--random", action="store_true", help="begin with random weights")
-    parser.add_argument("--seed", type=natural, default=0, help="of weights and contexts")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of weights and contexts")
     add_result_options(parser)
     return parser.parse_args(argv)
 

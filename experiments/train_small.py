@@ -27,6 +27,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.run_identity import digest
 from pallas_kernels.bench.command import INTERRUPTED, Parser, add_result_options, interruptible
+from pallas_kernels.bench.numbers import seed_number
 
 BOS, EOS = 1, 2  # SentencePiece's own numbers
 
@@ -196,7 +197,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         shape.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
     recipe = parser.add_argument_group("recipe (defaults: the bundled model's)")
     for name, default, meaning in RECIPE:
-        recipe.add_argument(f"--{name}", type=type(default), metavar="X", help=f"{meaning} (default: {default})")
+        kind = seed_number if name == "seed" else type(default)
+        recipe.add_argument(f"--{name}", type=kind, metavar="X", help=f"{meaning} (default: {default})")
     compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
     add_result_options(parser)

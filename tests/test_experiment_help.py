@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ COMMANDS = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if "def main(argv: " in path.read_text(encoding="utf-8")
 )
+LIMITED = re.compile(r'"--seeds?",\s+\w|\("seed"|"--pool-gib"')
+DRAWN = [path for path in COMMANDS if LIMITED.search(path.read_text(encoding="utf-8"))]
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -25,8 +28,12 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(each)
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_option_has_help_and_tells_its_default(path, monkeypatch):
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parsers_of(path: Path, monkeypatch) -> list[argparse.ArgumentParser]:
+    """A command's parser and those of its subcommands."""
     if path.name.startswith("train_"):
         pytest.importorskip("optax")
     command = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -39,7 +46,12 @@ def test_every_option_has_help_and_tells_its_default(path, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", take)
     with pytest.raises(SystemExit):
         command.main([])
-    for parser in parsers(found[0]):
+    return list(parsers(found[0]))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_every_option_has_help_and_tells_its_default(path, monkeypatch):
+    for parser in parsers_of(path, monkeypatch):
         parser.format_help()  # no % that argparse would take for its own
         for action in parser._actions:
             name = action.option_strings or action.dest
@@ -47,3 +59,16 @@ def test_every_option_has_help_and_tells_its_default(path, monkeypatch):
             if not isinstance(action.default, bool) and action.default not in (None, [], argparse.SUPPRESS):
                 shown = parser._get_formatter()._expand_help(action)
                 assert action.help == argparse.SUPPRESS or "default" in shown, f"{name} does not tell its default"
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=name_of)
+def test_seeds_and_sizes_that_nothing_holds_are_refused(path, monkeypatch):
+    most = {"--seed": 2**32 - 1, "--seeds": 2**32 - 1, "--pool-gib": 2**33}
+    actions = [action for parser in parsers_of(path, monkeypatch) for action in parser._actions]
+    limited = [(action, most[name]) for action in actions for name in action.option_strings if name in most]
+    assert limited
+    for action, greatest in limited:
+        assert action.type(str(greatest)) == greatest
+        for text in (str(greatest + 1), "1e300", "-1"):
+            with pytest.raises(argparse.ArgumentTypeError, match=str(greatest)):
+                action.type(text)

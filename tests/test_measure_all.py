@@ -67,6 +67,21 @@ def test_what_takes_two_gpus_gets_both_alone(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "logs" / "p.txt").read_text().strip() == "0,1"
 
 
+def test_what_is_not_timed_has_one_gpu():
+    with pytest.raises(ValueError, match="p: what is not timed shares a GPU: gpus must be 1, not 2"):
+        Command("p", "-c ''", 60, timed=False, gpus=2)
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_options_about_others_come_with_their_scripts(peers, tmp_path):
+    asked = 0
+    for command in (each.beside(tmp_path if peers else None) for each in COMMANDS if each.peer_seconds):
+        _, module, *words = shlex.split(command.line.format(results="somewhere"))
+        if parse := getattr(importlib.import_module(module), "parse_args", None):
+            asked += parse(words).peers == tmp_path
+    assert asked == (4 if peers else 0)
+
+
 def test_list_runs_nothing(capsys, tmp_path):
     assert main(["--list", "--results", str(tmp_path / "none")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(COMMANDS)

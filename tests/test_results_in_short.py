@@ -251,6 +251,8 @@ def test_other_gpus_have_bars_of_their_own_ceilings_and_none_of_an_h200s(tmp_pat
 
 def test_options_of_peers_count_for_no_refusal():
     assert parses("python -m experiments.throughput --scheme bf16 --peers ../gone --peer-seconds 110")
+    assert parses("python -m experiments.qps --peer-names transformers vllm --repeats 2 --peer-seconds=50")
+    assert not parses("python -m experiments.qps --peer-names vllm --repeats two")
     assert not parses("python -m experiments.throughput --gone")
     assert parses("python -m experiments.claims C1 C3")
     assert parses("python -m experiments.train_needle")  # which wants an --out

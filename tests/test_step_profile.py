@@ -108,9 +108,8 @@ def test_an_engines_first_steps_and_what_follows_the_last_are_not_counted():
 
 def test_every_slot_of_a_profiled_step_makes_a_token():
     model = tiny_model()
-    options = ["--context", "20", "--input", "5", "--steps", "2", "--kind"]
-    decoding = steps_of(model.params, model.config, 3, parse_args([*options, "decode"]))
-    prompts = steps_of(model.params, model.config, 3, parse_args([*options, "prefill"]))
+    decoding = steps_of(model.params, model.config, 3, parse_args(["--steps", "2", "--context", "20"]))
+    prompts = steps_of(model.params, model.config, 3, parse_args(["--steps", "2", "--kind", "prefill", "--input", "5"]))
     assert (np.asarray(decoding()) >= 0).all()
     first = np.asarray(prompts())
     assert (first >= 0).all()
@@ -147,7 +146,7 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     config = tmp_path / "toy.json"
     config.write_text(json.dumps(TOY))
     options = ["--config", str(config), "--kind", kind, "--batch", "2", "--dtype", "float32"]
-    options += ["--context", "20", "--input", "5", "--steps", "1", "--results", str(tmp_path)]
+    options += [f"--{length[0]}", str(length[1]), "--steps", "1", "--results", str(tmp_path)]
     assert step_profile.main([*options, "--scheme", "w8a8"]) == 0
     (file,) = tmp_path.glob("step_profile*-w8a8-*.json")
     assert all(row["scheme"] == "w8a8" for row in json.loads(file.read_text())["rows"])

@@ -26,7 +26,7 @@ pytest.importorskip("optax")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from experiments import train_small  # noqa: E402
+from experiments import train_heads, train_small  # noqa: E402
 from experiments.train_small import hold_out, main  # noqa: E402
 from experiments.training import fit, resume  # noqa: E402
 from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
@@ -290,3 +290,13 @@ def test_bundled_model_knows_english():
     random.Random(0).shuffle(words)
     assert mean_nats(told) < 3.0
     assert mean_nats(" ".join(words)) > mean_nats(told) + 2
+
+
+def test_models_of_a_family_have_seeds_of_all_bits(corpus):
+    books, seeds = read_books(corpus), (0, 2**32 - 1)
+    model = train_tokenizer(books, 320)
+    config, recipe = replace(TINY, vocab_size=320), replace(RECIPE, steps=fit.BLOCK)
+    valid = fit.make_validation(books[1:], model, config.context)
+    rows = list(train_heads.family(config, recipe, books, model, valid, [1], seeds))
+    assert [row["seed"] for row in rows] == [*seeds]
+    assert rows[0]["nats"] != rows[1]["nats"]

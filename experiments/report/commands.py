@@ -5,14 +5,17 @@ import contextlib
 import importlib
 import io
 import shlex
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
 from jllm.errors import JllmError
+from pallas_kernels.bench.peers import OF_PEERS
 from pallas_kernels.bench.result_file import labelled
 
 ROOMS = ("experiments.", "pallas_kernels.")
-BESIDE = ("--peers", "--label")  # options with a value, which no name is made of; a folder of peers may be gone
+PEERS = ("--peers", *(f"--{name.replace('_', '-')}" for name in OF_PEERS))  # whose folder may be gone
+BESIDE = (*PEERS, "--label")  # options with values, which no name is made of
 
 
 def module_of(command: str) -> str | None:
@@ -41,15 +44,17 @@ def arguments_of(command: str) -> argparse.Namespace | None:
     return _parsed(loaded, _options(command)[0])
 
 
-def _options(command: str) -> tuple[list[str], dict[str, str]]:
-    """The options that a name is made of, and those of BESIDE with their values."""
+def _options(command: str, others: Collection[str] = BESIDE) -> tuple[list[str], dict[str, str]]:
+    """The options that a name is made of, and others, with the last of their values."""
     beside: dict[str, str] = {}
     options: list[str] = []
-    words = iter(shlex.split(command)[3:])
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag in BESIDE:
-            beside[flag] = value if equals else next(words, "")
+    flag = ""
+    for word in shlex.split(command)[3:]:
+        value = word
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+        if flag in others:
+            beside[flag] = value
         else:
             options.append(word)
     return options, beside
@@ -72,14 +77,13 @@ def load(module: str) -> ModuleType | None:
 
 
 def parses(command: str) -> bool:
-    """Whether the module of a command still takes its options; what it is asked of, but for options with a folder of
-    peers, which may be gone, and with one for its output, which a result leaves out."""
+    """Whether the module of a command still takes its options; what it is asked of, but for those about peers, whose
+    folder may be gone, and with one for its output, which a result leaves out."""
     module = module_of(command)
     parse = getattr(load(module), "parse_args", None) if module else None
     if parse is None:
         return True
-    options = shlex.split(command)[3:]
-    kept = [word for i, word in enumerate(options) if "--peers" not in (word, options[i - 1] if i else "")]
+    kept, _ = _options(command, PEERS)
     for output in ([], ["--out", "out"]):
         with contextlib.suppress(SystemExit, JllmError), contextlib.redirect_stderr(io.StringIO()):
             parse([*kept, *output])

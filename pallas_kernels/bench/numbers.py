@@ -3,6 +3,9 @@
 import argparse
 import math
 
+SEEDS = 1 << 32  # a key of JAX keeps no more bits of a seed
+MOST_GIB = 1 << 33  # 2^63 bytes
+
 
 def positive(text: str) -> int:
     """A number of tokens, rows, steps or the like."""
@@ -12,9 +15,16 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A seed, or a number of what there may be none of."""
+    """A number of what there may be none of."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def seed_number(text: str) -> int:
+    """What random numbers are drawn from."""
+    if not text.isdecimal() or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {SEEDS - 1}")
     return int(text)
 
 
@@ -22,6 +32,13 @@ def positive_number(text: str) -> float:
     """A time, a rate or a size."""
     if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def gibibytes(text: str) -> float:
+    """A size of memory."""
+    if not 0 < (number := _number(text)) <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB, {MOST_GIB} at most")
     return number
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.bench.numbers import positive_number
 
 Row = dict[str, Any]
 FLASHINFER = "FlashInfer"
+OF_PEERS = ("peer_names", "peer_seconds")  # options that --peers alone gives a meaning
 PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
     "bf16": ("torch bf16", "mm"),
     "int8": ("torch int8", "_int_mm"),
@@ -38,9 +39,13 @@ def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> N
 
 
 def asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
-    """Whether others are to be measured; ends the command where there are no scripts."""
+    """Whether others are to be measured; ends the command where there are no scripts, also for what else is asked of
+    them."""
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
+    for name in OF_PEERS:
+        if args.peers is None and getattr(args, name, None) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} is about others' side: give --peers DIR, too")
     return args.peers is not None
 
 
