@@ -257,6 +257,10 @@ def test_claims_about_any_model_are_answered_by_the_bundled_one(tmp_path):
     assert [(claim, entry.path.stem) for claim, entry in claim_rows(Results(read_all(tmp_path)))] == [
         ("C6", "claims-C6")
     ]
+    assert "of the model mine" not in short(tmp_path), "both say the same"
+    rows[0] |= {"times": 1.0, "added": 0.1, "kl": 1.0}
+    write(tmp_path, "claims-C6-mine", experiment="claims-C6-mine", rows=rows)
+    assert "**; of the model mine: " in short(tmp_path)
 
 
 def test_every_partly_says_what_is_yes_and_what_is_not():

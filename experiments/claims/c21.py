@@ -46,8 +46,12 @@ def measure(toy: bool) -> Iterator[Row]:
 def judge(rows: list[Row]) -> Verdict:
     found = {times: [row["over_bytes"] for row in rows if row["dequantized"] == times] for times in REPEATS}
     texts = [f"{times} times: {min(ratios):.2f} to {max(ratios):.2f}" for times, ratios in found.items() if ratios]
-    at = [row for row in rows if row["dequantized"] == STATED]
-    hidden = {f"{cell_of(row)}: {row['over_bytes']:.2f}": row["over_bytes"] <= HIDDEN for row in at}
+    once = {cell_of(row): row["over_bytes"] for row in rows if row["dequantized"] == 1}
+    hidden = {
+        f"{cell_of(row)}: {row['over_bytes']:.2f}, once {once[cell_of(row)]:.2f}": row["over_bytes"] <= HIDDEN
+        for row in rows
+        if row["dequantized"] == STATED
+    }
     return verdict_of(
         by_case(f"hidden at {STATED}x", hidden), f"time over that of the bytes, dequantized {', '.join(texts)}"
     )
@@ -75,7 +79,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C21",
-    rule=f"Hidden is at most {HIDDEN:g} times the time of the bytes at the rate of bfloat16 pages.",
+    rule=(
+        f"Hidden is at most {HIDDEN:g} times the time of the bytes at the rate of bfloat16 pages. What once takes "
+        "is said beside it: a case that misses with the arithmetic once does not miss by ten times as much."
+    ),
     stated=f"hidden at {STATED}x",
     measure=measure,
     judge=judge,

@@ -1,4 +1,4 @@
-"""C23: service quality: the first token within 2 s and at most 50 ms a token from there on.
+"""C23: service quality: the first token within 2 s and at most 50 ms a token from there on, a request's mean.
 
 First the whole workload at once, which says how many requests a second the engine serves at most; then requests of the
 workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step until fewer

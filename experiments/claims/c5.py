@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
+from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
 from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
 from experiments.claims.torch_attention import flash_attention
 from pallas_kernels.bench.bars import bar
@@ -20,6 +20,7 @@ from pallas_kernels.decode_attention.cases import BENCH_CASES
 BARS = {(64, 1024): 1.5, (128, 2048): 1.6, (256, 512): 1.6}  # times as fast as FlashAttention-2
 STATED = 2.0
 FASTER = 1.05  # from which on it is faster at all
+NOISE = 0.01  # by so much the same kernel's times have differed from process to process
 MANY_KEYS = 1 << 16  # of a batch: from there on memory decides, not latency
 
 
@@ -45,19 +46,17 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    over = [(row["R"] * row["length"], row["flash_us"] / row["us"]) for row in rows]  # not rounded: 1.05 decides
-    many = [times for keys, times in over if keys >= MANY_KEYS]
-    few = [times for keys, times in over if keys < MANY_KEYS]
-    texts = [
-        f"{min(found):.2f} to {max(found):.2f} times as fast {where}"
-        for found, where in ((many, f"from {MANY_KEYS} keys on"), (few, "below"))
-        if found
-    ]
-    decisive = many or few
-    parts = [
-        Part(f"faster: {', '.join(texts)}", min(decisive) > FASTER),
-        Part(f"{STATED:g} times as fast", min(decisive) >= STATED),
-    ]
+    keys = {True: f"from {MANY_KEYS:,} keys on", False: "below"}
+    over = {many: [row for row in rows if (row["R"] * row["length"] >= MANY_KEYS) is many] for many in keys}
+    decisive = over[True] or over[False]
+    found = {f"{cell_of(row)}: {times_of(row):.3f}": surely(times_of(row), FASTER) for row in decisive}
+    least = min(map(times_of, decisive))
+    parts = [*by_case("faster", found), Part(f"{STATED:g} times as fast in every case", surely(least, STATED))]
+    spread = "; ".join(
+        f"{min(map(times_of, some)):.2f} to {max(map(times_of, some)):.2f} times as fast {keys[many]}"
+        for many, some in over.items()
+        if some
+    )
     bars = [
         bar(
             f"over FlashAttention-2, {row['R']} x {row['length']}, H/K {row['H']}/{row['K']}",
@@ -70,7 +69,21 @@ def judge(rows: list[Row]) -> Verdict:
     ]
     cudnn = [row["over_cudnn"] for row in rows if "over_cudnn" in row]
     over_cudnn = f"{min(cudnn):.2f} to {max(cudnn):.2f} times as fast as cuDNN's on contiguous keys" if cudnn else ""
-    return verdict_of(parts, over_cudnn, how="Against FlashAttention-2 as torch has it, bf16", bars=bars)
+    return verdict_of(parts, spread, over_cudnn, how="Against FlashAttention-2 as torch has it, bf16", bars=bars)
+
+
+def times_of(row: Row) -> float:
+    """As fast as FlashAttention-2; of what was timed, not of the ratio rounded."""
+    return row["flash_us"] / row["us"]
+
+
+def cell_of(row: Row) -> str:
+    return f"{row['R']} x {row['length']} {row['H']}/{row['K']}"
+
+
+def surely(times: float, least: float) -> bool | None:
+    """Whether it is as many times as fast; None where another process could say otherwise."""
+    return None if abs(times / least - 1) <= NOISE else times > least
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -93,8 +106,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
 CLAIM = Claim(
     id="C5",
     rule=(
-        f"Faster, or {STATED:g} times as fast, where every case of {MANY_KEYS:,} keys or more is; faster is "
-        f"by more than {FASTER - 1:.0%}."
+        f"Cases of {MANY_KEYS:,} keys or more decide. Faster is by more than {FASTER - 1:.0%}, case by case; the "
+        f"claim's {STATED:g} times are to hold in all of them. Within {NOISE:.0%} of either it is open: by so much "
+        "times of the same kernel have differed from process to process."
     ),
     stated="2x",
     measure=measure,

@@ -90,10 +90,11 @@ def verdict_of(parts: Iterable[Part], *figures: str, how: str = "", bars: Iterab
     )
 
 
-def by_case(said: str, found: Mapping[str, bool]) -> list[Part]:
-    """What a claim says of several cases, each named with its figures: where it holds, and where it does not."""
+def by_case(said: str, found: Mapping[str, bool | None]) -> list[Part]:
+    """What a claim says of several cases, each named with its figures: where it holds, where it does not, and where
+    (None) that is open."""
     parts = []
-    for side in (True, False):
+    for side in (True, False, None):
         names = [name for name, holds in found.items() if holds is side]
         where = f"all {len(names)}" if len(names) == len(found) else f"{len(names)} of {len(found)}"
         listed = f" ({', '.join(names)})" if len(names) <= FEW else ""

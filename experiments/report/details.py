@@ -112,7 +112,8 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
             if (floors := document.get("floors_again"))
             else ""
         )
-        + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document)),
+        + ("; the verdict is that of its rows by the rule of today, not the file's own" * ("judged_again" in document))
+        + (f"; {amended}" if (amended := document.get("amended")) else ""),
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}]({path.name})",
     ]

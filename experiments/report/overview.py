@@ -16,7 +16,7 @@ from experiments.report.figures import Results, best_requests, devices
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar, slug
 from experiments.report.sections import PAGES
-from experiments.report.standing import claim_rows, shortfall, stale
+from experiments.report.standing import claim_rows, of_other_models, shortfall, stale
 from experiments.report.strips import compared
 
 SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
@@ -104,9 +104,11 @@ def _accuracy(results: Results) -> Iterator[str]:
 
 
 def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
-    cells = []
+    cells, others = [], of_other_models(results)
     for name, entry in claim_rows(results):
         row = entry.document["rows"][-1]
+        elsewhere = {subject: other.document["rows"][-1]["verdict"] for subject, other in others.get(name, {}).items()}
+        differ = [f"; of {subject}: {verdict}" for subject, verdict in elsewhere.items() if verdict != row["verdict"]]
         decided = claim_of(entry.document) is not None
         found = find(name).judge(measured_rows(entry.document)).answers if decided else [row["measured"]]
         cells.append(
@@ -115,7 +117,7 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
                 row["stated"],
                 " ".join(shortened(text) for text in found),
                 ", ".join(map(short, entry.devices)),
-                f"**{row['verdict']}**",
+                f"**{row['verdict']}**{''.join(differ)}",
             ]
         )
     if cells:

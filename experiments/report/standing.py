@@ -14,13 +14,25 @@ from experiments.report.figures import Results
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
     """Each claim and the newest file that decides it, in order, or, where none does, the newest that was cut off; of
     claims about any model those of the bundled one."""
-    found: dict[str, Entry] = {}
-    for entry in sorted(results.entries, key=lambda entry: (entry.document["complete"], entry.document["date"])):
-        name = claim_named(entry.document["experiment"])
-        rows = entry.document["rows"]
-        if name and rows and "verdict" in rows[-1] and subject_of(rows) == BUNDLED_SUBJECT.name:
-            found[name] = entry
+    found = {name: entry for name, subject, entry in _answers(results) if subject == BUNDLED_SUBJECT.name}
     return [(name, found[name]) for name in TITLES if name in found]
+
+
+def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
+    """Of claims about any model: by claim and model, the newest file about another one than the bundled."""
+    found: dict[str, dict[str, Entry]] = {}
+    for name, subject, entry in _answers(results):
+        if subject != BUNDLED_SUBJECT.name:
+            found.setdefault(name, {})[subject] = entry
+    return found
+
+
+def _answers(results: Results) -> Iterator[tuple[str, str, Entry]]:
+    """Claims' files that say something, and the models that they are about: what was cut off first, then the oldest."""
+    for entry in sorted(results.entries, key=lambda entry: (entry.document["complete"], entry.document["date"])):
+        name, rows = claim_named(entry.document["experiment"]), entry.document["rows"]
+        if name and rows and "verdict" in rows[-1]:
+            yield name, subject_of(rows), entry
 
 
 def shortfall(bar: Row) -> float:

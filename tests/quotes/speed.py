@@ -195,8 +195,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
         f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
         for n in (1, 16, 64, 256)
     },
-    "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs, ± {:.1f} and {:.1f}), with int8-g8 "
-    "K and V at {:.1f}, and in `w8a8` with these at {:.1f}, for {:.1f} by vLLM in fp8 (± {:.1f} and {:.1f})": lambda: [
+    "are served at {:.1f} requests a second, for {:.1f} by vLLM (means of two runs, with 95 % intervals of ± {:.1f} "
+    "and {:.1f}, which overlap), with int8-g8 K and V "
+    "at {:.1f}, and in `w8a8` with these at {:.1f}, for {:.1f} by vLLM in fp8 (± {:.1f} and {:.1f})": lambda: [
         *beside_vllms("bfloat16"),
         *intervals("bfloat16"),
         served_here("bfloat16_kv-int8-g8")["qps"],
@@ -216,7 +217,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "by the clock for at most {:.1f} % of a step at batch 1": lambda: [
         100 * max(row["share"] for row in rows("step_profile_serve", H100, kind="gap by the clock"))
     ],
-    "where kernels take {:.1f} ms, it did for {:.1f} % while other programs kept the host busy": lambda: [
+    "where kernels take {:.1f} ms, it did for {:.1f} % of a step beside other programs": lambda: [
         sum(row["us"] for row in rows("step_profile_serve-w8a8", H100, kernel="(all)")) / 1e3,
         100 * only("step_profile_serve-w8a8", H100, kind="gap by the clock")["share"],
     ],
