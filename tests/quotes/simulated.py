@@ -32,13 +32,17 @@ def eight_hosts() -> list[float]:
             for model, n in (("llama-2-7b", 1), ("llama-2-70b", 2))]  # fmt: skip
 
 
-def simulated_off_by(of: str, figure: str, gpus: int = 1) -> tuple[float, float]:
+def simulated_off_by(of: str, figure: str, gpus: int = 1, **wanted: int) -> tuple[float, float]:
     """Per cent, the least and the most of all files' figures; of one engine all that serve."""
-    kinds = ("serving", "level") if of == "serving" else (of,)
-    found = [
-        row["off_by"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, figure=figure, gpus=gpus)
-    ]
-    return spread([100 * error for error in found])
+    kinds, about = ("serving", "level") if of == "serving" else (of,), {"figure": figure, "gpus": gpus, **wanted}
+    return spread([100 * row["off_by"] for kind in kinds for row in rows("simulation_error", "cpu", of=kind, **about)])
+
+
+def apart_off_by(layers: int) -> list[float]:
+    """Per cent by which 99th percentiles of prompts and decodes on GPUs of their own are too short: between tokens and
+    of first tokens."""
+    names = ("itl_ms_p99", "ttft_ms_p99")
+    return [-percent for name in names for percent in simulated_off_by("level", name, 2, layers=layers, level=1)[::-1]]
 
 
 def estimates_off_by(*wanted: tuple[str, str]) -> list[float]:
@@ -97,7 +101,12 @@ QUOTES: dict[str, Callable[[], Any]] = {
         abs(percent) for gpus in (2, 4) for percent in simulated_off_by("step", "decode_ms", gpus)
     ],
     "of an engine on each of two H100s {:.0f} % too low": lambda: [-simulated_off_by("replicas", "qps", 2)[0]],
-    "two in one process are {:.0f} to {:.0f} % too high": lambda: simulated_off_by("level", "qps", 2),
+    "two in one process are {:.0f} to {:.0f} % too high, with sixteen {:.0f} to {:.0f} %": lambda: [
+        percent for layers in (8, 16) for percent in simulated_off_by("level", "qps", 2, layers=layers)
+    ],
+    "between tokens are {:.0f} to {:.0f} % too short with sixteen layers (below nothing: too long), of first tokens "
+    "{:.0f} to {:.0f} %": lambda: apart_off_by(16),
+    "and with eight {:.0f} to {:.0f} and {:.0f} to {:.0f} %": lambda: apart_off_by(8),
     "on one GPU throughput {:.0f} to {:.0f} % too high": lambda: simulated_off_by("serving", "qps"),
     "by {1:.0f} to {0:.0f} % of first tokens and by up to {2:.0f} % between tokens": lambda: [
         -percent for name in ("ttft", "itl") for percent in simulated_off_by("serving", f"{name}_ms_p99")
