@@ -1,6 +1,7 @@
 """The command that tests claims, and what its claims make of their rows."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,23 @@ def test_what_failed_makes_the_result_incomplete(claims, rows, tmp_path, capsys,
     document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C5"]
     assert not document["complete"]
     assert document["rows"][-1]["verdict"] == "incomplete"
+
+
+@pytest.mark.parametrize("order", [("C5", "C21"), ("C21", "C5")])
+def test_a_claim_is_concluded_when_its_own_rows_have_ended(claims, order, tmp_path, monkeypatch):
+    """Of two side by side the longer one is cut off."""
+
+    def cut_off(toy):
+        yield from [*ROWS, ROWS[0]]
+        raise KeyboardInterrupt
+
+    claims["C5"] = replace(pretended(ROWS), alternates=True)
+    claims["C21"] = replace(claims["C5"], id="C21", measure=cut_off)
+    monkeypatch.setattr(command, "on_hopper", lambda: True)
+    assert command.main([*order, "--results", str(tmp_path)]) == 130
+    short, long = (json.loads(next(tmp_path.glob(f"claims-{name}-*.json")).read_text()) for name in ("C5", "C21"))
+    assert (short["complete"], [row.get("verdict") for row in short["rows"]]) == (True, [None, None, "yes"])
+    assert (long["complete"], len(long["rows"])) == (False, 3)
 
 
 def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):

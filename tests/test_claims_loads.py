@@ -236,6 +236,17 @@ def test_c26_fills_an_h200(costs):
     assert 100 * 2**30 < wide * 2048 * costs.cost.token_bytes < 120 * 2**30
 
 
+def test_c26_asks_once_for_free_memory(monkeypatch):
+    """Both formats have what was free before anything ran."""
+    free, batches = iter([72 << 30]), []
+    monkeypatch.setattr(c26, "simulates", lambda toy: False)
+    monkeypatch.setattr(c26, "free_memory", lambda: next(free))
+    monkeypatch.setattr(c26, "timed", lambda config, kv, cases: batches.append(cases[0].batch) or iter(()))
+    assert all(row["part"] == "recorded" for row in c26.measure(False))
+    wide, small = batches
+    assert small / wide == pytest.approx(1.6, abs=0.02)
+
+
 def test_c26_times_whole_batches_of_a_format(tmp_path):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY))

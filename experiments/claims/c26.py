@@ -38,8 +38,8 @@ STATED, LEAST = 0.5, 0.4  # +50 %; what is about that
 def measure(toy: bool) -> Iterator[Row]:
     found = recorded(RESULTS)
     formats = {kv: fitted(kv, found) for kv in (WIDE, SMALL)}
+    memory = {} if toy or simulates(toy) else {"memory": free_memory() or 0}
     for kv, costs in formats.items():
-        memory = {} if toy or simulates(toy) else {"memory": free_memory() or 0}
         cases = full_batches(costs, kv, SHAPES[:1] if toy else SHAPES, **memory)
         full = (costed(case, costs) for case in cases) if toy or simulates(toy) else timed(CONFIG, kv, cases)
         yield from ({"part": "full", "kv": kv, **row} for row in full)

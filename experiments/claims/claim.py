@@ -2,9 +2,9 @@
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,9 @@ def run(
     seconds: float | None = None,
     subject: Any = None,
 ) -> None:
-    """Measures claims into their files, a row of each in turn, so that what they share is alternated. `subject` of
-    claims whose model is chosen, which their rows name; None: the bundled one."""
+    """Measures claims into their files, a row of each in turn, so that what they share is alternated; each is concluded
+    when it has no more, whatever the others still have. `subject` of claims whose model is chosen, which their rows
+    name; None: the bundled one."""
 
     def measure(claim: Claim) -> Iterable[Row]:
         if claim.lasts:
@@ -143,13 +144,15 @@ def run(
             return claim.measure(toy)
         return ({"subject": subject.name, **row} for row in claim.measure(toy, subject))
 
-    for rows in zip_longest(*(measure(claim) for claim, _ in tested)):
-        for (claim, result), row in zip(tested, rows):
-            if row is not None:
-                result.add({"claim": claim.id, **row})
-                show("  ".join(f"{key}={value}" for key, value in row.items()))
-    for claim, result in tested:
-        conclude(claim, result, toy)
+    waiting = deque((claim, result, iter(measure(claim))) for claim, result in tested)
+    while waiting:
+        claim, result, rows = turn = waiting.popleft()
+        if (row := next(rows, None)) is None:
+            conclude(claim, result, toy)
+        else:
+            result.add({"claim": claim.id, **row})
+            show("  ".join(f"{key}={value}" for key, value in row.items()))
+            waiting.append(turn)
 
 
 def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
