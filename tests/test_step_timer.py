@@ -1,12 +1,71 @@
 """The one timer of whole steps: what a step is given, what it leaves, and what it says where it goes wrong."""
 
+import json
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.steps.timer import Pool, StepTimer, chunk_of, compile_ahead, layout_of, pool_for, step_of
+from experiments.steps import timer
+from experiments.steps.timer import (
+    Pool,
+    StepTimer,
+    chunk_of,
+    compile_ahead,
+    layout_of,
+    pool_for,
+    random_params,
+    step_of,
+)
+from jllm.errors import QuantizationError
+from jllm.quant.quantize import quantize, weight_formats
 from tests.tiny import tiny_model
+
+RULES = [
+    ["layers.0.mlp.down_proj", "w8a16"], ["layers.2.mlp.down_proj", "bf16"], ["mlp.down_proj", "w4a16-g128|w4a16-g32"],
+    ["layers.1.self_attn.o_proj", "w8a16"], ["lm_head", "w8a16"],
+]  # fmt: skip
+
+
+@pytest.fixture
+def by_layer(tmp_path):
+    """A file whose rules go by the layer's number."""
+
+    def write(*more: list[str]) -> str:
+        file = tmp_path / "by_layer.json"
+        file.write_text(json.dumps({"rules": [*more, *RULES]}))
+        return str(file)
+
+    return write
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rules_by_layer_decide_random_weights_as_they_do_loaded_ones(by_layer, tied):
+    model = tiny_model(num_layers=12, intermediate_size=64, tie_embeddings=tied)
+    made = random_params(model.config, "float32", by_layer())
+    found = weight_formats(made)
+    assert found == weight_formats(quantize(model.params, by_layer()))
+    assert {name: fmt.name for name, fmt in found.items()} == {
+        "model.layers.0.mlp.down_proj": "w8a16", "model.layers.1.self_attn.o_proj": "w8a16", "lm_head": "w8a16",
+        **{f"model.layers.{i}.mlp.down_proj": "w4a16-g32" for i in range(12) if i not in (0, 2)},
+    }  # fmt: skip
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, quantize(model.params, by_layer()))
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (["layers.12.mlp.down_proj", "w8a16"], "'layers.12.mlp.down_proj' matches no weight"),
+        (["layers.11.mlp.down_proj", "w4a16-g128"], "layers.11.mlp.down_proj: w4a16-g128 cannot hold shape"),
+    ],
+)
+def test_a_scheme_that_does_not_fit_the_model_is_refused_before_weights_are_made(by_layer, rule, says, monkeypatch):
+    config = tiny_model(num_layers=12, intermediate_size=64).config
+    monkeypatch.setattr(timer, "init_params", None)
+    with pytest.raises(QuantizationError, match=says):
+        random_params(config, "float32", by_layer(rule))
 
 
 def timer_of(pool: Pool) -> StepTimer:

@@ -24,9 +24,10 @@ from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.errors import ConfigError
 from jllm.parallel.ranks import WHOLE, place, placed_shapes
 from jllm.parallel.shares import random_share
-from jllm.param_specs import init_params
-from jllm.params import Params
-from jllm.quant.quantize import quantize
+from jllm.param_specs import init_params, param_specs
+from jllm.params import EMBED, HEAD, Params, layer_prefix
+from jllm.quant.quantize import check_shapes, formats_by_weight, quantize
+from jllm.quant.schemes import PLAIN, Formats, Scheme
 from jllm.sampling import Draws
 from jllm.state import SPREAD, Slots, State, Variant, make_slots, place_state
 
@@ -45,11 +46,14 @@ def model_config(path: str, layers: int | None) -> LlamaConfig:
 
 def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Params:
     """Of one device, or of the config's mesh, of which every device makes its own share. A layer is quantized before
-    the next one is made, so that sources leave no more room between what is kept than a layer takes."""
-    key, stored = jax.random.key(0), jnp.dtype(dtype)
+    the next one is made, so that sources leave no more room between what is kept than a layer takes. Raises
+    QuantizationError, before any is made, for a scheme that does not fit the whole model."""
+    key, stored, shapes = jax.random.key(0), jnp.dtype(dtype), param_specs(config)
+    formats = formats_by_weight(shapes, scheme)
+    check_shapes(shapes, formats)
 
-    def made(params: Params) -> Params:
-        return params if scheme == "bf16" else quantize(params, scheme, donate=True)
+    def made(i: int, params: Params) -> Params:
+        return params if scheme == "bf16" else quantize(params, scheme_of_layer(formats, i), donate=True)
 
     if config.mesh is not None:
         return random_share(config, key, stored, made)
@@ -58,10 +62,24 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 
     def layer(i: int) -> Params:
         small = replace(config.one_layer(i), vocab_size=1 if i else config.vocab_size)
-        return made(init_params(small, jax.random.fold_in(key, i), stored))
+        return made(i, init_params(small, jax.random.fold_in(key, i), stored))
 
     first, *others = map(layer, range(config.num_layers))
     return replace(first, layers=first.layers + tuple(each.layers[0] for each in others))
+
+
+def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
+    """What a whole model's formats by weight make of a layer as a model of its own, where it is the first, and of the
+    embedding and the head beside it."""
+    own, first = layer_prefix(layer), layer_prefix(0)
+    return Scheme(
+        f"layer {layer}",
+        tuple(
+            (name.replace(own, first), "|".join(fmt.name for fmt in found) or PLAIN)
+            for name, found in formats.items()
+            if name.startswith(own) or name in (EMBED, HEAD)
+        ),
+    )
 
 
 # What a step is given

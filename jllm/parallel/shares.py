@@ -233,15 +233,15 @@ def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> Quanti
     return QuantizationError(f"{name}: {fmt.name} has groups of {group}, and {who} {columns} inputs; {why}")
 
 
-def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[Params], Params]) -> Params:
+def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[int, Params], Params]) -> Params:
     """Random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer at a
-    time; `make` may quantize those of a layer."""
+    time; make(i, params) may quantize those of layer i, a model of its own."""
     assert config.mesh is not None
     n, own = config.mesh.size, replace(rank_config(config), axis=None)
 
     def layer(i: int, rank: int, device: Any) -> Params:
         small = replace(own.one_layer(i), vocab_size=1 if i else -(-config.vocab_size // n))
-        return make(init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
+        return make(i, init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
 
     ranks = list(enumerate(config.mesh.devices.flat))
     found = [stack((layer(i, *rank) for rank in ranks), config.mesh) for i in range(config.num_layers)]

@@ -17,7 +17,7 @@ from jllm.errors import ConfigError
 from jllm.parallel import shares
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.parallel.shares import share_params
-from jllm.quant.quantize import quantize
+from jllm.quant.quantize import quantize, weight_formats
 from tests.parallel.meshes import model_of
 from tests.test_decode_step import TOY
 
@@ -72,6 +72,17 @@ def test_weights_are_made_where_they_are_used(toy, monkeypatch):
     for device in jax.devices():
         most = max(found[device] for found in held) - held[0][device]
         assert share <= most <= share + 2 * layer if device.id < 4 else most == 0
+
+
+def test_rules_by_layer_decide_random_shares(toy, tmp_path):
+    file = tmp_path / "by_layer.json"
+    file.write_text(json.dumps({"rules": [["layers.1.mlp.down_proj", "w8a16"], ["lm_head", "w8a16"]]}))
+    config = spread(model_config(str(toy), 2), make_mesh(2))
+    found = weight_formats(random_params(config, "bfloat16", str(file)))
+    assert {name: fmt.name for name, fmt in found.items()} == {
+        "model.layers.1.mlp.down_proj": "w8a16",
+        "lm_head": "w8a16",
+    }
 
 
 def test_decode_steps_on_several_numbers_of_devices_in_one_run(toy, tmp_path, capsys):
