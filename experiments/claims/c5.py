@@ -50,8 +50,8 @@ def judge(rows: list[Row]) -> Verdict:
     over = {many: [row for row in rows if (row["R"] * row["length"] >= MANY_KEYS) is many] for many in keys}
     decisive = over[True] or over[False]
     found = {f"{cell_of(row)}: {times_of(row):.3f}": surely(times_of(row), FASTER) for row in decisive}
-    least = min(map(times_of, decisive))
-    parts = [*by_case("faster", found), Part(f"{STATED:g} times as fast in every case", surely(least, STATED))]
+    slowest = min(map(times_of, decisive))
+    parts = [*by_case("faster", found), Part(f"{STATED:g} times as fast in every case", surely(slowest, STATED))]
     spread = "; ".join(
         f"{min(map(times_of, some)):.2f} to {max(map(times_of, some)):.2f} times as fast {keys[many]}"
         for many, some in over.items()

@@ -42,7 +42,8 @@ def overview(results: Results) -> str:
         "# Results",
         "Written by `python -m experiments.results_page` from [the files of results](results), never by hand. "
         f"Details: {links}, [steps and requests by device](results/devices.md). What was expected and learned: "
-        "[LOG.md](LOG.md).",
+        "[LOG.md](LOG.md). What `w8a8` or `int8-g8` means: [schemes](../docs/quantization.md) and "
+        "[KV formats](../docs/kv-cache.md).",
     ]
     for title, section in sections:
         if found := list(section):
@@ -126,8 +127,8 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
         left = [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]
         yield (
             "Yes: every part of the claim holds; no: none; partly: some, by the rule on its page; open: the interval "
-            "has room for either. What a CPU says is simulated, computed, or accuracy, of the bundled model where "
-            "nothing else is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
+            "has room for either. What a CPU says is simulated by steps that GPUs took, computed, or accuracy, of the "
+            "bundled model where nothing else is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
         )
 
 
