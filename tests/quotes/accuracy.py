@@ -159,8 +159,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "With outliers in the residual stream a rotation leaves {:.2f} with 4-bit integers": lambda: [
         left_of_the_stream("w4a16-g64")
     ],
-    "and MR-GPTQ {:.2f} in `mxfp4`, while in `nvfp4` neither it nor GPTQ is better than rounding": lambda: [
-        beside_rounding("ptq_methods_subject_fp4_stream", "mr-gptq")[0]
+    "and MR-GPTQ {:.2f} in `mxfp4`, while in `nvfp4` GPTQ alone is better, {:.2f} for {:.2f}": lambda: [
+        beside_rounding("ptq_methods_subject_fp4_stream", "mr-gptq")[0],
+        *(beside_rounding("ptq_methods_subject_fp4_stream", method)[1] for method in ("gptq", "mr-gptq")),
     ],
     "Formats chosen layer by layer leave {:.2f} to {:.2f} of the divergence of `w4a16-g32-zp`": lambda: (
         left_by_layer(0.594)
@@ -192,10 +193,11 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "rotated blocks lose to blocks as they are, {:.1f} and {:.1f} to one": lambda: (
         beside_rounding("ptq_methods_fp4", "h")
     ),
-    "of the [larger subject](accuracy.md#a-larger-subject) {:.2f} and {:.2f}, rotated blocks {:.2f} and {:.2f}, so "
-    "that rounding is the best there in `nvfp4`": lambda: [
-        *beside_rounding("ptq_methods_subject_fp4_stream", "mr-gptq"),
-        *beside_rounding("ptq_methods_subject_fp4_stream", "h"),
+    "of the [larger subject](accuracy.md#a-larger-subject) {:.2f} and {:.2f}, rotated blocks {:.2f} and {:.2f}, and "
+    "GPTQ of blocks as they are {:.2f} and {:.2f}, so that this is the best there in `nvfp4`": lambda: [
+        left
+        for method in ("mr-gptq", "h", "gptq")
+        for left in beside_rounding("ptq_methods_subject_fp4_stream", method)
     ],
     "it leaves {:.2f} of the divergence of `mxfp4`, and Hadamard rotations {:.2f}, of the larger subject {:.2f} and "
     "{:.2f} (": lambda: [
