@@ -17,7 +17,7 @@ class Command:
     seconds: int
     timed: bool = True  # alone on the device; tests run side by side
     peer_seconds: int = 0  # more, where others are measured beside it; 0: it has none
-    of_peers: str = ""  # options that are about these
+    of_peers: str = ""  # options about the others, refused without their scripts
     gpus: int = 1  # that it takes, all of one host
 
     def __post_init__(self) -> None:

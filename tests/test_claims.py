@@ -172,7 +172,7 @@ def test_c21_asks_for_hidden_work():
     )
     assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
     assert no.figures == ("time over that of the bytes, dequantized 1 times: 1.00 to 1.10, 10 times: 1.30 to 2.50",)
-    assert partly.answers[1] == "No: hidden at 10x in 1 of 2 cases (1 x 1 2/1: 1.30, once 1.10)"
+    assert partly.answers[1] == "No: hidden at 10x in 1 of 2 cases (1 x 1 2/1: 1.10 once and 1.30 at 10x)"
 
 
 @pytest.fixture

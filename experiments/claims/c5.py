@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, verdict_of
+from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, interval_of, verdict_of
 from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
 from experiments.claims.torch_attention import flash_attention
 from pallas_kernels.bench.bars import bar
@@ -73,7 +73,7 @@ def judge(rows: list[Row]) -> Verdict:
 
 
 def times_of(row: Row) -> float:
-    """As fast as FlashAttention-2; of what was timed, not of the ratio rounded."""
+    """How many times as fast as FlashAttention-2 ours is, by the times: a row's ratio is rounded."""
     return row["flash_us"] / row["us"]
 
 
@@ -82,8 +82,8 @@ def cell_of(row: Row) -> str:
 
 
 def surely(times: float, least: float) -> bool | None:
-    """Whether it is as many times as fast; None where another process could say otherwise."""
-    return None if abs(times / least - 1) <= NOISE else times > least
+    """Whether ours is `least` times as fast; None where another process could say otherwise."""
+    return interval_of([times], NOISE * least).reaches(least)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

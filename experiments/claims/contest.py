@@ -2,8 +2,8 @@
 
 ROUNDS times the first COUNT conversations at once under one and then the other, sampled by top-k and top-p, in half of
 the slots of the table of requests a second, whose pages a device of 80 GB holds, too. Claims that one command tests
-have the runs of the usual policy in common. The figure of a claim is the gain
-of a round, the mean of all with its 95 % interval (Student's t).
+have the runs of the usual policy in common. The figure of a claim is the gain of a round, the mean of all with its 95 %
+interval (Student's t).
 """
 
 import argparse
