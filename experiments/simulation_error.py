@@ -21,6 +21,7 @@ from experiments import disaggregation, qps
 from experiments.baselines import SeparateSteps
 from experiments.claims.loads import simulated
 from experiments.meshes import EXCHANGE, LINK, MEASURED, Mesh, checks
+from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.workload import Request, read_workload
 from experiments.simulate import make_costs
@@ -47,7 +48,8 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
     yield from of_one_engine(results)
     for path in sorted(results.glob("qps_llama-2-7b_bfloat16_replicas*-h100-80gb-hbm3.json"))[-1:]:
         yield from of_replicas(path, link)
-    for path in sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json")):  # by layers
+    levels = sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))
+    for path in {label_of(path): path for path in levels}.values():  # the newest of each label
         yield from of_levels(path, link)
 
 

@@ -172,6 +172,7 @@ def test_what_a_command_calls_its_experiment():
         == "start_up-x"
     )
     assert said("python -m experiments.gone --label x") == "gone-x"
+    assert said("python -m experiments.load_memory --label x 64") == "load_memory-x"
     run = "python -m experiments.throughput --scheme bf16 --kv-cache"
     assert said(f"{run} int8-g8 --rows 80x1024x1024") == "throughput_llama-2-7b_bf16_kv-int8-g8"
     assert said(f"{run} k=int8-g8,v=bf16 --label a") == "throughput_llama-2-7b_bf16_kv-k-int8-g8-v-bf16-a"

@@ -16,6 +16,7 @@ from pallas_kernels.bench.result_file import labelled
 ROOMS = ("experiments.", "pallas_kernels.")
 PEERS = ("--peers", *(f"--{name.replace('_', '-')}" for name in OF_PEERS))  # whose folder may be gone
 BESIDE = (*PEERS, "--label")  # options with values, which no name is made of
+SEVERAL = ("--peer-names",)  # of these, options with any number of values
 
 
 def module_of(command: str) -> str | None:
@@ -45,18 +46,19 @@ def arguments_of(command: str) -> argparse.Namespace | None:
 
 
 def _options(command: str, others: Collection[str] = BESIDE) -> tuple[list[str], dict[str, str]]:
-    """The options that a name is made of, and others, with the last of their values."""
+    """The words of a command that are not about `others`, and each of these with its value, the last of several."""
     beside: dict[str, str] = {}
     options: list[str] = []
-    flag = ""
+    waiting = ""  # one of the others, whose value comes next
     for word in shlex.split(command)[3:]:
-        value = word
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
+        flag, equals, value = word.partition("=")
         if flag in others:
-            beside[flag] = value
+            beside[flag], waiting = value, "" if equals else flag
+        elif waiting and not word.startswith("--"):
+            beside[waiting], waiting = word, waiting if waiting in SEVERAL else ""
         else:
             options.append(word)
+            waiting = ""
     return options, beside
 
 
@@ -77,8 +79,8 @@ def load(module: str) -> ModuleType | None:
 
 
 def parses(command: str) -> bool:
-    """Whether the module of a command still takes its options; what it is asked of, but for those about peers, whose
-    folder may be gone, and with one for its output, which a result leaves out."""
+    """Whether the module of a command still takes its options. Those about peers, whose folder may be gone, are left
+    out, and an --out is tried as well, which a result's command does not name."""
     module = module_of(command)
     parse = getattr(load(module), "parse_args", None) if module else None
     if parse is None:

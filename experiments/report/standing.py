@@ -12,14 +12,14 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """Each claim and the newest file that decides it, in order, or, where none does, the newest that was cut off; of
+    """The claims in order, each with the newest file that is complete, or, where none is, the newest that is not; of
     claims about any model those of the bundled one."""
     found = {name: entry for name, subject, entry in _answers(results) if subject == BUNDLED_SUBJECT.name}
     return [(name, found[name]) for name in TITLES if name in found]
 
 
 def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
-    """Of claims about any model: by claim and model, the newest file about another one than the bundled."""
+    """Of claims about any model, by claim and model: such a file about each model but the bundled one."""
     found: dict[str, dict[str, Entry]] = {}
     for name, subject, entry in _answers(results):
         if subject != BUNDLED_SUBJECT.name:
@@ -28,7 +28,8 @@ def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
 
 
 def _answers(results: Results) -> Iterator[tuple[str, str, Entry]]:
-    """Claims' files that say something, and the models that they are about: what was cut off first, then the oldest."""
+    """(claim, model, file) of each file that has a verdict, so sorted that the last of a claim and a model counts:
+    files that are not complete come first, and of either kind the oldest."""
     for entry in sorted(results.entries, key=lambda entry: (entry.document["complete"], entry.document["date"])):
         name, rows = claim_named(entry.document["experiment"]), entry.document["rows"]
         if name and rows and "verdict" in rows[-1]:
