@@ -69,8 +69,8 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 
 
 def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
-    """What a whole model's formats by weight make of a layer as a model of its own, where it is the first, and of the
-    embedding and the head beside it."""
+    """The scheme of one layer that is made as a model of its own, whose layer 0 it is: the whole model's formats of
+    that layer, of the embedding and of the head."""
     own, first = layer_prefix(layer), layer_prefix(0)
     return Scheme(
         f"layer {layer}",

@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> N
 
 
 def asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
-    """Whether others are to be measured; ends the command where there are no scripts, also for what else is asked of
-    them."""
+    """Whether others are to be measured. Ends the command where their folder is not there, and where one of OF_PEERS
+    is given without --peers."""
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
     for name in OF_PEERS:
