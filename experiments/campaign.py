@@ -173,7 +173,7 @@ TABLES = tuple(
     experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds, of_peers="--peer-seconds 60")
     for name, options, seconds, peer_seconds in (
         ("throughput", f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024", 130, 320),
-        ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 150, 0),
+        ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 150, 320),
         ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 100, 0),
         ("throughput_8b", f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 512x8x256 64x1024x1024", 110, 0),
         ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 100, 0),
