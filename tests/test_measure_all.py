@@ -4,6 +4,7 @@ import fcntl
 import importlib
 import os
 import shlex
+import signal
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -164,6 +165,15 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     pytest.fail("the child still runs")
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A shell's background jobs, which these tests may be one of, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("timed", [True, False])
 def test_ctrl_c_ends_what_runs_and_begins_nothing_more(timed, tmp_path, monkeypatch, capsys):
     sleeps = "-S -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
