@@ -311,6 +311,8 @@ def test_what_a_file_does_not_hold_of_its_run_is_said(tmp_path):
     assert "recorded" not in text
     write(tmp_path, "x-20261120-h200", commit="abc")
     assert ", commit abc, no driver or clocks recorded" in page(tmp_path, "kernels")
+    write(tmp_path, "x-20261120-h200", amended="run without its label")
+    assert "; run without its label\n" in page(tmp_path, "kernels")
 
 
 def test_an_experiment_without_a_description_is_shown_whole(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
-from experiments.claims.decoding import compiled, moved_bytes, paged, size
+from experiments.claims.decoding import cell_of, compiled, moved_bytes, paged, size
 from pallas_kernels.decode_attention.cases import BENCH_CASES
 
 REPEATS = (1, 2, 4, 10)
@@ -55,10 +55,6 @@ def judge(rows: list[Row]) -> Verdict:
     return verdict_of(
         by_case(f"hidden at {STATED}x", hidden), f"time over that of the bytes, dequantized {', '.join(texts)}"
     )
-
-
-def cell_of(row: Row) -> str:
-    return f"{row['R']} x {row['length']} {row['H']}/{row['K']}"
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from experiments.accuracy.measured_speed import source_of
-from experiments.claims.claim import Claim, Interval, Part, Row, Verdict, by_case, verdict_of
+from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, interval_of, verdict_of
 from experiments.claims.contest import NOISE as NOISE_OF_RUNS
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
 from experiments.serving.workload import Request
@@ -109,7 +109,7 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
 
 def surely(gain: float) -> bool | None:
     """Whether a gain of single runs is one; None where two runs of one policy differ by as much."""
-    return Interval(gain, NOISE_OF_RUNS, 1).reaches(0.0)
+    return interval_of([gain], NOISE_OF_RUNS).reaches(0.0)
 
 
 def judge(rows: list[Row]) -> Verdict:

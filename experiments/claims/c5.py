@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, interval_of, verdict_of
-from experiments.claims.decoding import compiled, contiguous, moved_bytes, paged, size
+from experiments.claims.decoding import cell_of, compiled, contiguous, moved_bytes, paged, size
 from experiments.claims.torch_attention import flash_attention
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.decode_attention.bench_runs import layers_for
@@ -75,10 +75,6 @@ def judge(rows: list[Row]) -> Verdict:
 def times_of(row: Row) -> float:
     """How many times as fast as FlashAttention-2 ours is, by the times: a row's ratio is rounded."""
     return row["flash_us"] / row["us"]
-
-
-def cell_of(row: Row) -> str:
-    return f"{row['R']} x {row['length']} {row['H']}/{row['K']}"
 
 
 def surely(times: float, least: float) -> bool | None:

@@ -34,6 +34,11 @@ def size(case: Case) -> dict[str, Any]:
     return {"R": len(lengths), "length": lengths[0], "H": heads[0], "K": heads[1], "D": case.head_dim}
 
 
+def cell_of(row: dict[str, Any]) -> str:
+    """A row's case, as answers name it: sequences x keys, heads of queries and of keys."""
+    return f"{row['R']} x {row['length']} {row['H']}/{row['K']}"
+
+
 def paged(case: Case, dequantize: int = 1) -> Run:
     """The Mosaic kernel over shuffled pages, the work list made once."""
     return bench_runs.paged(case, "mosaic", dequantize=dequantize)

@@ -104,8 +104,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "two in one process are {:.0f} to {:.0f} % too high, with sixteen {:.0f} to {:.0f} %": lambda: [
         percent for layers in (8, 16) for percent in simulated_off_by("level", "qps", 2, layers=layers)
     ],
-    "between tokens are {:.0f} to {:.0f} % too short with sixteen layers (negative: too long), of first tokens "
-    "{:.0f} to {:.0f} %": lambda: apart_off_by(16),
+    "between tokens are from {:.0f} % too long to {:.0f} % too short with sixteen layers, of first tokens "
+    "{:.0f} to {:.0f} % too short": lambda: [-apart_off_by(16)[0], *apart_off_by(16)[1:]],
     "and with eight {:.0f} to {:.0f} and {:.0f} to {:.0f} %": lambda: apart_off_by(8),
     "on one GPU throughput {:.0f} to {:.0f} % too high": lambda: simulated_off_by("serving", "qps"),
     "by {1:.0f} to {0:.0f} % of first tokens and by up to {2:.0f} % between tokens": lambda: [
