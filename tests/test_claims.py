@@ -108,6 +108,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
         ),
         (["C22", "c35"], "error: unknown claim 'c35'; near: C"),
         (["C23", "c27", "--seconds", "60"], "error: --seconds has no meaning for C27, at whose loads"),
+        (["C23", "c28", "--loads", "1"], "error: --loads has no meaning for C28, whose loads are not raised"),
         (["--draw", str(tmp_path / "none.json")], "error: "),
     ):
         assert command.main(arguments) == 2
@@ -115,8 +116,9 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
     (tmp_path / "other.json").write_text(json.dumps(GOOD))
     assert command.main(["--draw", str(tmp_path / "other.json")]) == 2
     assert "other.json: a result of decode_attention, not of claims-" in capsys.readouterr().err
-    seconds = ["--seconds", "60"]
-    for arguments in ([], ["C5", "--draw", "x.json"], ["C23", "--toy", *seconds], ["--draw", "x.json", *seconds]):
+    seconds, loads = ["--seconds", "60"], ["--loads", "1"]
+    refused = (["C23", "--toy", *seconds], ["--draw", "x.json", *seconds], ["C23", "--toy", *loads])
+    for arguments in ([], ["C5", "--draw", "x.json"], *refused):
         with pytest.raises(SystemExit):
             command.main(arguments)
     capsys.readouterr()

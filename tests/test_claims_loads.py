@@ -101,6 +101,12 @@ def test_c23_raises_the_load_until_it_fails(served, no_model):
     assert list(c23.measure(False, 60.0))[1]["arrivals_s"] == 60.0
 
 
+def test_c23_measures_each_load_that_is_asked_for(served, no_model):
+    rows = list(c23.measure(False, 60.0, (0.9, 1.0, 1.2, 1.1)))
+    assert [row["load"] for row in rows] == [None, 0.9, 1.0, 1.2, 1.1]
+    assert rows[3]["good_share"] < c23.GOOD
+
+
 def test_c24_compares_the_two_at_once_and_at_a_load(served, no_model):
     rows = [row for row in c24.measure(False) if row["part"] != "two policies"]
     asked = [(args.batching, args.slots, args.max_step_tokens, args.rate) for *_, args in served]

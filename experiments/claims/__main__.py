@@ -38,6 +38,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=positive_number, help="that requests arrive for, at each load (default: as the claim says)"
     )
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        type=positive_number,
+        default=[],
+        metavar="SHARE",
+        help="at which requests arrive, of what is served all at once, each of them (default: raised until too few are"
+        " in time)",
+    )
     parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
     parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")
     parser.add_argument(
@@ -47,8 +56,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.claims) == bool(args.draw):
         parser.error("name claims to test, or results to --draw")
-    if args.seconds is not None and (args.toy or args.draw):
-        parser.error("--seconds is for claims at full size: --toy has a few requests, and --draw measures nothing")
+    for option, given in (("--seconds", args.seconds is not None), ("--loads", bool(args.loads))):
+        if given and (args.toy or args.draw):
+            parser.error(f"{option} is for claims at full size: --toy has a few requests, and --draw measures nothing")
     if (args.model is None) != (args.text is None):
         parser.error("--model and --text belong together: what a model loses is measured on a text that suits it")
     if args.model is not None and (args.draw or args.label is None):
@@ -94,7 +104,7 @@ def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) 
             size = "toy" if toy else "full"
             result = ResultFile(args.results, f"claims-{claim.id}", command, args.label, size=size)
             tested.append((claim, stack.enter_context(result)))
-        run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds, subject)
+        run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds, subject, args.loads)
     for claim, result in tested:
         *rows, verdict = result.document["rows"]
         print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
@@ -123,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"--seconds has no meaning for {', '.join(brief)}, at whose loads nothing arrives by a clock"
             )
+        if args.loads and (other := [claim.id for claim in claims if not claim.loaded]):
+            raise ValueError(f"--loads has no meaning for {', '.join(other)}, whose loads are not raised")
         if args.model is not None and (other := [claim.id for claim in claims if not claim.chosen]):
             raise ValueError(
                 f"--model has no meaning for {', '.join(other)}, which no model of yours can be chosen for"

@@ -2,12 +2,13 @@
 
 First the whole workload at once, which says how many requests a second the engine serves at most; then requests of the
 workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step until fewer
-than GOOD of them are in time. The first third of the seconds, while the engine fills, is not counted. STEADY seconds
-and more are called a steady state; a GPU, whose time is dear, measures fewer unless it is told otherwise (--seconds).
-A file of before 2026-11-25 has bursts of 384 requests at three rates.
+than GOOD of them are in time; where loads are asked for (--loads), at each of these. The first third of the seconds,
+while the engine fills, is not counted. STEADY seconds and more are called a steady state; a GPU, whose time is dear,
+measures fewer unless it is told otherwise (--seconds). A file of before 2026-11-25 has bursts of 384 requests at three
+rates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
@@ -20,16 +21,16 @@ GOOD = 0.99  # of requests that must be in time
 ENOUGH = 0.5  # of what is served all at once: completed while requests are in time
 
 
-def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
+def measure(toy: bool, seconds: float | None = None, loads: Sequence[float] = ()) -> Iterator[Row]:
     serve = server(toy)
     most = serve()
     yield {"load": None, "rate": None} | most
     seconds = seconds or SECONDS["simulated" if simulates(toy) else "measured"]
-    for i in range(1 if toy else round((LAST - FIRST) / STEP) + 1):
-        load = round(FIRST + i * STEP, 2)
+    rising = [round(FIRST + i * STEP, 2) for i in range(1 if toy else round((LAST - FIRST) / STEP) + 1)]
+    for load in loads or rising:
         row = from_settled(serve, toy, round(load * most["qps"], 2), seconds)
         yield {"load": load} | row
-        if row["good_share"] < GOOD:
+        if not loads and row["good_share"] < GOOD:
             return
 
 
@@ -97,4 +98,5 @@ CLAIM = Claim(
     serves=True,
     computed=True,
     lasts=True,
+    loaded=True,
 )

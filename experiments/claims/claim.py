@@ -107,9 +107,9 @@ def by_case(said: str, found: Mapping[str, bool | None]) -> list[Part]:
 class Claim:
     """One claim, and how it is tested.
 
-    measure(toy), measure(toy, seconds) of a claim that lasts, or measure(toy, subject) of one whose model is chosen,
-    yields flat rows; where something could not be measured, a row has "error". judge(rows) sees those without one.
-    draw(figure, rows) draws them on a matplotlib figure.
+    measure(toy), measure(toy, seconds) of a claim that lasts, measure(toy, seconds, loads) of one whose loads are
+    chosen, or measure(toy, subject) of one whose model is, yields flat rows; where something could not be measured, a
+    row has "error". judge(rows) sees those without one. draw(figure, rows) draws them on a matplotlib figure.
     """
 
     id: str
@@ -124,6 +124,7 @@ class Claim:
     alternates: bool = False  # whether its rows are rounds, which claims of one command share
     chosen: bool = False  # whether a user may choose the model and the text that it is about
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
+    loaded: bool = False  # whether a user may choose at which shares of the most that is served; (): as the claim says
 
 
 def run(
@@ -132,12 +133,15 @@ def run(
     show: Callable[[str], None],
     seconds: float | None = None,
     subject: Any = None,
+    loads: Sequence[float] = (),
 ) -> None:
     """Measures claims into their files, a row of each in turn, so that what they share is alternated; each is concluded
     when it has no more, whatever the others still have. `subject` of claims whose model is chosen, which their rows
     name; None: the bundled one."""
 
     def measure(claim: Claim) -> Iterable[Row]:
+        if claim.loaded:
+            return claim.measure(toy, seconds, loads)
         if claim.lasts:
             return claim.measure(toy, seconds)
         if not claim.chosen or subject is None:
