@@ -38,7 +38,12 @@ def test_policies_are_alternated_side_by_side(tiny, tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(contest, "run_once", run_once)
     monkeypatch.setattr(c4, "alone", lambda rows, vocabulary: {"rows": rows, "V": 8, "times": 2.0, "sort_us": 2.0})
-    monkeypatch.setattr(c11, "step_of", lambda model, lengths, rows: lambda: jnp.zeros(rows))
+
+    def step_of(model, lengths, rows):
+        assert all(device._state is None for device, _ in devices), "a step has no room beside an engine's pages"
+        return lambda: jnp.zeros(rows)
+
+    monkeypatch.setattr(c11, "step_of", step_of)
     assert command.main(["C1", "C3", "C11", "C4", "--toy", "--results", str(tmp_path), "--json"]) == 0
     asked = [{name: getattr(args, name) for name in BASELINES} for args in ran]
     plain = {name: choices[0] for name, choices in BASELINES.items()}

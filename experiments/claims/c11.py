@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from experiments.claims.claim import Claim, Part, Row, Verdict, microseconds, verdict_of
-from experiments.claims.contest import ROUNDS, contest, draw_qps, gain_parts
+from experiments.claims.contest import ROUNDS, contest, contest_of, draw_qps, gain_parts
 from experiments.claims.serving import make_model, workload
 from experiments.serving.workload import half_interval
 from experiments.steps.timer import StepTimer, chunk_of, layout_of, pool_for
@@ -30,6 +30,7 @@ PAGE = 16
 
 def measure(toy: bool) -> Iterator[Row]:
     yield from contest(toy, {"ragged": "usual", "padded": "padded"})
+    contest_of(toy).free()  # steps have a pool of their own
     model = make_model(toy)
     lengths = [request.prompt for request in workload(toy)][:GROUPED]
     for batch in (2,) if toy else BATCHES:

@@ -84,7 +84,11 @@ class Contest:
         assert isinstance(engine, Engine)
         return engine
 
-    def _free_but(self, sampling: str) -> None:
+    def free(self) -> None:
+        """Gives back the memory of all devices' pages; the next run has fresh ones."""
+        self._free_but(None)
+
+    def _free_but(self, sampling: str | None) -> None:
         for name, device in self._devices.items():
             if name != sampling:
                 device.free()
