@@ -308,8 +308,8 @@ def test_c26_takes_the_files_of_one_day(tmp_path):
     assert found[2]["file"].endswith("int8-g8-20260202-h200.json")
 
 
-def c28_rows(**static: float) -> list[dict]:
-    dynamic = dict.fromkeys(c28.LATENCIES, 10.0) | {"source": "simulated", "rate": 4.0}
+def c28_rows(source: str = "measured", **static: float) -> list[dict]:
+    dynamic = dict.fromkeys(c28.LATENCIES, 10.0) | {"source": source, "rate": 4.0}
     return [
         dynamic | {"policy": "dynamic"},
         dynamic | dict.fromkeys(c28.LATENCIES, 20.0) | static | {"policy": "static"},
@@ -332,6 +332,13 @@ def test_c28_says_which_latency_is_lower(served, no_model):
         (rate, batching) for rate in c28.RATES["measured"] for batching in ("merge", "static")
     ]
     assert {row["arrivals_s"] for row in rows} == {9.0}
+
+
+def test_c28_has_no_margin_where_it_is_simulated():
+    for near, answer in ((9.8, "No"), (10.0, "No"), (10.2, "Yes")):
+        found = c28.judge(c28_rows("simulated", **dict.fromkeys(c28.LATENCIES, near)))
+        assert found.verdict == answer.lower()
+        assert [text.partition(":")[0] for text in found.answers[1:]] == [answer]
 
 
 def test_each_draws_its_rows(tmp_path):
