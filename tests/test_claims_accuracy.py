@@ -11,7 +11,7 @@ from experiments.accuracy.rows import weight_error
 from experiments.claims import __main__ as command
 from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge
-from experiments.claims.claim import measured_on
+from experiments.claims.claim import devices_of
 from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import decode, encode
@@ -83,7 +83,7 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     write("quant_steps-1-h.json", "quant_steps", steps)
     rows = list(c7.measure(False))
     assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
-    assert measured_on({"device": "cpu", "rows": rows}) == ["cpu", "H"]  # accuracy is measured here, speed was there
+    assert devices_of({"device": "cpu", "rows": rows}) == ["cpu", "H"]  # accuracy is measured here, speed was there
     assert c7.judge(rows).answers[0].endswith("; 1 decode steps of a model 2 times as fast: 2.25 to 2.25, median 2.25")
     worse = c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows])
     assert [text.partition(": ")[0] for text in worse.answers] == ["Yes", "No"]

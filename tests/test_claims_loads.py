@@ -7,7 +7,7 @@ import pytest
 
 from experiments.claims import __main__ as command
 from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving, shapes
-from experiments.claims.claim import draw
+from experiments.claims.claim import devices_of, draw
 from experiments.serving.workload import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
 from experiments.steps.batches import WholeBatch
@@ -232,6 +232,14 @@ def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
     found = c25.fitted("fp8", rows, "x.json").cost.shares
     assert (found.fixed, found.products, found.attention) == pytest.approx((1e-4, 2.0, 3.0), rel=1e-3)
     assert found.error == pytest.approx(0, abs=1e-6)
+
+
+def test_c25_says_whose_steps_it_simulates(monkeypatch):
+    monkeypatch.setattr(c25, "simulates", lambda toy: True)
+    monkeypatch.setattr(c25, "server", lambda toy, costs: lambda **_: {"source": "simulated", "qps": 1.0})
+    rows = [row for row in c25.measure(False) if row["part"] == "requests"]
+    steps_of = c25.recorded(c25.RESULTS)[0]["measured_on"]
+    assert devices_of({"device": "cpu", "rows": rows}) == [f"simulated {steps_of}"]
 
 
 def test_c26_fills_an_h200(costs):

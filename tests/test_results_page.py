@@ -7,7 +7,7 @@ import pytest
 
 from experiments import results_page
 from experiments.claims import c23
-from experiments.report import details, overview, pictures
+from experiments.report import details, documents, overview, pictures
 from experiments.report.commands import name_of
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
 from experiments.report.figures import Results
@@ -61,6 +61,27 @@ def test_every_link_of_the_pages_leads_somewhere():
             file = (path.parent / target).resolve() if target else path
             assert file.exists(), f"{path.name}: {target}"
             assert not anchor or anchor in headings[file], f"{path.name}: #{anchor}"
+
+
+def test_what_is_simulated_is_said_of_the_device_whose_steps_it_has(tmp_path):
+    """Where a row names none, of the cost model's; and of the machine too where that timed the scheduler."""
+    rows = [{"source": "simulated"}, {"source": "measured", "measured_on": "NVIDIA H100"}, {"error": "no room"}]
+    for name, found in (
+        ("claims-C23", rows[:1]), ("claims-C24", rows), ("claims-C25", [rows[0] | {"steps_of": "NVIDIA H100"}]),
+        ("simulate_x", [rows[0] | {"host_us": 1.0}]), ("claims-C9", [{"part": "model"}]),
+    ):  # fmt: skip
+        write(tmp_path, f"{name}-20261120-cpu", experiment=name, device="cpu", rows=found, complete=False)
+    devices = {entry.label: [documents.short(each) for each in entry.devices] for entry in read_all(tmp_path)}
+    assert devices == {
+        "claims-C23": ["simulated H200"],
+        "claims-C24": ["simulated H200", "H100"],
+        "claims-C25": ["simulated H100"],
+        "simulate_x": ["CPU", "simulated H200"],
+        "claims-C9": ["CPU"],
+    }
+    text = page(tmp_path, "claims")
+    assert re.search(r"^\| \[Claim C23: .* \| simulated H200 \| 2026-11-20, incomplete \|$", text, re.MULTILINE)
+    assert "cpu, figures of one simulated NVIDIA H200 and one NVIDIA H100, 2026-11-20" in text
 
 
 def test_of_each_name_and_device_the_newest_file_alone_stays():

@@ -2,8 +2,9 @@
 
 Steps of LLaMA-2-7B, measured: those of the newest file of experiments.quant_steps, all schemes in one run. Requests a
 second on the QPS workload, all at once: measured on a Hopper GPU, elsewhere simulated with a cost model for each scheme
-that is fitted to these same steps (`fit_error`: the largest of its errors on them). Serving means the steps from
-SERVING rows on; below that INT4 reads the fewest bytes, and what it gains there is C8's.
+that is fitted to these same steps, of the device that `steps_of` names, with as many pages as an H200 has room for
+(`fit_error`: the largest of its errors on them). Serving means the steps from SERVING rows on; below that INT4 reads
+the fewest bytes, and what it gains there is C8's.
 """
 
 from collections.abc import Iterator
@@ -38,8 +39,9 @@ def measure(toy: bool) -> Iterator[Row]:
         for name, scheme in SCHEMES.items():
             costs = fitted(scheme, found, source.get("file", "")) if simulates(toy) else None
             row = server(toy, costs)(count=count, slots=slots, quantize=TOY_INT4 if toy and name == "int4" else scheme)
-            more = {} if costs is None else {"fit_error": round(costs.cost.shares.error or 0.0, 3)}
-            yield {"part": "requests", "format": name, "slots": slots, **row, **more}
+            if costs is not None:
+                row |= {"fit_error": round(costs.cost.shares.error or 0.0, 3), "steps_of": source["measured_on"]}
+            yield {"part": "requests", "format": name, "slots": slots, **row}
 
 
 def recorded(results: Path) -> tuple[Row, list[Row]]:

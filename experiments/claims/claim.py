@@ -1,6 +1,7 @@
 """What a claim is here: rows that measure it, a verdict with by-how-much, and a picture; and how one is run."""
 
 import statistics
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +14,12 @@ import jax
 from experiments.report.svg import svg
 from experiments.result_file import ResultFile
 from experiments.serving.workload import half_interval
+from experiments.steps.devices import REFERENCE, device_sheet
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
 FEW = 4  # cases that an answer names one by one
+TITLE = 100  # characters that a picture is wide
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,20 @@ def measured_rows(document: Row) -> list[Row]:
     return [row for row in document["rows"] if "verdict" not in row and "error" not in row]
 
 
-def measured_on(document: Row) -> list[str]:
-    """The devices whose figures a claim's file has: of rows taken from other results those that they name, of others
-    its own."""
+def devices_of(document: Row) -> list[str]:
+    """The devices whose figures a file has: of rows taken from other results those that they name; of simulated ones
+    the device whose steps they are costed by, the cost model's reference where they name none; of others its own, which
+    also timed the scheduler of simulations that say so (host_us)."""
     own: str = document["device"]
-    return list(dict.fromkeys(str(row.get("measured_on", own)) for row in measured_rows(document)))
+    rows = measured_rows(document)
+    timed = [own] if any("host_us" in row for row in rows) else []
+
+    def device(row: Row) -> str:
+        if row.get("source") == "simulated":
+            return f"simulated {row.get('steps_of', device_sheet(REFERENCE).device_kind)}"
+        return str(row.get("measured_on", own))
+
+    return list(dict.fromkeys([*timed, *map(device, rows)]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -227,6 +239,6 @@ def _cell(value: Any) -> str:
 def draw(claim: Claim, title: str, document: Row, path: Path) -> None:
     """The claim's picture. Raises ImportError without matplotlib."""
     verdict = document["rows"][-1].get("verdict", "incomplete")
-    whole = f"{claim.id}: {title} ({', '.join(measured_on(document) or [document['device']])}): {verdict}"
-    with svg(path, (7, 3.6), claim.id, title=whole) as figure:
+    whole = f"{claim.id}: {title} ({', '.join(devices_of(document) or [document['device']])}): {verdict}"
+    with svg(path, (7, 3.6), claim.id, title=textwrap.fill(whole, TITLE)) as figure:
         claim.draw(figure, measured_rows(document))

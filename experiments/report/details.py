@@ -101,9 +101,10 @@ def index(found: Placed) -> str:
 def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     path, document = entry.path, entry.document
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    others = " and ".join(f"one {device}" for device in entry.devices if device != entry.device)
     about = [
         document["device"]
-        + "".join(f", figures of an {device}" for device in entry.devices if device != entry.device)
+        + (f", figures of {others}" if others else "")
         + f", {document['date']}, {versions}"
         + "".join(f", {text}" for text in made_with(document))
         + ("" if document["complete"] else f"; **incomplete**: {INCOMPLETE}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.claim import measured_on
+from experiments.claims.claim import devices_of
 from experiments.report.commands import name_of
 from experiments.report.judged import judged
 from jllm.errors import InputFileError
@@ -85,8 +85,8 @@ class Entry:
 
     @property
     def devices(self) -> list[str]:
-        """Those whose figures it has: a claim's rows may be of other results."""
-        return measured_on(self.document) or [self.device]
+        """Those whose figures it has: a claim's rows may be of other results, or simulated."""
+        return devices_of(self.document) or [self.device]
 
     @property
     def rows(self) -> list[Row]:
@@ -126,4 +126,4 @@ def label_of(path: Path) -> str:
 
 
 def short(device: str) -> str:
-    return device.removeprefix("NVIDIA ").replace("cpu", "CPU")
+    return device.replace("NVIDIA ", "").replace("cpu", "CPU")

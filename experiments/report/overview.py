@@ -127,8 +127,9 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
         left = [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]
         yield (
             "Yes: every part of the claim holds; no: none; partly: some, by the rule on its page; open: the interval "
-            "has room for either. What a CPU says is simulated by steps that GPUs took, computed, or accuracy, of the "
-            "bundled model where nothing else is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
+            "has room for either. A simulated GPU is the engine's own scheduler, without a device, on steps that are "
+            "costed by such a GPU's; what a CPU says is computed, or accuracy, of the bundled model where nothing else "
+            "is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
         )
 
 
