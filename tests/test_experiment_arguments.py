@@ -23,7 +23,10 @@ from experiments import (
 )
 from experiments.drafts import steps
 from experiments.serving import engines
+from pallas_kernels.decode_attention import bench as decode_attention
+from pallas_kernels.int8_matmul import bench as int8_matmul
 from pallas_kernels.norm_quant import bench
+from pallas_kernels.prefill_attention import bench as prefill_attention
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,13 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (qps.parse_args, ["--peer-names", "vllm"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-names", "torch"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-seconds", "9"], "--peer-seconds is about others' side: give --peers DIR, too"),
+        (qps.parse_args, ["--peer-names", "transformers", "vllm"], "--peer-names is about others' side"),  # as default
+        (qps.parse_args, ["--peer-seconds", "110"], "--peer-seconds is about others' side: give --peers DIR, too"),
+        (throughput.parse_args, ["--peer-names", "torch", "vllm"], "--peer-names is about others' side"),
+        (throughput.parse_args, ["--peer-seconds", "120"], "--peer-seconds is about others' side: give --peers DIR"),
+        (decode_attention.main, ["--peer-seconds", "60"], "--peer-seconds is about others' side: give --peers DIR"),
+        (prefill_attention.main, ["--peer-seconds", "40"], "--peer-seconds is about others' side: give --peers DIR"),
+        (int8_matmul.main, ["--peer-seconds", "60"], "--peer-seconds is about others' side: give --peers DIR, too"),
         (step_profile.parse_args, ["--input", "8"], "--input has no meaning with --kind decode, which takes --context"),
         (step_profile.parse_args, ["--kind", "serve", "--input", "8"], "--input has no meaning with --kind serve"),
         (step_profile.parse_args, ["--kind", "prefill", "--context", "256"], "which takes --input"),

@@ -39,7 +39,9 @@ def counts(row: Row) -> bool:
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
     """Options of a command that can show the side of these others."""
     peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", seconds)
-    parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="which (default: all)")
+    parser.add_argument(
+        "--peer-names", action=peers.OfPeers, choices=names, nargs="+", default=names, help="which (default: all)"
+    )
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
