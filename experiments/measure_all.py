@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="others' side beside those that have one")
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs to spread the commands over")
     add_results_folder(parser)
-    parser.add_argument("--list", action="store_true", help="print the commands, and run none")
+    parser.add_argument("--list", action="store_true", help="print the commands with their topics, and run none")
     args = parser.parse_args(argv)
     asked(parser, args)
     try:
@@ -156,8 +156,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.list:
+        topics = {command.name: topic for topic, some in TOPICS.items() for command in some}
         for command in commands:
-            print(f"{command.name:20} {command.seconds:4} s  python {command.line.format(results=args.results)}")
+            about = f"{topics[command.name]:14} {command.name:20} {command.seconds:4} s"
+            print(f"{about}  python {command.line.format(results=args.results)}")
         return 0
     if short := [command.name for command in commands if command.gpus > args.gpus]:
         parser.error(f"{', '.join(short)}: more GPUs are needed than --gpus {args.gpus}")

@@ -13,7 +13,7 @@ BF16, W8A8 = "llama-2-7b_bf16_kv-bf16", "llama-2-7b_w8a8_kv-int8-g8"
 
 def times_as_fast(scheme: str, kind: str, least: int = 0) -> dict[int, float]:
     """Tokens of a step -> times as fast as bf16, with a 16-bit cache."""
-    steps = [row for row in rows("quant_steps", scheme=scheme, kv="bf16") if f"{kind}_ms" in row]
+    steps = [row for row in rows("quant_steps", H100, scheme=scheme, kv="bf16") if f"{kind}_ms" in row]
     return {row["T"]: row["over_bf16"] for row in steps if row["T"] >= least}
 
 
@@ -248,6 +248,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "`int4-g32-h` {:.0f} (": lambda: over_64_rows("int4-g128", "int4-g128-zp", "int4-g32", "int4-g32-h"),
     "at batch 64 and a context of 256 tokens {:.2f} ms over `int4-g32` and {:.2f} over `int4-g32-h`": lambda: (
         steps_over("int4-g32", "int4-g32-h")
+    ),
+    "XLA's exchange of up to 64 rows takes {:.1f} to {:.1f} times as long": lambda: spread(
+        [xla / peer for xla, peer in zip(exchanges("xla")[:3], exchanges("peer"))]
     ),
     "| `peer` | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("peer"),
     "| XLA | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.0f} |": lambda: exchanges("xla"),
