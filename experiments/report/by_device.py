@@ -134,7 +134,8 @@ def requests(results: Results) -> Iterator[str]:
             cells.append([row["name"], f"{row['qps']:.1f}", interval, share, source])
         yield (
             f"The QPS workload, 1,024 conversations at once on one {short(results.device)}; replicas have a device and "
-            "as many conversations each. Of each system the mean of one job's runs, with its 95 % interval by Student's "
-            "t: of the job with most runs, and of as many of one that timed vLLM too. A single run has no interval."
+            "as many conversations each. Of each system the mean of one job's runs, with its 95 % interval by "
+            "Student's t: of the job with most runs, and of as many of one that timed vLLM too. A single run has no "
+            "interval."
         )
         yield markdown(["system", "requests a second", "± 95 %", "of the floor", "from"], cells)
