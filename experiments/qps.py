@@ -188,7 +188,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
     parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
     parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
-    parser.add_argument("--trace", help="file that the schedule goes to, for experiments.simulate --replay")
+    whose = "file that the schedule goes to, of the warm-up and then of each repeat, for experiments.simulate --replay"
+    parser.add_argument("--trace", help=whose)
     parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
     parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
@@ -224,6 +225,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
     if args.replicas and args.trace:
         parser.error("--trace is of one engine: leave --replicas out beside it")
+    if len(args.backend) > 1 and args.trace:
+        parser.error("--trace is of one engine, and each --backend has its own: give one beside it")
     if args.peers and args.host_only:
         parser.error("--peers measures a device, and --host-only does without")
     if args.pool_gib is not None and args.num_pages:

@@ -57,6 +57,7 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (qps.main, ["--pool-gib", "nan"], "'nan' is not a positive number of GiB, 8589934592 at most"),
         (simulate.parse_args, ["--pool-gib", "16", "1e300"], "'1e300' is not a positive number of GiB"),
         (qps.parse_args, ["--replicas", "2", "--trace", "x"], "--trace is of one engine: leave --replicas out"),
+        (qps.parse_args, ["--backend", "default", "xla", "--trace", "x"], "each --backend has its own: give one"),
         (qps.parse_args, ["--peer-names", "vllm"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-names", "torch"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-seconds", "9"], "--peer-seconds is about others' side: give --peers DIR, too"),

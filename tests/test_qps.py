@@ -19,6 +19,7 @@ from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
+from jllm.engine.trace import read_trace
 from jllm.errors import InputFileError
 from tests.test_throughput import TINY
 from tests.tiny import tiny_model
@@ -134,6 +135,15 @@ def test_memory_policies_are_options(tmp_path, capsys):
     assert "takes no length_predictor" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_args(["--pool-gib", "1", "--pages", "4"])
+
+
+def test_a_trace_has_the_warm_up_and_then_each_repeat(tmp_path):
+    command = ["--host-only", "--requests", "3", "--slots", "4", "--repeats", "2", "--warmup", "1"]
+    assert main([*command, "--trace", str(tmp_path / "run.jsonl"), "--results", str(tmp_path)]) == 0
+    first, *repeats = ((r.known, r.output) for r in read_trace(tmp_path / "run.jsonl").requests)
+    requests = [(r.prompt, r.output) for r in read_workload(WORKLOAD, 3, None, 0)]
+    assert first == (requests[0][0], 16)
+    assert repeats == requests * 2
 
 
 def test_the_whole_workload_without_a_device(tmp_path, capsys):
