@@ -34,7 +34,7 @@ ACCURACY = (
                 "by method",
             ),
         ),
-        of_bars("{:.2g} to {:.2g} of rounding's divergence at most, where a method should be better"),
+        of_bars("{:.2g} to {:.2g} of rounding's divergence, by the upper ends of intervals"),
     ),
     Section(
         "mixed_precision.*",

@@ -36,7 +36,7 @@ SIMULATIONS = (
         ),
     ),
     Section(
-        "disaggregation",
+        "disaggregation(?:-.*)?",
         "Prefill and decode apart beside merged ones, on one GPU and on two",
         "`level` -1 is an engine as it is, or one on each of two GPUs (`replicas`); 0 has steps of prompts or of "
         "decodes alone, 1 a GPU for prompts and one for decodes. The last rows compare level 1 with replicas at equal "

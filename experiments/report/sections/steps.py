@@ -61,7 +61,7 @@ STEPS = (
         of_bars("decode at {:.0%} to {:.0%} of the floor", "^decode"),
     ),
     Section(
-        "quant_steps",
+        "quant_steps.*",
         "Whole steps by weight scheme and batch",
         "7B steps through the kernels that serve, each scheme beside bf16.",
     ),
