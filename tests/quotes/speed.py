@@ -17,6 +17,13 @@ def times_as_fast(scheme: str, kind: str, least: int = 0) -> dict[int, float]:
     return {row["T"]: row["over_bf16"] for row in steps if row["T"] >= least}
 
 
+def times_a_token() -> tuple[float, float]:
+    """How many times as long decode steps take with scales for groups of what O and down read."""
+    steps = [row for row in rows("quant_steps-groups", H100) if "decode_ms" in row]
+    ms = {(row["scheme"], row["kv"], row["batch"]): row["decode_ms"] for row in steps}
+    return spread([took / ms["w8a8-all", kv, b] for (scheme, kv, b), took in ms.items() if scheme == "w8a8-groups"])
+
+
 def decoded(model: str, *batches: int, device: str = H100) -> list[float]:
     """Milliseconds of decode steps, 8 -> 256."""
     found = (rows(f"throughput_{model}", device, batch=batch, input=8) for batch in batches)
@@ -173,6 +180,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "`w4a16-g128` {:.2f} times at batch 1 and {:.2f} times at 256": lambda: [
         times_as_fast("w4a16-g128", "decode")[batch] for batch in (1, 256)
     ],
+    "A decode step of LLaMA-2-7B takes {:.2f} to {:.2f} times as long as with a scale a token": times_a_token,
     "takes {:.2f} ms at batch 1, {:.2f} at 64 and {:.2f} at 256, {:.0f}, {:.0f} and {:.0f} % of what bytes": lambda: (
         decoded(BF16, 1, 64, 256) + shares(BF16, 1, 64, 256)
     ),
@@ -242,7 +250,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         only("decode_step-triton-zp", H100, backend=backend)["decode_ms"] for backend in ("triton", "xla")
     ],
     "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
-    "in bf16 takes {:.2f} to {:.2f} times as long;": attention_beside_mosaic,
+    "in bf16 takes {:.2f} to {:.2f} times as long (": attention_beside_mosaic,
     "and 32 KV heads {:.2f} to {:.2f} times (": codes_beside_mosaic,
     "attention over `int4-g128` takes {:.0f} us a layer, over `int4-g128-zp` {:.0f}, over `int4-g32` {:.0f} and over "
     "`int4-g32-h` {:.0f} (": lambda: over_64_rows("int4-g128", "int4-g128-zp", "int4-g32", "int4-g32-h"),
