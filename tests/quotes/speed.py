@@ -225,7 +225,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "by the clock for at most {:.1f} % of a step at batch 1": lambda: [
         100 * max(row["share"] for row in rows("step_profile_serve", H100, kind="gap by the clock"))
     ],
-    "where kernels take {:.1f} ms, it did for {:.1f} % of a step beside other programs": lambda: [
+    "where kernels take {:.1f} ms, it did for {:.1f} % of a step with nothing else": lambda: [
         sum(row["us"] for row in rows("step_profile_serve-w8a8", H100, kernel="(all)")) / 1e3,
         100 * only("step_profile_serve-w8a8", H100, kind="gap by the clock")["share"],
     ],
