@@ -16,6 +16,7 @@ from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError, JllmError, QuantizationError
 from jllm.pretrained import DTYPES
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
+from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.numbers import positive, positive_number
 
 MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
@@ -132,9 +133,7 @@ def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
     return found
 
 
-def check_draws_only(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_draws_only(parser: Parser, args: argparse.Namespace) -> None:
     """Ends the command where --draw, which measures nothing, stands beside options of a measurement."""
     if args.draw:
-        changed = [name for name, value in vars(args).items() if name != "draw" and value != parser.get_default(name)]
-        if changed:
-            parser.error(f"--draw measures nothing, so it goes without --{changed[0].replace('_', '-')}")
+        parser.refuse(vars(args).keys() - {"draw"}, "--draw measures nothing, so it goes without {}")

@@ -216,9 +216,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     peers.check_options(parser, args)
     if args.stream and args.url is None:
         parser.error("--stream needs --url")
-    for name, value in vars(args).items():
-        if args.url is not None and name not in OVER_HTTP and value != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} has no meaning with --url: the server decides it")
+    if args.url is not None:
+        parser.refuse(vars(args).keys() - set(OVER_HTTP), "{} has no meaning with --url: the server decides it")
     if args.guided is not None and (args.host_only or args.model):
         parser.error("--guided is of random weights: leave --host-only and --model out beside it")
     if (args.replicas or args.devices) and args.host_only:

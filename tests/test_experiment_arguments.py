@@ -1,6 +1,9 @@
 """Options that several experiments share."""
 
 import importlib
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -31,7 +34,12 @@ from pallas_kernels.prefill_attention import bench as prefill_attention
 
 @pytest.mark.parametrize(
     ("experiment", "other"),
-    [(outliers, ["--alpha", "0.6"]), (quant_accuracy, ["--grid"]), (quant_steps, ["--steps", "3"])],
+    [
+        (outliers, ["--alpha", "0.6"]),
+        (outliers, ["--seed", "0"]),  # as it is by default
+        (quant_accuracy, ["--grid"]),
+        (quant_steps, ["--steps", "3"]),
+    ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",
 )
 def test_drawing_takes_no_option_of_a_measurement(experiment, other, capsys):
@@ -58,6 +66,8 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (simulate.parse_args, ["--pool-gib", "16", "1e300"], "'1e300' is not a positive number of GiB"),
         (qps.parse_args, ["--replicas", "2", "--trace", "x"], "--trace is of one engine: leave --replicas out"),
         (qps.parse_args, ["--backend", "default", "xla", "--trace", "x"], "each --backend has its own: give one"),
+        (qps.parse_args, ["--url", "http://x/v1", "--pages", "9"], "--pages has no meaning with --url: the server"),
+        (qps.parse_args, ["--url", "http://x/v1", "--slots", "512"], "--slots has no meaning with --url"),  # as default
         (qps.parse_args, ["--peer-names", "vllm"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-names", "torch"], "--peer-names is about others' side: give --peers DIR, too"),
         (throughput.parse_args, ["--peer-seconds", "9"], "--peer-seconds is about others' side: give --peers DIR, too"),
@@ -177,3 +187,13 @@ def test_a_file_of_rules_is_named_as_it_says(tmp_path):
     )
     assert qps.name_of(qps.parse_args(["--quantize", str(file)])) == "qps_llama-2-7b_half"
     assert qps.name_of(qps.parse_args([])) == "qps_llama-2-7b_bfloat16"
+
+
+def test_nobody_reads_what_is_printed():
+    """As when a command's output goes to `head`: no traceback."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        command = [sys.executable, "-m", "experiments.measure_all", "--list"]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -19,6 +19,7 @@ from typing import Any
 
 from experiments.result_file import rounded
 from pallas_kernels.bench import peers
+from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.peers import asked, run_script
 
 Row = dict[str, Any]
@@ -39,12 +40,10 @@ def counts(row: Row) -> bool:
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
     """Options of a command that can show the side of these others."""
     peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", seconds)
-    parser.add_argument(
-        "--peer-names", action=peers.OfPeers, choices=names, nargs="+", default=names, help="which (default: all)"
-    )
+    parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="which (default: all)")
 
 
-def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_options(parser: Parser, args: argparse.Namespace) -> None:
     """Ends the command where there are no scripts, or they would measure another model."""
     model = Path(getattr(args, "model", None) or args.config).stem
     if asked(parser, args) and model != MODEL:

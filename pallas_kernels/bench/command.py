@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -18,14 +18,30 @@ from pallas_kernels.bench.result_file import RECORD, ResultFile
 Row = dict[str, Any]
 LOCAL = Path("results")  # in the working directory
 RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # what is committed and shown by the results page
-INTERRUPTED = 130  # what shells report for SIGINT
+INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help has the description as it is written, and after each option what it is by default."""
+    """Its help has the description as it is written, and after each option what it is by default.
+
+    `given`: the names of what the command line that was parsed last gives, also where its value is the default.
+    """
 
     def __init__(self, description: str | None = None, **options: Any):
         super().__init__(description=description, formatter_class=_Help, **options)
+        self.given: tuple[str, ...] = ()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unset = super().parse_args(args, namespace), object()
+        again = super().parse_args(args, argparse.Namespace(**dict.fromkeys(vars(found), unset)))
+        self.given = tuple(name for name, value in vars(again).items() if value is not unset)
+        return found
+
+    def refuse(self, among: Collection[str], why: str) -> None:
+        """Ends the command where the command line gives one of these; `why` has a place for it."""
+        for action in self._actions:
+            if action.dest in self.given and action.dest in among:
+                self.error(why.format((action.option_strings or [action.dest])[0]))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -68,20 +84,26 @@ def label(text: str) -> str:
 
 
 def interruptible(main: Callable[..., int]) -> Callable[..., int]:
-    """A command that ends at Ctrl-C with a line that says what is left and how to go on: the notes of the exception."""
+    """A command that ends at Ctrl-C with a line that says what is left and how to go on: the notes of the exception;
+    and quietly where nobody reads what it prints any more, like `head`."""
 
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
         try:
-            return main(*args, **options)
+            status = main(*args, **options)
+            sys.stdout.flush()
+            return status
         except KeyboardInterrupt as error:
             print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
             return INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
+            return UNREAD
 
     return wrapped
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> Parser:
     """A parser with the options of all benchmarks."""
     parser = Parser(description)
     add_result_options(parser)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.numbers import positive_number
 
 Row = dict[str, Any]
@@ -32,32 +33,19 @@ PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
 }
 
 
-class OfPeers(argparse.Action):
-    """Stores a value of one of OF_PEERS, and that it was given: one that is the default has no meaning either without
-    --peers."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.of_peers = self.option_strings[0]
-
-
 def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
     """Options of a command that can show others' side beside its own."""
     parser.add_argument("--peers", type=Path, metavar="DIR", help=f"{what}, by scripts in DIR")
-    parser.add_argument(
-        "--peer-seconds", action=OfPeers, type=positive_number, default=seconds, help="for each of its runs"
-    )
+    parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="for each of its runs")
 
 
-def asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:
+def asked(parser: Parser, args: argparse.Namespace) -> bool:
     """Whether others are to be measured. Ends the command where their folder is not there, and where one of OF_PEERS
     is given without --peers."""
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
-    if args.peers is None and hasattr(args, "of_peers"):
-        parser.error(f"{args.of_peers} is about others' side: give --peers DIR, too")
+    if args.peers is None:
+        parser.refuse(OF_PEERS, "{} is about others' side: give --peers DIR, too")
     return args.peers is not None
 
 

@@ -5,7 +5,6 @@ profiler's, of the kernels alone. torch runs first, all its variants, where --pe
 (pallas_kernels/bench/peers.py).
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +162,7 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
 
 def main(operation: str, description: str | None, beside: Sequence[str], argv: list[str] | None) -> int:
     """The command of one operation: others of PRODUCTS beside it."""
-    parser: argparse.ArgumentParser = make_parser(description)
+    parser = make_parser(description)
     parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="of x")
     parser.add_argument("--own-only", action="store_true", help="leave out XLA's")
     parser.add_argument("--triton", action="store_true", help="backend triton too")
