@@ -115,7 +115,7 @@ ACCURACY = (
     ),
     Section(
         "train_small.*",
-        "Training of the bundled model (H200) and of the larger subject (H100)",
+        "Training of the bundled model, and of the larger subject",
         answer=lowest("validation loss {:.3f}", "valid_loss"),
     ),
     Section(
