@@ -79,7 +79,7 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
         **{name: getattr(args, name) for name in BASELINES},
         **{name: getattr(args, name) for name in SETTINGS[1:] if getattr(args, name)},
         **({} if args.guided is None else {"guided": args.guided}),
-        **{name: getattr(args, name) for name in ("devices", "replicas") if getattr(args, name)},
+        **{name: getattr(args, name) for name in ("devices", "replicas", "compile_processes") if getattr(args, name)},
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args, backend=None if backend == OWN[0] else backend)
@@ -200,6 +200,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=OWN[:1],
         help="one after another (default: chosen for the device)",
     )
+    processes = "that trace steps beside this one as an engine starts (docs/reliability.md)"
+    parser.add_argument("--compile-processes", type=natural, default=0, metavar="N", help=processes)
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
     parser.add_argument("--guided", type=fraction, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():

@@ -9,7 +9,7 @@ import pytest
 from experiments import qps
 from experiments.arguments import MEMORY_SHARE, claim_memory
 from experiments.qps import main, name_of, parse_args
-from experiments.serving import run
+from experiments.serving import engines, run
 from experiments.serving.engines import HostOnly
 from experiments.serving.run import serve
 from experiments.serving.workload import WORKLOAD, Request, Served, half_interval, percentile, read_workload, repeat_row
@@ -187,6 +187,14 @@ def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkey
     assert cached == [0, 0, 0, 0]
     assert [row["seconds"] for row in rows] == [2.0, 4.0, 6.0, 4.0]
     assert rows[-1]["floor_fraction"] == pytest.approx(rows[-1]["floor_s"] / 4.0, rel=1e-4)
+
+
+def test_as_many_processes_trace_steps_as_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(engines, "engine_with", lambda model, **options: asked.append(options["compile_processes"]))
+    for options in ([], ["--compile-processes", "3"]):
+        engines.make_engine(tiny_model(), parse_args(options))
+    assert asked == [0, 3]
 
 
 def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):

@@ -91,7 +91,7 @@ def make_engine(
     model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None, backend: str | None = None
 ) -> Engine | Replicas:
     """By the options; `device` makes it one in place of its sampler's. `backend`: None is the best for the device."""
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", *MEMORY, *BASELINES)
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", "compile_processes", *MEMORY, *BASELINES)
     options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
