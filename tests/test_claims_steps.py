@@ -246,6 +246,9 @@ def test_c23_wants_almost_all_in_time():
     assert c23.judge(rows(x3=1.0, x5=0.9)).verdict == "partly"
     assert c23.judge(rows(x5=0.9)).verdict == "no"
     assert "; at 36 arrivals 60.0% are" in found.measured
+    unlike = c23.judge(rows(x9=1.0, x5=1.0, x7=0.9)).measured  # as loads that were asked for may be
+    assert "up to 20 arrivals a second" in unlike
+    assert "; at 28 arrivals 90.0% are" in unlike
     steady = [row | {"arrivals_s": 300.0, "source": "simulated"} for row in rows(x5=1.0, x7=1.0)]
     assert (
         "Simulated. Yes: 99% of requests are in time in a steady state of 300 s of up to 28 arr"
