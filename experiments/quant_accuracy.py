@@ -267,6 +267,8 @@ def main(argv: list[str] | None = None) -> int:
         result = sweep(args, command)
         print(text_report(result.document, args.results))
         write_report(result.document, result.path)
+    except BrokenPipeError:  # of standard output
+        raise
     except (JllmError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

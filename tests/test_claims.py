@@ -116,12 +116,17 @@ def test_what_cannot_be_done_is_said_before_anything_runs(tmp_path, capsys):
     (tmp_path / "other.json").write_text(json.dumps(GOOD))
     assert command.main(["--draw", str(tmp_path / "other.json")]) == 2
     assert "other.json: a result of decode_attention, not of claims-" in capsys.readouterr().err
-    seconds, loads = ["--seconds", "60"], ["--loads", "1"]
-    refused = (["C23", "--toy", *seconds], ["--draw", "x.json", *seconds], ["C23", "--toy", *loads])
-    for arguments in ([], ["C5", "--draw", "x.json"], *refused):
+    for arguments, message in (
+        ([], "name claims to test, or results to --draw"),
+        (["C5", "--draw", "x.json"], "name claims to test, or results to --draw"),
+        (["--draw", "x.json", "--seconds", "60"], "--draw measures nothing, so it goes without --seconds"),
+        (["--draw", "x.json", "--toy"], "--draw measures nothing, so it goes without --toy"),
+        (["C23", "--toy", "--seconds", "60"], "--seconds is for claims at full size"),
+        (["C23", "--toy", "--loads", "1"], "--loads is for claims at full size"),
+    ):
         with pytest.raises(SystemExit):
             command.main(arguments)
-    capsys.readouterr()
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["--help"])
     shown = capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 from experiments import (
     decode_step,
     long_context,
+    measure_all,
     meshes,
     outliers,
     ptq_methods,
@@ -24,8 +25,10 @@ from experiments import (
     step_tracing,
     throughput,
 )
+from experiments.claims import __main__ as claims
 from experiments.drafts import steps
 from experiments.serving import engines
+from pallas_kernels.bench.command import Parser, make_parser, record
 from pallas_kernels.decode_attention import bench as decode_attention
 from pallas_kernels.int8_matmul import bench as int8_matmul
 from pallas_kernels.norm_quant import bench
@@ -37,6 +40,7 @@ from pallas_kernels.prefill_attention import bench as prefill_attention
     [
         (outliers, ["--alpha", "0.6"]),
         (outliers, ["--seed", "0"]),  # as it is by default
+        (outliers, ["--record"]),  # which sets what --results does
         (quant_accuracy, ["--grid"]),
         (quant_steps, ["--steps", "3"]),
     ],
@@ -189,11 +193,60 @@ def test_a_file_of_rules_is_named_as_it_says(tmp_path):
     assert qps.name_of(qps.parse_args([])) == "qps_llama-2-7b_bfloat16"
 
 
-def test_nobody_reads_what_is_printed():
-    """As when a command's output goes to `head`: no traceback."""
+@pytest.fixture
+def unread():
+    """A file that nobody reads, as when a command's output goes to `head`."""
     reads, writes = os.pipe()
     os.close(reads)
-    with os.fdopen(writes, "w") as closed:
-        command = [sys.executable, "-m", "experiments.measure_all", "--list"]
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    with os.fdopen(writes, "w") as file:
+        yield file
+
+
+def test_nobody_reads_what_is_printed(unread):
+    command = [sys.executable, "-m", "experiments.measure_all", "--list"]
+    done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: claims.main(["C22"]),
+        lambda: quant_accuracy.main([]),
+        lambda: record("x", make_parser(None).parse_args([]), [], [{}], lambda rows: ()),
+    ],
+    ids=["claims", "quant_accuracy", "benches"],
+)
+def test_that_nobody_reads_is_no_error_of_a_command(run, unread, tmp_path, monkeypatch, capsys):
+    def prints(*_):
+        print("a row", flush=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(claims, "test", prints)
+    monkeypatch.setattr(quant_accuracy, "sweep", prints)
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert run() == 141
+    assert not capsys.readouterr().err
+
+
+def test_a_closed_standard_output_is_none(monkeypatch):
+    """As `>&-` leaves it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert measure_all.main(["--list"]) == 0
+
+
+def test_a_parser_knows_what_is_given():
+    parser = Parser()
+    parser.add_argument("--many", action="append", default=[])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("files", nargs="*")
+    part = parser.add_subparsers(dest="part").add_parser("part")
+    part.add_argument("--steps", type=int, default=1)
+    assert parser.parse_args(["--many", "1", "part", "--steps", "1"]).many == ["1"]
+    for each, option in ((parser, "many"), (part, "steps")):
+        each.refuse(("seed", "files"), "{}")
+        with pytest.raises(SystemExit):
+            each.refuse(("seed", "files", option), "{}")
+    parser.parse_args(["part"])
+    for each in (parser, part):
+        each.refuse(("many", "seed", "files", "steps"), "{}")  # of the last command line alone

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from experiments.arguments import claim_memory
+from experiments.arguments import check_draws_only, claim_memory
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject
 from experiments.claims.claim import Claim, Row, draw, run, text_table
 from experiments.claims.registry import TITLES, claim_named, find
@@ -44,8 +44,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=positive_number,
         default=[],
         metavar="SHARE",
-        help="at which requests arrive, of what is served all at once, each of them (default: raised until too few are"
-        " in time)",
+        help="at which requests arrive, each of them: shares of what is served all at once (default: raised until too"
+        " few are in time)",
     )
     parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
     parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")
@@ -56,15 +56,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.claims) == bool(args.draw):
         parser.error("name claims to test, or results to --draw")
-    for option, given in (("--seconds", args.seconds is not None), ("--loads", bool(args.loads))):
-        if given and (args.toy or args.draw):
-            parser.error(f"{option} is for claims at full size: --toy has a few requests, and --draw measures nothing")
+    check_draws_only(parser, args)
+    if args.toy:
+        parser.refuse(("seconds", "loads"), "{} is for claims at full size: --toy has a few requests")
     if (args.model is None) != (args.text is None):
         parser.error("--model and --text belong together: what a model loses is measured on a text that suits it")
-    if args.model is not None and (args.draw or args.label is None):
-        parser.error(
-            "--model needs a --label, and nothing to --draw: its result is not to stand for the bundled model's"
-        )
+    if args.model is not None and args.label is None:
+        parser.error("--model needs a --label: its result is not to stand for the bundled model's")
     return args
 
 
@@ -144,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         for claim in claims:
             check_device(claim)
         documents = [document for some in side_by_side(claims) for document in test(some, args, command)]
+    except BrokenPipeError:  # of standard output
+        raise
     except (JllmError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,24 +24,26 @@ INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
 class Parser(argparse.ArgumentParser):
     """Its help has the description as it is written, and after each option what it is by default.
 
-    `given`: the names of what the command line that was parsed last gives, also where its value is the default.
+    `given`: what the command line that was parsed last gives, also where its value is the default.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
         super().__init__(description=description, formatter_class=_Help, **options)
-        self.given: tuple[str, ...] = ()
+        self.given: list[argparse.Action] = []
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unset = super().parse_args(args, namespace), object()
-        again = super().parse_args(args, argparse.Namespace(**dict.fromkeys(vars(found), unset)))
-        self.given = tuple(name for name, value in vars(again).items() if value is not unset)
-        return found
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # which parse_args calls
+        self.given = []
+        return super().parse_known_args(args, namespace)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        self.given.append(action)
+        return super()._get_values(action, arg_strings)
 
     def refuse(self, among: Collection[str], why: str) -> None:
-        """Ends the command where the command line gives one of these; `why` has a place for it."""
-        for action in self._actions:
-            if action.dest in self.given and action.dest in among:
-                self.error(why.format((action.option_strings or [action.dest])[0]))
+        """Ends the command where the command line gives one of these options; `why` has a place for it."""
+        for action in self.given:
+            if action.option_strings and action.dest in among:
+                self.error(why.format(action.option_strings[0]))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -90,9 +92,10 @@ def interruptible(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
         try:
-            status = main(*args, **options)
-            sys.stdout.flush()
-            return status
+            try:
+                return main(*args, **options)
+            finally:
+                print(end="", flush=True)  # nothing is left for Python to say of it at its exit
         except KeyboardInterrupt as error:
             print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
             return INTERRUPTED
@@ -129,6 +132,8 @@ def record(
             measured = result.document["rows"]
             bars = list(summarize(measured))
             result.finish(bars=bars, complete=not any("error" in row for row in measured))
+    except BrokenPipeError:  # of standard output
+        raise
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
