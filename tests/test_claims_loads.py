@@ -1,13 +1,14 @@
 """Claims about policies and formats at a load: what is simulated in place of a GPU, what they ask for, and judge."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
 
 from experiments.claims import __main__ as command
 from experiments.claims import c23, c24, c25, c26, c28, loads, registry, serving, shapes
-from experiments.claims.claim import devices_of, draw
+from experiments.claims.claim import TITLE, devices_of, draw
 from experiments.serving.workload import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
 from experiments.steps.batches import WholeBatch
@@ -101,10 +102,13 @@ def test_c23_raises_the_load_until_it_fails(served, no_model):
     assert list(c23.measure(False, 60.0))[1]["arrivals_s"] == 60.0
 
 
-def test_c23_measures_each_load_that_is_asked_for(served, no_model):
-    rows = list(c23.measure(False, 60.0, (0.9, 1.0, 1.2, 1.1)))
-    assert [row["load"] for row in rows] == [None, 0.9, 1.0, 1.2, 1.1]
-    assert rows[3]["good_share"] < c23.GOOD
+def test_c23_measures_each_load_that_is_asked_for(served, no_model, tmp_path):
+    asked = ["--seconds", "60", "--loads", "0.9", "1.0", "1.2", "1.1"]
+    assert command.main(["C23", *asked, "--results", str(tmp_path)]) == 0
+    most, *rows, _ = json.loads(next(tmp_path.glob("claims-C23-*.json")).read_text())["rows"]
+    assert (most["load"], [row["load"] for row in rows]) == (None, [0.9, 1.0, 1.2, 1.1])
+    assert {row["arrivals_s"] for row in rows} == {60.0}
+    assert rows[2]["good_share"] < c23.GOOD
 
 
 def test_c24_compares_the_two_at_once_and_at_a_load(served, no_model):
@@ -358,6 +362,8 @@ def test_each_draws_its_rows(tmp_path):
         "C28": c28_rows(),
     }
     for name, found in rows.items():
-        document = {"device": "cpu", "rows": [*found, {"verdict": "yes"}]}
+        document = {"device": "NVIDIA RTX 6000 Ada Generation", "rows": [*found, {"verdict": "yes"}]}
         draw(registry.find(name), registry.TITLES[name], document, tmp_path / f"{name}.svg")
-        assert (tmp_path / f"{name}.svg").read_text().count("<path") > 10
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert drawn.count("<path") > 10
+        assert max(map(len, re.findall(r">([^<>]+)</text>", drawn))) <= TITLE, "wider than the picture"
