@@ -11,8 +11,11 @@ from tests.test_results_page import GOOD
 
 def heads_rows(added, count=2):
     """Of models with 8 and `count` KV heads and a seed for each of `added`, as C29 has them."""
-    kept = {"heads": 8, "step": 20, "parameters": 9, "bits_per_byte": 1.0}
-    whole = [{"kv_heads": 8, "seed": seed, "nats": 3.0 + seed} | kept for seed, _ in enumerate(added)]
+    kept = {"heads": 8, "step": 20, "parameters": 3_100_000, "bits_per_byte": 1.0}
+    whole = [
+        kept | {"kv_heads": 8, "seed": seed, "nats": 3.0 + seed, "parameters": 4_000_000}
+        for seed, _ in enumerate(added)
+    ]
     grouped = [{"kv_heads": count, "seed": seed, "nats": 3.0 + seed + more} | kept for seed, more in enumerate(added)]
     early = [{**row, "step": 10, "nats": 9.0} for row in grouped]
     return list(c29.with_added([*whole, *early, *grouped]))
@@ -23,6 +26,7 @@ def test_c29_compares_models_of_one_seed():
     assert [row["added"] for row in rows] == [0, 0, 0, 0.01, 0.012, 0.011]
     found = c29.judge(rows)
     assert found.verdict == "yes"
+    assert found.answers[0] == "On models of 3 to 4 million parameters, trained for this, 3 seeds of each"
     mean, low, high = c29.by_heads(rows)[2]
     half = 4.302653 * 0.001 / 3**0.5  # Student's t of two degrees of freedom
     assert (mean, low, high) == pytest.approx((0.011, 0.011 - half, 0.011 + half))

@@ -104,6 +104,7 @@ def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
         ],
         "weight_only_matmul-large-1-h": [{"scheme": "bf16", "us": us} for us in (9.0, 30.0, 60.0, 52.0, 160.0)],
         "weight_only_matmul-1-h": [{"scheme": "nf4", "us": 1.0}] * 5,
+        "fp8_matmul-1-h": [{"peer": "torch bf16", "us": us} for us in (19.0, 26.0, 38.0, 44.0, 170.0)],
     }
     for name, rows in files.items():
         rows = [shape | row for shape, row in zip(shapes, rows, strict=True)]
@@ -112,11 +113,11 @@ def test_c7_holds_products_against_the_fastest_of_bf16_in_any_run(tmp_path):
             document["experiment"] = "fp8_matmul"
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     rows = list(c7.products(tmp_path))
-    assert [row["times"] for row in rows] == [1.8, 1.6, 1.8, 2.6, 2.0]
+    assert [row["times"] for row in rows] == [1.8, 1.6, 1.8, 2.2, 2.0]
     assert rows[0]["file"] == "fp8_matmul-2-h.json, weight_only_matmul-large-1-h.json"
     assert rows[1]["file"] == "int8_matmul-1-h.json, matmul-many-1-h.json"
     assert c7.judge(rows).answers == (
-        "Yes: products from 1,024 rows on: 2.00 to 2.60",
+        "Yes: products from 1,024 rows on: 2.00 to 2.20",
         "No: products of 1 row: 1.80 to 1.80; products of 256: 1.60 to 1.80",
     )
 

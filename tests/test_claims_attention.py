@@ -37,6 +37,10 @@ def test_c30_reads_the_faster_variant_of_a_kind_from_one_job(tmp_path):
     assert (slower["K"], slower["times"], "us" in slower) == (8, 0.733, False)
     assert equal["file"] == "decode_attention-a.json"
     assert [c30.judge(some).verdict for some in (found, [equal], [slower])] == ["partly", "yes", "no"]
+    near = [equal | {"times": times} for times in (0.945, 0.955)]
+    assert c30.judge(near).answers == (
+        "Open: enough with 32/32 heads in all 2 cases (16 x 1024: 0.945, 16 x 1024: 0.955)",
+    )
     said = c30.judge(found)
     assert said.answers[1].startswith("No: enough with 32/8 heads")
     assert said.figures[1] == "32/8 heads: 0.73 to 0.73 times as fast by CUDA cores as by tensor cores"

@@ -219,8 +219,20 @@ def test_c25_wants_fp8_level_and_int4_behind():
         "No: fp8 about int8's speed in decode steps from batch 64 on (0.93 to 0.93 times)"
     )
     assert "fp8 0.46 at batch 1 times its decode steps' speed" in found.measured
+    assert "; both faster than int4 in prefill from batch 64 on (1.20 to 1.20 and 1.30 to 1.30 times)" in found.measured
     assert c25.judge(c25_rows(1.2, 0.9)).verdict == "no"
     assert c25.judge([row for row in c25_rows(1, 2) if row["format"] != "int4"]).verdict == "no"
+
+
+def test_c25_leaves_open_what_the_error_of_simulated_steps_could_turn():
+    def requests(fp8: float, int4: float, error: float) -> list[str]:
+        rows = [row | {"fit_error": error} for row in c25_rows(fp8, int4) if row["part"] == "requests"]
+        return [text.partition(": ")[0] for text in c25.judge(rows).answers]
+
+    assert requests(1.01, 1.3, 0.02) == ["Yes"]
+    assert requests(1.04, 1.3, 0.02) == ["Yes", "Open"]  # 4 % apart, off by 2: more than 5, or less
+    assert requests(1.5, 1.6, 0.02) == ["Yes", "No"]
+    assert requests(1.04, 1.07, 0.11) == ["Open"]
 
 
 def test_c25_costs_are_those_of_the_steps_they_are_fitted_to():
@@ -299,6 +311,8 @@ def test_c26_judges_by_the_batches_at_full_memory():
     assert c26.no_more_memory(rows) == {(8, 256): (20.0, pytest.approx(0.3))}
     said = c26.judge([*c26_rows(1.5, 1.5), *rows]).measured
     assert "measured in no more memory than bf16's 20 GiB: +30% at 8 -> 256" in said
+    said = c26.judge([*c26_rows(1.5, 1.5), *(row | {"measured_on": "NVIDIA X"} for row in rows)]).measured
+    assert "measured on NVIDIA X in no more memory" in said, "which need not be what full memories are measured on"
     assert "the cost model is off by +10% to +10% on 4 batches" in said
 
 
@@ -339,6 +353,8 @@ def test_c28_says_which_latency_is_lower(served, no_model):
         assert found.answers[2] == f"Open: between tokens p50 {near / 10:.2f} to {near / 10:.2f} times"
     assert c28.judge(c28_rows(**dict.fromkeys(c28.LATENCIES, 5.0))).verdict == "no"
     assert c28.judge(c28_rows()[:1]).verdict == "no"
+    lasting = c28.judge([row | {"arrivals_s": 15.0} for row in c28_rows()])
+    assert lasting.answers[0] == "Measured in 15 s of arrivals, what static batches take over dynamic ones"
     rows = list(c28.measure(False, 9.0))
     assert [(args.rate, args.batching) for *_, args in served] == [
         (rate, batching) for rate in c28.RATES["measured"] for batching in ("merge", "static")

@@ -50,7 +50,7 @@ def test_the_newest_device_is_in_full_and_the_other_in_short(both):
     assert "36.2 requests a second" in short
     assert "| 5.16 |" in full, "batch 16, as the H100 has no batch 8"
     assert "36.2" not in full, "the H200's"
-    assert "others took up to 1.2% more." in full
+    assert "others took more, by up to 1.2% in bf16." in full
     assert "| jllm bf16, KV bf16, 2 replicas | 49.0 |" in full
     assert "| jllm bf16, KV bf16 | 25.8 |" in full
     older = [entry for entry in both.entries if entry.device == H200]

@@ -314,7 +314,7 @@ def test_a_claim_that_was_cut_off_says_what_it_has_so_far(tmp_path):
     served = {"claim": "C1", "requests": 8, "ttft_ms_p50": 9.0}
     rows = [served | {"policy": policy, "qps": qps} for policy, qps in (("dynamic", 12.0), ("static", 10.0))]
     write(tmp_path, "x", experiment="claims-C1", rows=rows, complete=False, size="full")
-    assert "so far: Yes: more requests a second, +20.0 %" in page(tmp_path, "claims")
+    assert "so far: 8 requests at once. Yes: more requests a second, +20.0 %" in page(tmp_path, "claims")
     assert "**incomplete**" in short(tmp_path)
     verdict = {"stated": "more", "measured": "Yes: more", "verdict": "yes"}
     write(tmp_path, "older", experiment="claims-C1", date="2026-11-01", rows=[*rows, verdict])

@@ -12,6 +12,7 @@ STEPS = "quant_steps"  # whole steps of a 7B model
 BATCH = 64  # decoding rows, of the figure that stands for a scheme
 PLAIN = ("bf16", "bf16")  # what times are compared with: weights, K and V
 PRODUCTS = {"w8a8-all": "int8_matmul", "fp8": "fp8_matmul"}  # scheme -> the benchmark of its product, its peer there
+TORCH = "torch bf16"  # the peer whose products have 16 bits, beside those of rows that say so
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,12 @@ def pairs_on(device: str, results: Path, benchmark: str) -> dict[Shape, tuple[Pr
 
 
 def fastest_products(results: Path, device: str, peer: str | None = None) -> dict[Shape, Product]:
-    """The products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones included."""
+    """The products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones and torch's
+    included."""
     found: dict[Shape, Product] = {}
     for document, file in documents(results):
         for row in document["rows"] if document["device"] == device else ():
-            plain = row.get("dtype") == "bfloat16" or row.get("scheme") == "bf16"
+            plain = row.get("dtype") == "bfloat16" or row.get("scheme") == "bf16" or row.get("peer") == TORCH
             if not {"M", "K", "N", "us"} <= row.keys() or not (plain if peer is None else row.get("peer") == peer):
                 continue
             shape = row["M"], row["K"], row["N"]

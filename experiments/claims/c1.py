@@ -16,8 +16,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, waits = gain_parts(rows, "dynamic", "static", stated=(1.0,))
-    return verdict_of(parts, waits)
+    parts, size, waits = gain_parts(rows, "dynamic", "static", stated=(1.0,))
+    return verdict_of(parts, waits, how=size)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -81,8 +81,8 @@ def judge(rows: list[Row]) -> Verdict:
             interval = f" [{low:.1%}, {high:.1%}]" if "time_saved_ci" in row else ", timed once"
             holds = True if low >= STATED else False if high < STATED else None
             parts.append(Part(f"{row['time_saved']:.0%} of the time at {row['prompts']}{interval}", holds))
-    served, waits = gain_parts(rows, "ragged", "padded", stated=())
-    return verdict_of(parts, *(f"on the workload {part.said}" for part in served), waits)
+    served, size, waits = gain_parts(rows, "ragged", "padded", stated=())
+    return verdict_of(parts, *(f"on the workload of {size} {part.said}" for part in served), waits)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -56,17 +56,18 @@ def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int]
 def judge(rows: list[Row]) -> Verdict:
     found = gains(rows)
     halves = (
-        ("past batch", {key: gain for key, gain in found.items() if key[2] > MUCH}),
-        ("with GQA", {key: gain for key, gain in found.items() if key[0] == GROUPED}),
+        (f"past batch {MUCH}", {key: gain for key, gain in found.items() if key[2] > MUCH}),
+        ("with 8 KV heads", {key: gain for key, gain in found.items() if key[0] == GROUPED}),
     )
     parts = []
     for half, some in halves:
-        said = f"no gain past batch {MUCH}" if half == "past batch" else "no gain with 8 KV heads"
         for side in (True, False):
             of_side = {key: gain for key, gain in some.items() if (gain <= HELPS) is side}
             if of_side:
-                where = "everywhere" if len(of_side) == len(some) else f"in {len(of_side)} of {len(some)} cases"
-                parts.append(Part(f"{said} {where}, {spread(of_side.values())}{pools(of_side, some)}", side))
+                count = "all" if len(of_side) == len(some) else f"{len(of_side)} of"
+                where = f"{half} in {count} {len(some)} cases"
+                said = f"at most {HELPS:+.0%} {where}, {spread(of_side.values())}{pools(of_side, some)}"
+                parts.append(Part(said, side))
     rest = [gain for key, gain in found.items() if not any(key in some for _, some in halves)]
     others = f"with 32 KV heads up to {MUCH} slots {spread(rest)}" if rest else ""
     return verdict_of(parts, others, how="Simulated, paged over reserve, requests a second")

@@ -156,14 +156,18 @@ def judge(rows: list[Row]) -> Verdict:
     every = {f"{gain:+.0%} at {prompt} -> {output}": gain for (prompt, output), gain in full.items()}
     every |= {f"{gain:+.0%} on the QPS workload": gain for gain in served.values()}
     figures = []
+    devices = dict.fromkeys(row["measured_on"] for row in rows if row["part"] == "recorded" and "measured_on" in row)
+    where = f" on {', '.join(devices)}" if devices else ""
     for (prompt, output), (memory, gain) in no_more_memory(rows).items():
-        figures.append(f"measured in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}")
+        figures.append(
+            f"measured{where} in no more memory than bf16's {memory:.0f} GiB: {gain:+.0%} at {prompt} -> {output}"
+        )
     errors = [row["simulated_tokens_s"] / row["tokens_s"] - 1 for row in rows if row["part"] == "recorded"]
     if errors:
         off = off_by(rows)
         figures.append(
-            f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches, and int8's "
-            f"gain by {100 * min(off):+.0f} to {100 * max(off):+.0f} points where both formats have the same"
+            f"the cost model is off by {min(errors):+.0%} to {max(errors):+.0%} on {len(errors)} batches{where}, "
+            f"and int8's gain by {100 * min(off):+.0f} to {100 * max(off):+.0f} points where both formats have the same"
         )
     about = by_case(f"about {STATED:+.0%} at full memory", {text: v >= LEAST for text, v in every.items()})
     more = Part("more tokens a second", all(v > 0 for v in every.values()))

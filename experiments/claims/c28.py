@@ -52,7 +52,8 @@ def judge(rows: list[Row]) -> Verdict:
     texts = {name: f"{said} {min(found[name]):.2f} to {max(found[name]):.2f} times" for name, said in LATENCIES.items()}
     source = rows[0]["source"]
     parts = [Part(text, lower(min(found[name]), source)) for name, text in texts.items()]
-    how = f"{source.capitalize()}, what static batches take over dynamic ones"
+    seconds = f" in {rows[0]['arrivals_s']:g} s of arrivals" if "arrivals_s" in rows[0] else ""
+    how = f"{source.capitalize()}{seconds}, what static batches take over dynamic ones"
     return verdict_of(parts, f"at {min(rates):g} to {max(rates):g} arrivals a second", how=how)
 
 

@@ -82,6 +82,11 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
+def seeds(rows: list[Row]) -> str:
+    count = len({row["seed"] for row in rows})
+    return f"{count} seed{'s' * (count > 1)}"
+
+
 def by_heads(rows: list[Row]) -> dict[int, tuple[float, float, float]]:
     counts = sorted({row["kv_heads"] for row in rows if row["kv_heads"] < row["heads"]}, reverse=True)
     return {count: interval([row["added"] for row in rows if row["kv_heads"] == count]) for count in counts}
@@ -96,11 +101,13 @@ def judge(rows: list[Row]) -> Verdict:
     if 1 not in found:
         texts.append(f"1 of {heads} KV heads: not trained yet")
     said = f"at most {HARDLY:g} nats a token with {grouped} of {heads} KV heads"
+    sizes = [round(row["parameters"] / 1e6) for row in rows]
+    how = f"On models of {min(sizes)} to {max(sizes)} million parameters, trained for this, {seeds(rows)} of each"
     parts = [
         Part(f"{said}: on average, {mean:+.4f}", mean <= HARDLY),
         Part(f"all of the interval, up to {high:+.4f}", high <= HARDLY),
     ]
-    return verdict_of(parts, *texts)
+    return verdict_of(parts, *texts, how=how)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

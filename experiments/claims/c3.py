@@ -16,8 +16,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, waits = gain_parts(rows, "pipelined", "waiting", stated=(0.05, 0.10, 0.30))
-    return verdict_of(parts, waits)
+    parts, size, waits = gain_parts(rows, "pipelined", "waiting", stated=(0.05, 0.10, 0.30))
+    return verdict_of(parts, waits, how=size)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

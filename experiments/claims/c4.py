@@ -83,14 +83,14 @@ def alone(rows: int, vocabulary: int) -> Row:
 
 
 def judge(rows: list[Row]) -> Verdict:
-    parts, waits = gain_parts(rows, "threshold", "sort", stated=(0.10,))
+    parts, size, waits = gain_parts(rows, "threshold", "sort", stated=(0.10,))
     alone = [row for row in rows if "times" in row]
     for key, sampler in (("times", "the sampler alone"), ("plain_times", "the same in plain jnp")):
         for count in dict.fromkeys(row["rows"] for row in alone if key in row):
             times = [row[key] for row in alone if row["rows"] == count]
             said = f"{sampler} faster than sorting at {count} row{'s' * (count > 1)}"
             parts.append(Part(f"{said}, {min(times):.2f} to {max(times):.2f} times", min(times) > 1))
-    return verdict_of(parts, waits)
+    return verdict_of(parts, waits, how=size)
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -2,9 +2,9 @@
 
 Speed is a kernel's, so that only a GPU can say it. On a Hopper GPU the four products of a LLaMA-2-7B layer are timed
 here, with XLA's of bfloat16; elsewhere rows are what result files of this repository have, which each names. Either
-way the 16-bit time is the fastest that any run on that device had, our own kernel's and labelled runs included, and
-the answer is by the rows of a product. Whole decode steps come
-from quant_steps' files where there are any. Accuracy is measured here, on the bundled model and the text that it wrote.
+way the 16-bit time is the fastest that any run on that device had, our own kernel's, torch's and labelled runs
+included, and the answer is by the rows of a product. Whole decode steps come from quant_steps' files where there are
+any. Accuracy is measured here, on the bundled model and the text that it wrote.
 """
 
 import statistics

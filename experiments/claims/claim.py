@@ -54,6 +54,12 @@ def change_of(rows: Iterable[Row], over: Iterable[Row], key: str, noise: float =
     return interval_of(changes, noise) if changes else None
 
 
+def all_hold(sides: Iterable[bool | None]) -> bool | None:
+    """Whether all do: no where one does not, open where one is."""
+    sides = list(sides)
+    return False if False in sides else None if None in sides else True
+
+
 @dataclass(frozen=True)
 class Part:
     """One thing that a claim says, with what was measured of it."""

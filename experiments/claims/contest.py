@@ -113,12 +113,12 @@ def gain_of(rows: list[Row], ours: str, other: str) -> Interval | None:
     return change_of(a, b, "qps", NOISE)
 
 
-def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str]:
+def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str, str]:
     """The parts of a claim of more requests a second: that there are more, and each gain that is stated. Then in words
-    conditions, and waits of both."""
+    the conditions, and the waits of both."""
     gain = gain_of(rows, ours, other)
     if gain is None:
-        return [Part("one of the two was not measured", False)], ""
+        return [Part("one of the two was not measured", False)], "", ""
     found = {name: [row for row in rows if row.get("policy") == name] for name in (ours, other)}
     qps, first = (
         [statistics.fmean(row[key] for row in some) for some in found.values()] for key in ("qps", "ttft_ms_p50")
@@ -129,7 +129,8 @@ def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]
     parts += [Part(f"{least:+.0%}", gain.reaches(least)) for least in stated]
     one = found[ours][0]
     where = f" in {one['slots']} slots" if "slots" in one else ""
-    return parts, f"{one['requests']:g} requests at once{where}: first token p50 {first[0]:.4g} ms for {first[1]:.4g}"
+    size = f"{one['requests']:g} requests at once{where}"
+    return parts, size, f"first token p50 {first[0]:.4g} ms for {first[1]:.4g}"
 
 
 def draw_qps(axes: Any, rows: list[Row]) -> None:

@@ -49,8 +49,8 @@ def steps(results: Results) -> Iterator[str]:
     columns = [each for series in every.values() for each in series]
     if not columns:
         return
-    device, most = results.device, spread(results)
-    apart = "" if most is None else f" Of a step's repeats the best; others took up to {most:.1%} more."
+    device, most = results.device, "; ".join(f"{share:.1%} in {what}" for what, share in spread(results).items())
+    apart = f" Of a step's repeats the best; others took more, by up to {most}." if most else ""
     yield (
         f"LLaMA-2-7B on one {short(device)}, 8 tokens in and 256 out. The floor is {FLOOR}: "
         f"{ceilings_of(device).rates}.{apart}"

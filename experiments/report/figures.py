@@ -70,22 +70,23 @@ class Series:
 
 
 STEP_FILES = {"16 bits": "bf16_kv-bf16", "int8-g8 KV": "bf16_kv-int8-g8", "8 bits": "w8a8_kv-int8-g8"}
+STEP_NAMES = {"16 bits": "bf16", "int8-g8 KV": "bf16, int8-g8 KV", "8 bits": "w8a8, int8-g8 KV"}
 
 
 def decode_series(results: Results) -> dict[str, list[Series]]:
     """By the bits of weights and KV: jllm, its floor, and peers with as many bits."""
     return {
         "16 bits": [
-            *_ours(results, "16 bits", "bf16"),
+            *_ours(results, "16 bits"),
             *_peer_steps(results, "PyTorch", "torch.compile and CUDA graphs", "bf16"),
             *_peer_steps(results, "vLLM", "vLLM", "bf16"),
         ],
         "int8-g8 KV": [
-            *_ours(results, "int8-g8 KV", "bf16, int8-g8 KV"),
+            *_ours(results, "int8-g8 KV"),
             Series("PPL.LLM*, H800 scaled", "peer", _scaled(results)),
         ],
         "8 bits": [
-            *_ours(results, "8 bits", "w8a8, int8-g8 KV"),
+            *_ours(results, "8 bits"),
             *_peer_steps(results, "PyTorch w8a8", "torch.compile and CUDA graphs", "w8a8"),
             *_peer_steps(results, "vLLM fp8", "vLLM", "fp8"),
         ],
@@ -106,13 +107,18 @@ def floor_shares(results: Results) -> Iterator[Row]:
             yield {"entry": entry, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | ranges
 
 
-def spread(results: Results) -> float | None:
-    """How much longer than the best of its repeats a decode step of the tables took at most; None where none says."""
-    rows = [row for name in STEP_FILES.values() for row in results.rows(f"throughput_llama-2-7b_{name}")]
-    return max((row["decode_ms_most"] / row["decode_ms"] - 1 for row in rows if "decode_ms_most" in row), default=None)
+def spread(results: Results) -> dict[str, float]:
+    """By format, how much longer than the best of its repeats a decode step of the tables took at most."""
+    found: dict[str, float] = {}
+    for bits, file in STEP_FILES.items():
+        rows = results.rows(f"throughput_llama-2-7b_{file}", input=8)
+        if shares := [row["decode_ms_most"] / row["decode_ms"] - 1 for row in rows if "decode_ms_most" in row]:
+            found[STEP_NAMES[bits]] = max(shares)
+    return found
 
 
-def _ours(results: Results, bits: str, name: str) -> Iterator[Series]:
+def _ours(results: Results, bits: str) -> Iterator[Series]:
+    name = STEP_NAMES[bits]
     every = results.rows(f"throughput_llama-2-7b_{STEP_FILES[bits]}", input=8)
     rows = [row for row in every if "peer" not in row]
     yield _series(f"floor, {name}", "floor", rows, "decode_floor_ms")

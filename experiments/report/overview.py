@@ -126,9 +126,11 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
         answered = {name for name, _ in claim_rows(results)}
         left = [f"{name} ({title})" for name, title in TITLES.items() if name not in answered]
         yield (
-            "Yes: every part of the claim holds; no: none; partly: some, by the rule on its page; open: the interval "
-            "has room for either. A simulated GPU is the engine's own scheduler, without a device, on steps that are "
-            "costed by such a GPU's; what a CPU says is computed, or accuracy, of the bundled model where nothing else "
+            "The answer is yes where every part of the claim holds by the rule on its page, no where none does, partly "
+            "where some do, open where noise has room for either. Of its parts stands after Yes what holds, after No "
+            "what does not, after Open what noise leaves open, each with what was measured. A simulated GPU is the "
+            "engine's own scheduler, without a device, on steps that are costed by such a GPU's; what a CPU says is "
+            "computed, or accuracy, of the bundled model where nothing else "
             "is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
         )
 
