@@ -57,9 +57,17 @@ def test_c29_without_a_file_is_not_measured(tmp_path, monkeypatch):
         ("train_heads-brief", 3, 10, early),  # another recipe, of which there is nothing to compare
     ):
         model = {"kv_copies": 1} if name == "train_heads-single" else {}  # its default, which the first does not say
-        about = {"model": model, "recipe": {"steps": steps}, "valid_tokens": 9, "date": f"2026-01-0{day}"}
+        about = {
+            "model": model,
+            "recipe": {"steps": steps},
+            "valid_tokens": 9,
+            "device": "H",
+            "date": f"2026-01-0{day}",
+        }
         (tmp_path / f"{name}-2026010{day}-cpu.json").write_text(json.dumps({**about, "rows": found}))
-    added = {(row["kv_heads"], row["seed"]): row["added"] for row in c29.measure(False)}
+    measured = list(c29.measure(False))
+    assert {row["measured_on"] for row in measured} == {"H"}, "where they were trained, not where they are compared"
+    added = {(row["kv_heads"], row["seed"]): row["added"] for row in measured}
     assert added == {(8, 0): 0, (8, 1): 0, (2, 0): 0.1, (2, 1): 0.2, (1, 0): 0.4, (1, 1): 0.5}
 
 

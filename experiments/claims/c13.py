@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.claims.c22 import Step
-from experiments.claims.claim import FEW, Claim, Row, Verdict, by_case, microseconds, verdict_of
+from experiments.claims.claim import Claim, Row, Verdict, by_case, microseconds, verdict_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.step_profile import table
 from experiments.steps.timer import decoding_at
@@ -97,11 +97,9 @@ def judge(rows: list[Row]) -> Verdict:
     low, high = STATED
     shares = {f"{row['phase']} {row['batch']} x {row['tokens']}": row["share"] for row in rows if "share" in row}
     inside = {f"{name}: {share:.0%}": low <= share <= high for name, share in shares.items()}
-    said = ", ".join(inside)
     attention = [row["of_step"] for row in rows if row.get("kind") == "attention"]
     return verdict_of(
-        by_case(f"products take {low:.0%} to {high:.0%} of a step", inside),
-        said if len(inside) > FEW else "",
+        by_case(f"products take {low:.0%} to {high:.0%} of a step", inside, few=len(inside)),
         f"attention kernels take {min(attention):.0%} to {max(attention):.0%} of a decode step" if attention else "",
     )
 

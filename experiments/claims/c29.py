@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from experiments.report.documents import RESULTS
 from jllm.config import LlamaConfig
 
 HARDLY = 0.02  # nats a token at most: 2 % of perplexity
 DEFAULTS = {field.name: field.default for field in fields(LlamaConfig) if field.default is not MISSING}
-KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte")
+KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte", "file", "measured_on")
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -34,13 +35,13 @@ def measure(toy: bool) -> Iterator[Row]:
 def recorded() -> list[Row]:
     """Of the newest run that trained models with all KV heads and with fewer to its last step. Its numbers of KV heads
     may be in several files: of one model (what a file does not say has its default), recipe and text."""
-    files = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("train_heads-*.json")]
+    files = [(json.loads(path.read_text(encoding="utf-8")), path.name) for path in RESULTS.glob("train_heads-*.json")]
     runs: dict[str, dict[tuple[int, int], Row]] = {}
-    for file in sorted(files, key=lambda file: file["date"], reverse=True):
+    for file, name in sorted(files, key=lambda found: found[0]["date"], reverse=True):
         of = json.dumps([DEFAULTS | file["model"], file["recipe"], file["valid_tokens"]], sort_keys=True)
         for row in file["rows"]:
             if row["step"] == file["recipe"]["steps"]:
-                runs.setdefault(of, {}).setdefault((row["kv_heads"], row["seed"]), row)
+                runs.setdefault(of, {}).setdefault((row["kv_heads"], row["seed"]), row | source_of(file, name))
     for run in runs.values():
         rows = sorted(run.values(), key=lambda row: (-row["kv_heads"], row["seed"]))
         if rows[0]["kv_heads"] == rows[0]["heads"] > rows[-1]["kv_heads"]:
@@ -67,7 +68,7 @@ def toy_rows() -> Iterator[Row]:
 def with_added(rows: list[Row]) -> Iterator[Row]:
     """The rows of the last step, each beside the model of its seed with all KV heads."""
     last = max(row["step"] for row in rows)
-    rows = [{key: row[key] for key in KEPT} for row in rows if row["step"] == last]
+    rows = [{key: row[key] for key in KEPT if key in row} for row in rows if row["step"] == last]
     whole = {row["seed"]: row["nats"] for row in rows if row["kv_heads"] == row["heads"]}
     for row in rows:
         yield row | {"added": round(row["nats"] - whole[row["seed"]], 5)}

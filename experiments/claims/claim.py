@@ -99,14 +99,14 @@ def verdict_of(parts: Iterable[Part], *figures: str, how: str = "", bars: Iterab
     )
 
 
-def by_case(said: str, found: Mapping[str, bool | None]) -> list[Part]:
+def by_case(said: str, found: Mapping[str, bool | None], few: int = FEW) -> list[Part]:
     """What a claim says of several cases, each named with its figures: where it holds, where it does not, and where
-    (None) that is open."""
+    (None) that is open. Of more than `few` on a side their number alone is said."""
     parts = []
     for side in (True, False, None):
         names = [name for name, holds in found.items() if holds is side]
         where = f"all {len(names)}" if len(names) == len(found) else f"{len(names)} of {len(found)}"
-        listed = f" ({', '.join(names)})" if len(names) <= FEW else ""
+        listed = f" ({', '.join(names)})" if len(names) <= few else ""
         if names:
             parts.append(Part(f"{said} in {where} cases{listed}" if len(found) > 1 else f"{said}{listed}", side))
     return parts
