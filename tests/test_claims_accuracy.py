@@ -84,7 +84,11 @@ def test_c7_takes_speed_from_files_and_names_them(pretended, tmp_path, monkeypat
     rows = list(c7.measure(False))
     assert (rows[-1]["times"], rows[-1]["file"]) == (2.25, "quant_steps-1-h.json")
     assert devices_of({"device": "cpu", "rows": rows}) == ["cpu", "H"]  # accuracy is measured here, speed was there
-    assert c7.judge(rows).answers[0].endswith("; 1 decode steps of a model 2 times as fast: 2.25 to 2.25, median 2.25")
+    assert (
+        c7.judge(rows)
+        .answers[0]
+        .startswith("Yes: 1 decode steps of a model 2 times as fast: 2.25 to 2.25, median 2.25; ")
+    )
     worse = c7.judge([row | {"added": 0.1} if "added" in row else row for row in rows])
     assert [text.partition(": ")[0] for text in worse.answers] == ["Yes", "No"]
     assert "accuracy kept on the bundled model: w8a8-all adds +10.00 %" in worse.answers[1]

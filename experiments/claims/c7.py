@@ -93,14 +93,15 @@ def judge(rows: list[Row]) -> Verdict:
     """Yes and no by the rows of a product, for whole decode steps, and for accuracy."""
     of = {part: [row for row in rows if row["part"] == part] for part in ("accuracy", "product", "step")}
     bars = [bar(f"perplexity added by {row['scheme']}", row["added"], "1", KEPT, most=True) for row in of["accuracy"]]
-    parts = [
+    kept = [
         Part(
             f"accuracy kept on {BUNDLED_SUBJECT.name}: {row['scheme']} adds {percent(row['added'])} to perplexity, "
             f"KL {row['kl']:.2g}",
-            kept["met"],
+            each["met"],
         )
-        for row, kept in zip(of["accuracy"], bars)
+        for row, each in zip(of["accuracy"], bars)
     ]
+    parts = []  # of speed, which comes first: a page in short has room for little
     steps = [row["times"] for row in of["step"]]
     if steps:
         middle = statistics.median(steps)
@@ -114,9 +115,9 @@ def judge(rows: list[Row]) -> Verdict:
         if (some := [each for each in times if (each >= STATED) is holds])
     ]
     if not (steps or of["product"]):
-        return Verdict("not measured: speed", tuple(part.said for part in parts), bars=tuple(bars))
+        return Verdict("not measured: speed", tuple(part.said for part in kept), bars=tuple(bars))
     count = f"{len(of['product'])} products against the fastest of bf16"
-    return verdict_of(parts, count if of["product"] else "", bars=bars)
+    return verdict_of(parts + kept, count if of["product"] else "", bars=bars)
 
 
 def by_rows(products: list[Row]) -> list[tuple[str, list[float]]]:
