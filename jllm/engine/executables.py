@@ -113,9 +113,7 @@ class Executables:
 @functools.cache
 def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
     """Sources and basis; once a process, since what it has loaded stays as it is (see check_unedited)."""
-    sources = reached(module)
-    for drafter in DRAFTERS:
-        sources |= reached(f"jllm.speculative.{drafter}")
+    sources = reached([module, *(f"jllm.speculative.{drafter}" for drafter in DRAFTERS)])
     return sources, digest(repr(tuple(surroundings(device, sources))).encode())
 
 

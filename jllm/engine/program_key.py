@@ -114,11 +114,12 @@ def settings() -> list[tuple[str, str]]:
 # Sources
 
 
-def reached(module: str, root: Path = ROOT) -> dict[str, Path]:
-    """The modules of the two packages whose code tracing a function of `module` can run, each with its file: those that
-    it imports, at its top or in a function, and those that they import. What only type checkers see does not count."""
+def reached(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
+    """The modules of the two packages whose code tracing a function of these can run, each with its file: those that
+    they import, at their top or in a function, and those that these import. What only type checkers see does not count.
+    """
     found: dict[str, Path] = {}
-    todo = {module}
+    todo = set(modules)
     while todo:
         name = todo.pop()
         path = _file(name, root)

@@ -45,7 +45,7 @@ from pallas_kernels.kv_formats import KVFormat
 from pallas_kernels.kv_pages import allocate
 from tests.tiny import CONFIG
 
-SOURCES = reached("jllm.engine.layout")
+SOURCES = reached(["jllm.engine.layout"])
 DEVICE = jax.devices()[0]
 
 
@@ -221,12 +221,15 @@ def tree(tmp_path) -> Path:
 
 
 def basis(root: Path, device=DEVICE) -> str:
-    return repr(tuple(surroundings(device, reached("jllm.merge_step", root))))
+    return repr(tuple(surroundings(device, reached(["jllm.merge_step"], root))))
 
 
 def test_imports_are_followed_wherever_they_stand(tree):
     unseen = {"jllm/cli.py", "pallas_kernels/op/bench.py", "pallas_kernels/other.py"}
-    assert set(reached("jllm.merge_step", tree).values()) == {tree / name for name in TREE.keys() - unseen}
+    found = reached(["jllm.merge_step"], tree)
+    assert set(found.values()) == {tree / name for name in TREE.keys() - unseen}
+    both = reached(["jllm.merge_step", "pallas_kernels.other"], tree)
+    assert both.items() - found.items() == {("pallas_kernels.other", tree / "pallas_kernels/other.py")}
 
 
 def test_a_source_counts_where_it_is_reached(tree):
@@ -240,7 +243,7 @@ def test_a_source_counts_where_it_is_reached(tree):
         (tree / name).write_text(TREE[name])
     assert basis(tree) == before
     (tree / "jllm/model.py").write_text(TREE["jllm/model.py"] + "\nimport pallas_kernels.other")
-    assert (tree / "pallas_kernels/other.py") in reached("jllm.merge_step", tree).values()
+    assert (tree / "pallas_kernels/other.py") in reached(["jllm.merge_step"], tree).values()
 
 
 def test_a_source_edited_after_it_was_loaded_has_no_key(tmp_path):
