@@ -12,6 +12,8 @@ from experiments.claims import __main__ as command
 from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge
 from experiments.claims.claim import devices_of
+from jllm.analysis.evaluate import Evaluation, Part, record
+from jllm.analysis.protocols import find_protocol
 from jllm.params import linears
 from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.quantized_weights import decode, encode
@@ -29,12 +31,14 @@ def pretended(monkeypatch):
     """A tiny model, and figures of evaluations by what was asked for, in its order."""
     asked = []
 
-    def row(self, scheme="bf16", kv="model"):
+    def found(self, scheme="bf16", kv="model"):
+        """Each evaluation's divergence is 0.1 less than that of the one before."""
         asked.append((scheme, kv))
-        return dict(FIGURES)
+        parts = tuple(Part(10, 4, 9.0, 9.0, 9.0 + i - len(asked), 9) for i in range(4))
+        return dict(FIGURES), Evaluation(find_protocol("document"), parts)
 
     judge = Judge(tiny_model(tokenizer=Pieces(), intermediate_size=64), ("Once upon a time " * 8,), "document", None)
-    monkeypatch.setattr(Judge, "row", row)
+    monkeypatch.setattr(Judge, "found", found)
     for module in (c6, c7, c9, c10, c15):
         monkeypatch.setattr(module, "judge_of", lambda toy, *subject: judge)
     return asked
@@ -224,8 +228,10 @@ def test_c10_a_smaller_group_that_is_better_breaks_the_ceiling():
 def test_c15_compares_at_equal_bits(pretended, monkeypatch):
     monkeypatch.setattr(c15, "GROUPS", (32,))
     rows = list(c15.measure(True))
-    assert pretended == [("nf4-g32", "model"), ("w4a16-g32", "model")]
+    assert pretended == [("w4a16-g32", "model"), ("nf4-g32", "model")]
     assert len({row["bytes_per_weight"] for row in rows}) == 1
+    assert rows[1]["kl_over_int4_95"] == [-0.1, -0.1]
+    assert rows[1]["added_over_int4_95"] == [0.0, 0.0]
     by = [({"kl": 0.5}, "yes"), ({"kl": 2.0}, "partly"), ({"kl": 2.0, "relative_error": 9.0, "added": 1.0}, "no")]
     for worse, verdict in by:
         nf4, int4 = (
@@ -234,6 +240,8 @@ def test_c15_compares_at_equal_bits(pretended, monkeypatch):
         )
         found = [{"codes": c, "group": 32} | row for c, row in (("nf4", nf4 | worse), ("int4", int4))]
         assert c15.judge(found).verdict == verdict
+    for ends, holds in (([-0.2, -0.1], True), ([0.1, 0.2], False), ([-0.1, 0.1], None), ([-0.1, 0.0], None)):
+        assert c15.less({"kl": 0.5, "kl_over_int4_95": ends}, {"kl": 1.0}, "kl") is holds
 
 
 def test_error_of_weights_is_that_of_all_of_them():
@@ -276,8 +284,6 @@ def test_what_is_no_claims_result_is_not_drawn(tmp_path, capsys, text):
 
 
 def test_a_judge_evaluates_against_what_was_recorded():
-    from jllm.analysis.evaluate import record
-
     model = tiny_model(tokenizer=Pieces())
     texts = ("abc abd", "xyz")
     found = Judge(model, texts, "document", record(model, texts, "document")).row("w8a16")

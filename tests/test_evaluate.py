@@ -309,6 +309,12 @@ def test_intervals():
     assert result.added == pytest.approx(np.expm1(0.45))
     same = Evaluation(protocol, parts[:1] * 5)
     assert same.interval("top1") == (0.0, 0.0)
+    worse = Evaluation(protocol, tuple(replace(part, nats=part.nats + 1, kl=part.kl + 0.1) for part in parts))
+    assert worse.interval("kl", over=result) == pytest.approx((0.01, 0.01))  # of each draw by as much a token
+    assert worse.interval("added", over=result) == pytest.approx((np.expm1(0.1),) * 2)
+    assert worse.interval("kl")[0] < result.interval("kl")[1], "which the intervals of either hide"
+    with pytest.raises(EvaluationError, match="evaluations of the same texts"):
+        result.interval("kl", over=Evaluation(protocol, parts[:4]))
     with pytest.raises(EvaluationError, match="at least 2 parts, not 1$"):
         Evaluation(protocol, parts[:1]).interval("kl")
     with pytest.raises(EvaluationError, match="kl takes a reference model"):

@@ -67,11 +67,25 @@ def scheme_row(
     *,
     backend: str | None = None,
 ) -> Iterator[Row]:
+    yield scheme_found(model, texts, protocol, reference, scheme, kv, backend=backend)[0]
+
+
+def scheme_found(
+    model: Model,
+    texts: Sequence[Any],
+    protocol: str,
+    reference: Model | Recorded,
+    scheme: str | Scheme,
+    kv: str,
+    *,
+    backend: str | None = None,
+) -> tuple[Row, Evaluation]:
+    """The row, and the evaluation that it is of."""
     quantized = quantize_model(model, scheme)
     name = kv_name(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, **options)
-    yield {
+    row = {
         "part": "scheme",
         "scheme": find_scheme(scheme).name,
         "kv": kv,
@@ -79,6 +93,7 @@ def scheme_row(
         "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
         "bytes_per_kv": round(bytes_per_kv(model, kv), 4),
     }
+    return row, found
 
 
 def accuracy(found: Evaluation) -> Row:

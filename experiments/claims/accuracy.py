@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jllm
-from experiments.accuracy.rows import scheme_row
+from experiments.accuracy.rows import scheme_found
 from experiments.claims.claim import Row
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.analysis.evaluate import Recorded, record
+from jllm.analysis.evaluate import Evaluation, Recorded, record
 from jllm.pretrained import BUNDLED, Model
 
 DOCUMENTS, TOY_DOCUMENTS = 16, 2  # of a text, from its beginning
@@ -47,8 +47,12 @@ class Judge:
 
     def row(self, scheme: str = "bf16", kv: str = "model") -> Row:
         """How much worse weights and a KV format are: perplexity added, divergence, agreement, with intervals."""
-        (found,) = scheme_row(self.model, self.texts, self.protocol, self.reference, scheme, kv)
-        return {key: found[key] for key in ("protocol", "perplexity", *KEPT) if key in found}
+        return self.found(scheme, kv)[0]
+
+    def found(self, scheme: str, kv: str = "model") -> tuple[Row, Evaluation]:
+        """The row, and the evaluation that it is of, to be compared with another's."""
+        row, found = scheme_found(self.model, self.texts, self.protocol, self.reference, scheme, kv)
+        return {key: row[key] for key in ("protocol", "perplexity", *KEPT) if key in row}, found
 
 
 def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:

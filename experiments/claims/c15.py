@@ -1,8 +1,10 @@
 """C15: NF4 against linear int4 at equal bits: error, divergence and perplexity.
 
 Both have 16 codes and one f16 scale for a group of the same size; NF4's codes are quantiles of a normal distribution,
-int4's are evenly spaced. Rounding to nearest, no calibration, on the bundled model and the text that it wrote. Beside
-them what changes the bits: a zero point (4 bits more a group), and NF4's scales in int8 themselves.
+int4's are evenly spaced. Rounding to nearest, no calibration, on the bundled model and the text that it wrote. NF4's
+rows have the interval of its divergence less int4's, and of its perplexity over int4's less one, both of the same draws
+of texts (`over_int4`). Beside them what changes the bits: a zero point (4 bits more a group), and NF4's scales in int8
+themselves.
 """
 
 from collections.abc import Iterator
@@ -11,15 +13,18 @@ from typing import Any
 from experiments.accuracy.rows import rounded, weight_error
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent, subject_of
 from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
+from jllm.analysis.evaluate import Evaluation
 from pallas_kernels.weight_formats import parse_weight_format
 
 GROUPS = (16, 32, 64)
-NAMES = {"nf4": "nf4-g{}", "int4": "w4a16-g{}", "int4-zp": "w4a16-g{}-zp", "nf4-dq": "nf4-g{}-dq"}
+COMPARED = ("kl", "added")
+NAMES = {"int4": "w4a16-g{}", "nf4": "nf4-g{}", "int4-zp": "w4a16-g{}-zp", "nf4-dq": "nf4-g{}-dq"}
 
 
 def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
     judge = judge_of(toy, subject)
     for group in GROUPS[-1:] if toy else GROUPS:
+        linear: Evaluation | None = None
         for codes, form in list(NAMES.items())[: 2 if toy else None]:
             fmt = parse_weight_format(form.format(group))
             bytes_each, error = weight_error(judge.model.params, fmt)
@@ -29,7 +34,12 @@ def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
                 "bytes_per_weight": round(bytes_each, 4),
                 "relative_error": rounded(error),
             }
-            yield row | judge.row(fmt.name)
+            added, found = judge.found(fmt.name)
+            linear = found if codes == "int4" else linear
+            if codes == "nf4" and linear is not None and len(found.parts) > 1:
+                over = {name: found.interval(name, over=linear) for name in COMPARED}
+                row |= {f"{name}_over_int4_95": [rounded(x) for x in ends] for name, ends in over.items()}
+            yield row | added
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -38,14 +48,20 @@ def judge(rows: list[Row]) -> Verdict:
     parts = []
     for said, key in (("error", "relative_error"), ("divergence", "kl")):
         ratios = {
-            f"group {group}: {nf4[key] / int4[key]:.2f} of int4's": nf4[key] < int4[key] for group, nf4, int4 in pairs
+            f"group {group}: {nf4[key] / int4[key]:.2f} of int4's": less(nf4, int4, key) for group, nf4, int4 in pairs
         }
         parts += by_case(f"less {said}", ratios)
     added = {
-        f"group {group}: {percent(nf4['added'])} for {percent(int4['added'])}": nf4["added"] < int4["added"]
+        f"group {group}: {percent(nf4['added'])} for {percent(int4['added'])}": less(nf4, int4, "added")
         for group, nf4, int4 in pairs
     }
     return verdict_of([*parts, *by_case("less added to perplexity", added)], how=f"On {subject_of(rows)}")
+
+
+def less(nf4: Row, int4: Row, key: str) -> bool | None:
+    """Whether NF4's figure is less; None where the interval of their difference, if there is one, has room for both."""
+    low, high = nf4.get(f"{key}_over_int4_95", (nf4[key] - int4[key],) * 2)
+    return None if low <= 0 <= high and low < high else high < 0
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
@@ -67,7 +83,10 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 CLAIM = Claim(
     id="C15",
-    rule="By group: NF4's figure is less than that of linear INT4 with the same group.",
+    rule=(
+        "By group: NF4's figure is less than that of linear INT4 with the same group, with all of the 95 % interval of "
+        "their difference where there is one; where it has room for either, that is open."
+    ),
     stated="NF4 fits weights better",
     measure=measure,
     judge=judge,

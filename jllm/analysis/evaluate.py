@@ -80,11 +80,26 @@ class Evaluation:
         above, below = self._terms(name)
         return SCALES.get(name, float)(math.fsum(above) / math.fsum(below))
 
-    def interval(self, name: str, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). Raises EvaluationError
-        for one part alone."""
+    def interval(
+        self,
+        name: str,
+        *,
+        over: "Evaluation | None" = None,
+        level: float = 0.95,
+        samples: int = 1000,
+        seed: int = 0,
+    ) -> tuple[float, float]:
+        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). With `over` that of the
+        difference from another evaluation of the same parts, both of the same draws: of kl and top1 of what is more, of
+        perplexity the ratio, of added the ratio less one. Raises EvaluationError for one part alone, and where the
+        other's parts are not the same."""
         above, below = self._terms(name)
         n = len(above)
+        if over is not None:
+            other, tokens = over._terms(name)
+            if not np.array_equal(tokens, below):
+                raise EvaluationError("what is compared must be evaluations of the same texts by the same protocol")
+            above = above - other
         if n < 2:
             raise EvaluationError(f"protocol {self.protocol.name}: an interval takes at least 2 parts, not {n}")
         drawn = np.random.default_rng(seed).integers(n, size=(samples, n))
