@@ -76,6 +76,8 @@ def test_c17_judges_the_best_that_preempts_few():
     assert found.verdict == "no"
     assert [bar["met"] for bar in found.bars] == [False, False]
     assert c17.judge(rows(9.6, [(9.0, 0.0)], [(9.5, 0.0)])).verdict == "partly"
+    little = c17.judge(rows(7.0, [(9.0, 0.0)], [(9.1, 0.0)]))
+    assert any(text.startswith("No: a trained one serves over 2% more") for text in little.answers)
 
 
 def test_the_bundled_predictor_is_the_bundled_models():

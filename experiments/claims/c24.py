@@ -22,8 +22,9 @@ import numpy as np
 
 from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, by_case, interval_of, verdict_of
-from experiments.claims.contest import NOISE as NOISE_OF_RUNS
+from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
+from experiments.claims.simulated import GAIN
 from experiments.serving.workload import Request
 from experiments.simulate import Costs, make_costs
 
@@ -38,7 +39,6 @@ SECONDS = {"measured": 20.0, "simulated": 300.0}
 SHAPES = ((48, 8), (48, 32), (48, 128), (512, 32), (512, 128), (1024, 64))  # mean prompt and output
 STATED = 1.0  # +100 %
 SINGLE = "one run each, no interval"
-NOISE = 0.02  # a simulated gain that is less is none
 
 
 def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
@@ -109,7 +109,7 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
 
 def surely(gain: float) -> bool | None:
     """Whether a gain of single runs is one; None where two runs of one policy differ by as much."""
-    return interval_of([gain], NOISE_OF_RUNS).reaches(0.0)
+    return interval_of([gain], NOISE).reaches(0.0)
 
 
 def judge(rows: list[Row]) -> Verdict:
@@ -141,13 +141,13 @@ def judge(rows: list[Row]) -> Verdict:
     every = [*workload.values(), *shapes.values(), *before.values()]
     parts = [
         *(
-            by_case(more, dict(zip(said, (v > NOISE for v in workload.values()))))
+            by_case(more, dict(zip(said, (v > GAIN for v in workload.values()))))
             if source == "simulated"
             else [Part(f"{more} ({at}, {SINGLE})", surely(gain)) for at, gain in zip(said, workload.values())]
         ),
         *by_case(
             "more at other lengths",
-            {f"{p} -> {o} in {slots} slots: {v:+.0%}": v > NOISE for (slots, p, o), v in shapes.items()},
+            {f"{p} -> {o} in {slots} slots: {v:+.0%}": v > GAIN for (slots, p, o), v in shapes.items()},
         ),
         *earlier,
         Part(f"{STATED:+.0%}: {min(every):+.0%} to {max(every):+.0%} over all lengths", min(every) >= STATED),
@@ -170,7 +170,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
 CLAIM = Claim(
     id="C24",
     rule=(
-        f"More is by more than {NOISE:.0%} where it is simulated. Of single runs it is {NOISE_OF_RUNS:.0%} or more, by "
+        f"More is by more than {GAIN:.0%} where it is simulated. Of single runs it is {NOISE:.0%} or more, by "
         f"which two runs of one policy have differed, and open below. {STATED:+.0%} has to hold at all lengths."
     ),
     stated="+100 %",

@@ -17,6 +17,7 @@ from experiments.simulation.requests import Workload
 
 MODELS = ("llama-2-7b", "llama-3-8b")  # 32 KV heads for 32 query heads, and 8
 CONTEXT = 2048
+GAIN = 0.02  # what is less is no gain where it is simulated
 Todo = tuple[Case, Workload, dict[str, Any]]  # the dict is more arguments of simulate.simulate
 KEPT = (
     "source", "model", "kv", "kv_policy", "predictor", "quantile", "slots", "pool_gib", "workload", "allowed",
