@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.report import bars, part, text_report, write_report
-from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_row
+from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_found
 from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only
@@ -125,7 +125,7 @@ def jobs(
         return record(reference, selected, args.protocol, backend=args.backend)
 
     def of_pair(scheme: str | Scheme, kv: str) -> Iterator[Row]:
-        return scheme_row(model, selected, args.protocol, recorded(), scheme, kv, backend=args.backend)
+        yield scheme_found(model, selected, args.protocol, recorded(), scheme, kv, backend=args.backend)[0]
 
     of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
     found = [

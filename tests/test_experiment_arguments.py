@@ -195,14 +195,14 @@ def test_a_file_of_rules_is_named_as_it_says(tmp_path):
 
 @pytest.fixture
 def unread():
-    """A file that nobody reads, as when a command's output goes to `head`."""
+    """A file whose reader has ended, as when a command's output goes to `head`."""
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w") as file:
         yield file
 
 
-def test_nobody_reads_what_is_printed(unread):
+def test_a_command_ends_quietly_with_the_reader_of_its_output(unread):
     """A line, which waits in Python's buffer until the command ends."""
     command = [sys.executable, "-m", "experiments.measure_all", "--list", "--only", "C23"]
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
@@ -219,7 +219,7 @@ def test_nobody_reads_what_is_printed(unread):
     ],
     ids=["claims", "quant_accuracy", "benches"],
 )
-def test_that_nobody_reads_is_no_error_of_a_command(run, unread, tmp_path, monkeypatch, capsys):
+def test_a_reader_that_has_ended_is_no_error_of_a_command(run, unread, tmp_path, monkeypatch, capsys):
     def prints(*_):
         print("a row", flush=True)
 

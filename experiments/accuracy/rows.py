@@ -57,19 +57,6 @@ def default_kv(head_dim: int) -> list[str]:
 # Part "scheme"
 
 
-def scheme_row(
-    model: Model,
-    texts: Sequence[Any],
-    protocol: str,
-    reference: Model | Recorded,
-    scheme: str | Scheme,
-    kv: str,
-    *,
-    backend: str | None = None,
-) -> Iterator[Row]:
-    yield scheme_found(model, texts, protocol, reference, scheme, kv, backend=backend)[0]
-
-
 def scheme_found(
     model: Model,
     texts: Sequence[Any],
@@ -80,7 +67,7 @@ def scheme_found(
     *,
     backend: str | None = None,
 ) -> tuple[Row, Evaluation]:
-    """The row, and the evaluation that it is of."""
+    """A row of accuracy and bytes, and the evaluation that it is of."""
     quantized = quantize_model(model, scheme)
     name = kv_name(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"--seconds has no meaning for {', '.join(brief)}, at whose loads nothing arrives by a clock"
             )
-        if args.loads and (other := [claim.id for claim in claims if not claim.loaded]):
+        if args.loads and (other := [claim.id for claim in claims if not claim.loads]):
             raise ValueError(f"--loads has no meaning for {', '.join(other)}, whose loads are not raised")
         if args.model is not None and (other := [claim.id for claim in claims if not claim.chosen]):
             raise ValueError(

@@ -98,5 +98,5 @@ CLAIM = Claim(
     serves=True,
     computed=True,
     lasts=True,
-    loaded=True,
+    loads=True,
 )

@@ -133,7 +133,7 @@ class Claim:
     alternates: bool = False  # whether its rows are rounds, which claims of one command share
     chosen: bool = False  # whether a user may choose the model and the text that it is about
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
-    loaded: bool = False  # whether a user may choose at which shares of the most that is served; (): as the claim says
+    loads: bool = False  # whether a user may choose these, as shares of what is served all at once; (): as it says
 
 
 def run(
@@ -149,7 +149,7 @@ def run(
     name; None: the bundled one."""
 
     def measure(claim: Claim) -> Iterable[Row]:
-        if claim.loaded:
+        if claim.loads:
             return claim.measure(toy, seconds, loads)
         if claim.lasts:
             return claim.measure(toy, seconds)

@@ -87,7 +87,7 @@ def label(text: str) -> str:
 
 def interruptible(main: Callable[..., int]) -> Callable[..., int]:
     """A command that ends at Ctrl-C with a line that says what is left and how to go on: the notes of the exception;
-    and quietly where nobody reads what it prints any more, like `head`."""
+    and quietly where the reader of its output has ended, like `head`."""
 
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
