@@ -61,7 +61,7 @@ TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu 
 
 CAMPAIGN = (
     Command("tests", TESTS, 480, timed=False),
-    Command("sanitizer", "-m experiments.sanitizer --jobs 4 --results {results}", 150, timed=False),
+    Command("sanitizer", "-m experiments.sanitizer --jobs 12 --results {results}", 120, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
     experiment("serving", "claims C1 C3 C11 C4", 680),
@@ -81,10 +81,10 @@ CAMPAIGN = (
     experiment("C21", "claims C21", 90),
     experiment("C14", "claims C14", 120),
     experiment("C22", "claims C22", 90),
-    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 40", 60, peer_seconds=60),
+    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 80", 60, peer_seconds=60),
     bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
     experiment("C28", "claims C28", 360),
-    experiment("C23", "claims C23 --seconds 300", 1500),  # a steady state of five minutes at each load
+    experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),  # a steady state of five minutes at each load
     bench("matmul", "", 120),
     bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
     bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
@@ -93,7 +93,7 @@ CAMPAIGN = (
     experiment("C16", "claims C16", 60),
     experiment("C31", "claims C31", 90),
     experiment("start_up", "start_up", 240),
-    experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 180),
+    experiment("processes", "start_up --processes 0 8 15 --repeats 1 --label processes", 260),
     experiment("decode_step", "decode_step --batch 1 16 64 128 256 --backend xla default", 90),
     experiment("step_profile", "step_profile --batch 1 64 256", 60),
     experiment(

@@ -102,13 +102,14 @@ def test_c23_raises_the_load_until_it_fails(served, no_model):
     assert list(c23.measure(False, 60.0))[1]["arrivals_s"] == 60.0
 
 
-def test_c23_measures_each_load_that_is_asked_for(served, no_model, tmp_path):
-    asked = ["--seconds", "60", "--loads", "0.9", "1.0", "1.2", "1.1"]
+def test_c23_raises_the_loads_that_are_asked_for_until_one_fails(served, no_model, tmp_path):
+    asked = ["--seconds", "60", "--loads", "0.9", "1.2", "1.05", "1.0"]
     assert command.main(["C23", *asked, "--results", str(tmp_path)]) == 0
     most, *rows, _ = json.loads(next(tmp_path.glob("claims-C23-*.json")).read_text())["rows"]
-    assert (most["load"], [row["load"] for row in rows]) == (None, [0.9, 1.0, 1.2, 1.1])
+    assert (most["load"], [row["load"] for row in rows]) == (None, [0.9, 1.0, 1.05])
     assert {row["arrivals_s"] for row in rows} == {60.0}
-    assert rows[2]["good_share"] < c23.GOOD
+    assert rows[-1]["good_share"] < c23.GOOD
+    assert {args.compile_processes for *_, args in served} == {serving.PROCESSES}
 
 
 def test_c24_compares_the_two_at_once_and_at_a_load(served, no_model):

@@ -44,8 +44,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=positive_number,
         default=[],
         metavar="SHARE",
-        help="at which requests arrive, each of them: shares of what is served all at once (default: raised until too"
-        " few are in time)",
+        help="at which requests arrive, from the least on until too few are in time: shares of what is served all at"
+        " once (default: as the claim says)",
     )
     parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
     parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")

@@ -1,11 +1,10 @@
 """C23: service quality: the first token within 2 s and at most 50 ms a token from there on, a request's mean.
 
 First the whole workload at once, which says how many requests a second the engine serves at most; then requests of the
-workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step until fewer
-than GOOD of them are in time; where loads are asked for (--loads), at each of these. The first third of the seconds,
-while the engine fills, is not counted. STEADY seconds and more are called a steady state; a GPU, whose time is dear,
-measures fewer unless it is told otherwise (--seconds). A file of before 2026-11-25 has bursts of 384 requests at three
-rates.
+workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step, or over the
+loads that are asked for (--loads), until fewer than GOOD of them are in time. The first third of the seconds, while the
+engine fills, is not counted. STEADY seconds and more are called a steady state; a GPU, whose time is dear, measures
+fewer unless it is told otherwise (--seconds). A file of before 2026-11-25 has bursts of 384 requests at three rates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +27,10 @@ def measure(toy: bool, seconds: float | None = None, loads: Sequence[float] = ()
     yield {"load": None, "rate": None} | most
     seconds = seconds or SECONDS["simulated" if simulates(toy) else "measured"]
     rising = [round(FIRST + i * STEP, 2) for i in range(1 if toy else round((LAST - FIRST) / STEP) + 1)]
-    for load in loads or rising:
+    for load in sorted(loads) or rising:
         row = from_settled(serve, toy, round(load * most["qps"], 2), seconds)
         yield {"load": load} | row
-        if not loads and row["good_share"] < GOOD:
+        if row["good_share"] < GOOD:
             return
 
 

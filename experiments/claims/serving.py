@@ -24,6 +24,7 @@ KEPT = (
     "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
     "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
+PROCESSES = 8  # that trace steps as an engine starts, which is most of what a run of a minute takes
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 
 
@@ -51,7 +52,7 @@ def workload(
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
     """Options of experiments.qps: the workload's own, or what a toy has room for."""
-    args = parse_args(["--repeats", "1", "--config", "llama-2-7b"])
+    args = parse_args(["--repeats", "1", "--config", "llama-2-7b", "--compile-processes", str(0 if toy else PROCESSES)])
     if toy:
         small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}
         args = argparse.Namespace(**{**vars(args), **small})
