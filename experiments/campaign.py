@@ -84,7 +84,8 @@ CAMPAIGN = (
     bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 80", 60, peer_seconds=60),
     bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
     experiment("C28", "claims C28", 360),
-    experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),  # a steady state of five minutes at each load
+    # A steady state of five minutes at each load.
+    experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),
     bench("matmul", "", 120),
     bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
     bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
