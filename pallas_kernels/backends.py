@@ -23,6 +23,7 @@ unasked, and is refused where one of the others lacks the arguments.
 The references (reference.py of each operation) are for tests, and no backends.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -136,6 +137,16 @@ def capability() -> str:
     if jax.default_backend() != "gpu":
         return ""
     return str(getattr(jax.local_devices()[0], "compute_capability", ""))
+
+
+def tell_where_kernels_link() -> None:
+    """To be called where Mosaic kernels are compiled or loaded that this process has not lowered itself.
+
+    A kernel's host code then looks up the library that launches kernels, whose place JAX names in the environment as
+    it imports what lowers kernels: a process that lowers nothing would not import it.
+    """
+    with contextlib.suppress(ImportError):  # JAX for another maker's GPU
+        import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def _ask_ptxas_once() -> None:

@@ -89,15 +89,19 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path):
 
 
 def test_steps_that_other_processes_traced_have_the_same_kernels(tmp_path):
+    """Kept in files or not: an engine that keeps none has no other reason to look for the library of kernels."""
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        own, theirs = (pool.submit(start, tmp_path / str(number), number).result() for number in (0, 2))
-    assert theirs[0] == own[0]
-    assert theirs[3] == own[3] > 0
+        (own, *theirs) = (
+            pool.submit(start, *asked).result() for asked in ((tmp_path,), (tmp_path / "2", 2), (None, 2))
+        )
+    for each in theirs:
+        assert each[0] == own[0]
+        assert each[3] == own[3] > 0
 
 
 def start(folder, processes=0):
-    """In a process of its own: tokens, programs that were loaded, bytes that the largest step needs, and its kernels if
-    it was compiled."""
+    """In a process of its own, which keeps programs in a folder or not: tokens, programs that were loaded, bytes that
+    the largest step needs, and its kernels if it was compiled."""
     jax.config.update("jax_enable_compilation_cache", False)  # what that has had cannot be serialized
     more = {"compile_processes": processes, "executables": folder}
     engine = jllm.Engine(jllm.load(), max_slots=4, max_step_tokens=132, buckets=BUCKETS, **more)

@@ -31,6 +31,7 @@ from jllm.engine.program_key import (
     surroundings,
 )
 from pallas_kernels.all_reduce import make_calls_known
+from pallas_kernels.backends import tell_where_kernels_link
 
 # Modules of jllm.speculative whose values a step may be given.
 DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
@@ -59,7 +60,7 @@ class Executables:
         object.__setattr__(self, "sources", sources)
         object.__setattr__(self, "basis", basis)
         if device.platform == "gpu":
-            _tell_where_kernels_link()
+            tell_where_kernels_link()
             if len(self.devices) > 1:
                 make_calls_known()
 
@@ -122,13 +123,6 @@ def _read(path: Path, changed: int, size: int, devices: tuple[jax.Device, ...]) 
     """The program in a file; once a process while the file stays the same, as with a jitted function's programs."""
     serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
     return deserialize_and_load(serialized, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
-
-
-def _tell_where_kernels_link() -> None:
-    """A Mosaic GPU kernel's host code, when it is loaded, looks up the library that launches kernels, whose place JAX
-    names as it imports what lowers kernels: a start that lowers nothing would not import it."""
-    with contextlib.suppress(ImportError):  # JAX for another maker's GPU
-        import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def jax_cache_is_on() -> bool:

@@ -32,7 +32,7 @@ from jax import export
 from jllm.engine.layout import packed_step
 from jllm.engine.program_key import NO_MATTER, PACKAGES, check_unedited
 from pallas_kernels import LOADED
-from pallas_kernels.backends import TARGET, capability
+from pallas_kernels.backends import TARGET, capability, tell_where_kernels_link
 
 # What begins the names of JAX's settings about the devices of one process.
 OF_DEVICES = ("jax_platform", "jax_default_device", "jax_num_cpu_devices", "jax_pjrt", "jax_mock", "mock")
@@ -54,6 +54,8 @@ class Tracers:
         self._lock, self._all, self._closed = threading.Lock(), set[subprocess.Popen](), False
         for _ in range(most):
             self._idle.put(None)
+        if capability():
+            tell_where_kernels_link()
 
     def lower(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> jax.stages.Lowered:
         """packed_step.lower(*arguments, **static). Raises as export does."""

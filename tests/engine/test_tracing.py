@@ -3,6 +3,8 @@ cannot."""
 
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
@@ -48,6 +50,13 @@ def tracers():
     made = Tracers(1)
     yield made
     made.close()
+
+
+def test_kernels_that_others_lower_find_the_library_that_launches_them():
+    """A process that lowers no kernel itself has not imported what names it."""
+    asks = "import sys; from jllm.engine.tracing import Tracers; Tracers(1).close()"
+    code = f"{asks}; assert 'jax.experimental.mosaic.gpu' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {TARGET: "9.0"}, check=True)
 
 
 def served(engine: Engine) -> list[tuple[int, ...]]:
