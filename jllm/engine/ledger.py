@@ -4,21 +4,22 @@ import contextlib
 import heapq
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 
 from jllm.config import LlamaConfig
 from jllm.engine.guides import Matcher
-from jllm.engine.live import Live, Samples, token_logprob
+from jllm.engine.live import Live, Samples
 from jllm.engine.metrics import RequestCounts, Times
 from jllm.engine.output import OutputText
 from jllm.engine.request import Event
 from jllm.engine.sequence import Sequence
 from jllm.engine.texts import PendingEvent, Texts
 from jllm.errors import RequestError
-from jllm.state import NOT_FINITE, Outputs
+from jllm.state import Outputs
 from jllm.tokenizer import Tokenizer
 
+Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence's rows of a step, the first of them, what these drew
 CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on
 
 
@@ -30,9 +31,9 @@ class Ledger:
         self._config, self._tokenizer = config, tokenizer
         self.counts, self.times = RequestCounts(), Times()  # for others to read
         self._requests: dict[int, Samples] = {}  # those with unfinished samples
+        self._live: dict[Sequence, Live] = {}  # the same samples, by what a step has of each
         self._owed: dict[tuple[int, int], Live] = {}  # samples whose completion news() has not returned
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and requests, which may have ended
-        self._previous: Counter[float] = Counter()  # read times of previous tokens, with the number of sequences
         self._events: list[PendingEvent | Event] = []
         self._texts = Texts()
 
@@ -56,6 +57,7 @@ class Ledger:
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
         request.unfinished[seq.sample] = live
+        self._live[seq] = live
         return live
 
     def request(self, request_id: int) -> Samples:
@@ -73,8 +75,7 @@ class Ledger:
 
     def sample(self, seq: Sequence) -> Live | None:
         """A sequence's; None once it has ended."""
-        request = self._requests.get(seq.request_id)
-        return None if request is None else request.unfinished.get(seq.sample)
+        return self._live.get(seq)
 
     def submitted(self, prompt_tokens: int) -> None:
         """A new request, whose samples were added."""
@@ -104,59 +105,43 @@ class Ledger:
                 yield request
 
     def take(
-        self, live: Live, tokens: list[int], outputs: Outputs, row: int, now: float
-    ) -> tuple[list[int], str | None]:
-        """Takes in the tokens that a step drew for a sample in its rows from `row` on, read at `now`. Returns those
-        that count, up to the first that ends the sample, and the reason of its end; a number below 0 is no token."""
-        seq, output, kept, reason = live.seq, live.output, 0, None
-        room = seq.max_length - len(seq.prompt) - len(seq.output)
-        for token in tokens:
-            if token < 0:
-                reason = "error" if token == NOT_FINITE else None
-                break
-            kept += 1
-            if token in live.stop_ids:
-                reason = "stop"
-                break
-            if outputs.logprobs is not None and seq.params.logprobs is not None:
-                live.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
-            if not output.text_can_be_late:
-                output.push(token)
-                if output.stopped:
-                    reason = "stop"
-                    break
-            if kept == room:
-                reason = "length"
-                break
-        if kept:
-            self._time(live, kept, now)
-        return (tokens if kept == len(tokens) else tokens[:kept]), reason
+        self, drawn: Iterable[Drawn], outputs: Outputs, now: float
+    ) -> Iterator[tuple[Live, int, tuple[int, ...], str | None]]:
+        """Takes in what a step drew, read at `now`. Yields each sample that had not ended before, its rows, its tokens
+        that count, and the reason of its end, for which the caller calls end(). What the others go on with is news.
 
-    def _time(self, live: Live, tokens: int, now: float) -> None:
-        self.counts.output_tokens += tokens
-        if live.first_token is None:
-            live.first_token = now - live.submitted
-            self.times.first_token.add(live.first_token)
-        else:
-            self._previous[live.last_token] += 1
-        live.last_token = now
-        if tokens > 1:  # between those of one step there is no time
-            self._previous[now] += tokens - 1
-
-    def step_read(self, now: float) -> None:
-        """All samples have their tokens of a step that was read at `now`."""
-        for last, times in self._previous.items():  # few: most sequences had their last token in the step before
+        Most of what the host does for a token is done in this loop: each call here is one a token."""
+        counts, events = self.counts, self._events
+        lasts: list[float] = []  # read times of previous tokens
+        for seq, rows, row, tokens in drawn:
+            live = self._live.get(seq)
+            if live is None:  # ended by an earlier token or an abort; the surplus is dropped
+                continue
+            kept, reason = live.keep(tokens, outputs, row)
+            if kept:
+                counts.output_tokens += len(kept)
+                if live.first_token is None:
+                    live.first_token = now - live.submitted
+                    self.times.first_token.add(live.first_token)
+                else:
+                    lasts.append(live.last_token)
+                live.last_token = now
+                if len(kept) > 1:  # between those of one step there is no time
+                    lasts += [now] * (len(kept) - 1)
+            elif reason is None:
+                raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
+            if reason is None:
+                if live.output.text_can_be_late:
+                    events.append(PendingEvent(live, kept))
+                elif live.plain:  # there is no text to wait for
+                    events.append(Event(seq.request_id, seq.sample, "", live.output.pass_on()))
+                else:
+                    text, certain, logprobs = live.take(final=False)
+                    if text or certain:
+                        events.append(Event(seq.request_id, seq.sample, text, certain, None, logprobs))
+            yield live, rows, kept, reason
+        for last, times in Counter(lasts).items():  # few: most sequences had their last token in the step before
             self.times.inter_token.add(now - last, times)
-        self._previous.clear()
-
-    def tell(self, live: Live, tokens: List[int]) -> None:
-        """News of a sample that goes on."""
-        if live.output.text_can_be_late:
-            self._events.append(PendingEvent(live, tokens))
-            return
-        text, certain, logprobs = live.take(final=False)
-        if text or certain:
-            self._events.append(Event(live.seq.request_id, live.seq.sample, text, certain, None, logprobs))
 
     def end(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> str:
         """A sample ends; returns the reason, which a stop string changes that the last bytes complete. now: when its
@@ -185,6 +170,7 @@ class Ledger:
         seq = live.seq
         unfinished = self._requests[seq.request_id].unfinished
         del unfinished[seq.sample]
+        del self._live[seq]
         if not unfinished:
             del self._requests[seq.request_id]
 

@@ -10,7 +10,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.state import Outputs, Variant
+from jllm.state import NOT_FINITE, Outputs, Variant
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Live:
     taken: int = 0  # of these
     prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
     # rank, and the most likely token with its log p
+    plain: bool = field(init=False)  # nothing is asked of its tokens one by one but whether they end it
+    ends: frozenset[int] = field(init=False)  # stop_ids, and what is no token
+
+    def __post_init__(self):
+        self.plain = not self.output.stops and self.seq.params.logprobs is None
+        self.ends = self.stop_ids | {-1, NOT_FINITE}
 
     def carry_on(
         self,
@@ -48,8 +54,7 @@ class Live:
         last_token: float,
     ) -> None:
         """It goes on from the tokens of another sample, whose times are its own from now on."""
-        for token in tokens:
-            self.output.push(token)
+        self.output.extend(tokens)
         self.logprobs = list(logprobs)
         self.submitted, self.first_token, self.last_token = submitted, first_token, last_token
 
@@ -69,6 +74,30 @@ class Live:
             prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
             prompt_best=tuple(best for *_, best in scores) if scored else None,
         )
+
+    def keep(self, tokens: tuple[int, ...], outputs: Outputs, row: int) -> tuple[tuple[int, ...], str | None]:
+        """Takes in the tokens that a step drew in its rows from `row` on. Returns those that count, up to the first
+        that ends it, and the reason of its end; a number below 0 is no token."""
+        seq, output = self.seq, self.output
+        room = seq.max_length - len(seq.prompt) - len(seq.output)
+        if self.plain and len(tokens) < room and self.ends.isdisjoint(tokens):  # as most are
+            if not output.text_can_be_late:
+                output.extend(tokens)
+            return tokens, None
+        for kept, token in enumerate(tokens, 1):
+            if token < 0:
+                return tokens[: kept - 1], "error" if token == NOT_FINITE else None
+            if token in self.stop_ids:
+                return tokens[:kept], "stop"
+            if outputs.logprobs is not None and seq.params.logprobs is not None:
+                self.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
+            if not output.text_can_be_late:
+                output.push(token)
+                if output.stopped:
+                    return tokens[:kept], "stop"
+            if kept == room:
+                return tokens[:kept], "length"
+        return tokens, None
 
     def take(self, *, final: bool) -> tuple[str, tuple[int, ...], tuple[TokenLogprob, ...]]:
         """Text and tokens that are certain by now and were not taken before, and what is known of these tokens where

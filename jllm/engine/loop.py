@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import replace
+from itertools import batched, chain
 from typing import TYPE_CHECKING
 
 import jax
@@ -116,11 +117,13 @@ class Loop:
             self.in_flight = self._complete(self.in_flight, self.in_flight.half)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
+        inside, sampled = self.gate.inside, []
+        if inside.breadth or self.by_draws:  # else there is no need to ask each
+            sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
         need = replace(
             variant_for(sampled, by_draws=self.by_draws),
-            penalties=self.gate.inside.penalties,
-            guided=self.gate.inside.guided,
+            penalties=inside.penalties,
+            guided=inside.guided,
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
         pool = self.scheduler.pool
@@ -171,21 +174,21 @@ class Loop:
         plan, bucket, now = step.plan, step.bucket, time.perf_counter()
         short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
         most = short // bucket.decodes if bucket.decodes else 1
-        tokens = outputs.tokens[:short].reshape(-1, most).tolist()
-        for i, (seq, rows, some) in enumerate(zip(plan.decodes, plan.rows, tokens)):
-            if live := self.ledger.sample(seq):  # else: ended by an earlier token or an abort; the surplus is dropped
-                self._take(live, some, rows, outputs, i * most, now)
-        for row, chunk in enumerate(plan.chunks, short):
-            if chunk.final and (live := self.ledger.sample(chunk.seq)):
-                self._take(live, [int(outputs.tokens[row])], 1, outputs, row, now)
-        self.ledger.step_read(now)
+        tokens = list(batched(outputs.tokens[:short].tolist(), most))
+        decodes = zip(plan.decodes, plan.rows, range(0, short, most), tokens)
+        chunks = ((c.seq, 1, row, (int(outputs.tokens[row]),)) for row, c in enumerate(plan.chunks, short) if c.final)
+        for live, rows, kept, reason in self.ledger.take(chain(decodes, chunks), outputs, now):
+            if kept:
+                self.scheduler.on_tokens(live.seq, kept, rows)
+            if reason is not None:
+                self._finish(live, reason, now, kept[:-1] if reason == "stop" else kept)
         if self.drafting is not None:
             self._learn(step, outputs, tokens, now)
         self.scheduler.step_read(step.plan.step)
         if self.trace:
             self.trace.read(step.plan.step)
 
-    def _learn(self, step: InFlight, outputs: Outputs, tokens: list[list[int]], now: float) -> None:
+    def _learn(self, step: InFlight, outputs: Outputs, tokens: list[tuple[int, ...]], now: float) -> None:
         """Tells what a step with drafts gained and cost. Its time is known where the device had no pause before it."""
         assert self.drafting is not None
         seconds, self._last_read = (None if self._last_read is None else now - self._last_read), now
@@ -196,18 +199,6 @@ class Loop:
         drafts = [0] * len(tokens) if outputs.drafted is None else outputs.drafted.tolist()
         advanced = [(n, sum(token >= 0 for token in some)) for n, some in zip(drafts, tokens)]
         self.drafting.observe(step.bucket, [each for each in advanced if each[1]], seconds)
-
-    def _take(self, live: Live, tokens: list[int], rows: int, outputs: Outputs, row: int, now: float) -> None:
-        """Takes in what a sequence's `rows` rows of a step drew, from `row` on, read at `now`."""
-        kept, reason = self.ledger.take(live, tokens, outputs, row, now)
-        if kept:
-            self.scheduler.on_tokens(live.seq, kept, rows)
-        elif reason is None:
-            raise AssertionError(f"request {live.seq.request_id}: the device ended a sequence that the host runs")
-        if reason is None:
-            self.ledger.tell(live, kept)
-        else:
-            self._finish(live, reason, now, kept[:-1] if reason == "stop" else kept)
 
     def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
         """See Ledger.end."""

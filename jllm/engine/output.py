@@ -1,5 +1,6 @@
 """From sampled tokens to text: incremental detokenization, stop strings, and what may be shown already."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -36,6 +37,14 @@ class OutputText:
         if self.decoder is not None:
             self._grow(self.decoder.push(token))
 
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends tokens, none of which is known to complete a stop string."""
+        if self.decoder is None:
+            self.tokens += tokens
+            return
+        for token in tokens:
+            self.push(token)
+
     def finish(self) -> None:
         """Flushes bytes that were waiting for the rest of a character; once, however often it is called."""
         if self.decoder is not None and not self.stopped and not self._finished:
@@ -46,9 +55,7 @@ class OutputText:
     def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
         """Text and tokens that are certain by now and were not taken before."""
         if self.decoder is None:
-            tokens = tuple(self.tokens[self._shown_tokens :])
-            self._shown_tokens += len(tokens)
-            return "", tokens
+            return "", self.pass_on()
         held = 0 if final or self.stopped or not self._longest else self._held_back()
         upto = len(self.text) - held
         upto = max(upto, self._shown_text)
@@ -59,6 +66,12 @@ class OutputText:
         tokens = tuple(self.tokens[self._shown_tokens : last])
         self._shown_text, self._shown_tokens = upto, last
         return text, tokens
+
+    def pass_on(self) -> tuple[int, ...]:
+        """The tokens that were not taken before, where there is no decoder."""
+        tokens = tuple(self.tokens[self._shown_tokens :])
+        self._shown_tokens += len(tokens)
+        return tokens
 
     def _grow(self, piece: str) -> None:
         if not piece:

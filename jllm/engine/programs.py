@@ -275,7 +275,7 @@ def _name(bucket: Bucket) -> str:
 
 def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
     """What a step of these rows can have of a variant."""
-    return variant if bucket.tokens else replace(variant, prompt_logprobs=False)
+    return variant if bucket.tokens or not variant.prompt_logprobs else replace(variant, prompt_logprobs=False)
 
 
 def _parts(bucket: Bucket, variant: Variant) -> list[Key]:

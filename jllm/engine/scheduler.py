@@ -26,7 +26,7 @@ seq.computed counts those as well that the plan will bring to pages of its own (
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 from operator import attrgetter
 
@@ -315,7 +315,7 @@ class Scheduler(PageTables):
             parts.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
         return n
 
-    def on_tokens(self, seq: Sequence, tokens: list[int], rows: int = 1) -> None:
+    def on_tokens(self, seq: Sequence, tokens: Collection[int], rows: int = 1) -> None:
         """What a step made of seq, at least one token, read from the device; the step had `rows` rows for it. What
         comes after the end of a sequence is surplus, and dropped."""
         if seq.finish_reason is not None:

@@ -28,8 +28,7 @@ class PendingEvent(NamedTuple):
         """None where nothing is certain yet. Each of a sample's news once, in order."""
         seq, output = self.live.seq, self.live.output
         key = seq.request_id, seq.sample
-        for token in self.tokens:
-            output.push(token)
+        output.extend(self.tokens)
         if self.reason is None:
             text, tokens, logprobs = self.live.take(final=False)
             return Event(*key, text, tokens, None, logprobs) if text or tokens else None

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -94,6 +95,8 @@ async def _serve(
     address = listener.getsockname()
     where = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"serving {name} at http://{where}:{address[1]}/v1"
+    gc.collect()
+    gc.freeze()  # what the start made stays, nearly all of it JAX's: full collections, in the midst of steps, skip it
     await run(make_server(host, app, limits, args.grace, lambda: _note(ready)), listener)
 
 

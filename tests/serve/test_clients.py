@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import select
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from jllm.cli.arguments import ENGINE_FLAGS, add_engine
+from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.serve.arguments import KEY_VARIABLE, parse_args
@@ -255,6 +257,24 @@ def test_the_command_serves_and_stops(checkpoint):
     assert err.splitlines()[-1] == "stopped: all requests had ended"
     assert "127.0.0.1 POST /v1/completions 200" in err
     assert "wolf" not in err
+
+
+def test_the_command_keeps_what_its_start_made_out_of_collections(model, monkeypatch):
+    from jllm.serve import main, server
+
+    frozen = [gc.get_freeze_count()]
+
+    async def run(made, listener):
+        frozen.append(gc.get_freeze_count())
+        await made._engine.close()
+
+    monkeypatch.setattr(main, "_prepare", lambda args: (model, Engine(model, max_slots=2, max_step_tokens=8)))
+    monkeypatch.setattr(server, "run", run)
+    try:
+        assert main.main(["--port", "0"]) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[1] > frozen[0] + 10_000
 
 
 @pytest.mark.parametrize(
