@@ -3,8 +3,8 @@
     python -m experiments.simulation_error
 
 Steps of meshes (experiments.meshes) against experiments.decode_step on four H100s, two and one; the QPS workload
-through an engine on an H200 (claim C23's file), all at once and by Poisson arrivals, and through an engine on each of
-one and two H100s, all at once; and on H100s eight and sixteen layers whose prompts are in steps with decodes, in steps
+through an engine on an H100 (claim C23's file), all at once and by Poisson arrivals, and through an engine on each of
+one and two, all at once; and on H100s eight and sixteen layers whose prompts are in steps with decodes, in steps
 of their own, and on a GPU of their own (experiments.disaggregation). Each by the newest file of its label. `off_by` is
 the simulated figure over the measured one, less 1. Engines that are simulated side by side share no host; those of
 one process do.
@@ -20,22 +20,23 @@ from typing import Any
 
 from experiments import disaggregation, qps
 from experiments.baselines import SeparateSteps
-from experiments.claims.loads import simulated
+from experiments.claims.loads import MODEL, from_settled, simulated
 from experiments.meshes import EXCHANGE, LINK, MEASURED, Mesh, checks
 from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.workload import Request, read_workload
-from experiments.simulate import make_costs
+from experiments.simulate import Costs
 from experiments.simulation.apart import Make, Prompts, apart, merged
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
-from experiments.steps.cost_model import RESULTS, newest
+from experiments.steps.cost_model import RESULTS, model_shapes
 from experiments.steps.links import Link, read_link
 from experiments.steps.timer import model_config
 from jllm.engine.options import EngineOptions
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 
 Row = dict[str, Any]
+DAY = "[0-9]" * 8  # in a file's name, right behind that of an experiment without a label
 COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 
@@ -46,7 +47,7 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
         about = {name: row[name] for name in ("model", "scheme", "layers", "batch", "context")}
         ms = {"decode_ms": row["measured_ms"]}, {"decode_ms": row["estimated_ms"]}
         yield from _compared(row["file"], "step", row["ranks"], about, *ms)
-    yield from of_one_engine(results)
+    yield from of_one_engine(results, link)
     for path in sorted(results.glob("qps_llama-2-7b_bfloat16_replicas*-h100-80gb-hbm3.json"))[-1:]:
         yield from of_replicas(path, link)
     levels = sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))
@@ -54,19 +55,23 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
         yield from of_levels(path, link)
 
 
-def of_one_engine(results: Path) -> Iterator[Row]:
-    """The QPS workload through an engine on an H200: all at once and by Poisson arrivals."""
-    found = newest(results, "claims-C23")
-    if found is None:
+def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
+    """The QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim C23's,
+    in as many pages as experiments.qps had with the same options."""
+    paths = [
+        sorted(results.glob(f"{name}-{DAY}-h100-80gb-hbm3.json")) for name in ("claims-C23", f"qps_{MODEL}_bfloat16")
+    ]
+    if not all(paths):
         return
-    name, document = found
-    costs = make_costs("llama-2-7b", None, None)
-    for row in document["rows"]:
+    served, sized = (json.loads(found[-1].read_text(encoding="utf-8")) for found in paths)
+    pages = next(int(row["pages_total"]) for row in sized["rows"] if row.get("repeat") == "mean")
+    mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, MEASURED)
+    serve = partial(simulated, Costs(model_shapes(MODEL), mesh.cost), num_pages=pages)
+    for row in served["rows"]:
         if "load" in row:
-            ours = simulated(costs, count=int(row["requests"]), rate=row["rate"])
-            yield from _compared(
-                name, "serving", 1, {"model": "llama-2-7b", "layers": 32, "load": row["load"]}, row, ours
-            )
+            ours = serve() if row["load"] is None else from_settled(serve, False, row["rate"], row["arrivals_s"])
+            about = {"model": MODEL, "layers": mesh.config.num_layers, "load": row["load"]}
+            yield from _compared(paths[0][-1].name, "serving", 1, about, row, ours)
 
 
 def of_replicas(path: Path, link: Link) -> Iterator[Row]:

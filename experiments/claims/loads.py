@@ -1,8 +1,8 @@
 """Serving at a load for claims that are about policies and formats: measured on a Hopper GPU, and simulated elsewhere
 under the same settings and the same requests, by the engine's own scheduler on steps that are costed.
 
-A row says which it is by its `source`. Against what was measured on an H200 (results/claims-C1), the simulator has
-static batches 7 % too fast and merged steps 5 %, since it knows of no work between the steps.
+A row says which it is by its `source`. The simulator knows of no work between the steps; by how much it is too fast
+for that, against what was measured, is experiments.simulation_error's.
 """
 
 from collections.abc import Callable

@@ -240,8 +240,10 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ),
     "From 65,536 keys on decode attention reads at {:.2f} to {:.2f} of the rate of cuDNN's on contiguous keys, and is "
     "{:.2f} to {:.2f} times as fast as": lambda: attention(H100),
-    "on an H200 {:.2f} to {:.2f} times": lambda: attention("h200")[2:],
-    "on an H200: {0:.1f} s cold and {2:.1f} s warm for sixteen sizes": lambda: starts("h200"),
+    "16 CPU cores: {:.1f} s cold and {:.1f} to {:.1f} s warm for seventeen sizes": lambda: starts(H100),
+    "took {:.1f} s without them, {:.1f} s with eight and {:.1f} s with fifteen": lambda: [
+        only("start_up-processes", H100, start="cold", processes=n)["start_s"] for n in (0, 8, 15)
+    ],
     "for Hopper hold its lock for {:.1f} to {:.1f} s, so": lambda: tracing(lambda row: row["trace_s"] + row["lower_s"]),
     "and a step holds the lock for {:.2f} to {:.2f} s": lambda: tracing(lambda row: row["taken_in_s"]),
     "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
