@@ -75,7 +75,7 @@ CAMPAIGN = (
     experiment("C24", "claims C24", 240),
     bench("sample", "", 90),
     experiment("C26", "claims C26", 240),
-    experiment("C25", "claims C25", 540),
+    experiment("C25", "claims C25", 320),
     experiment("step_profile_serve", "step_profile --kind serve --batch 1 384 --context 136 --steps 16", 100),
     experiment("C19", "claims C19", 90),
     experiment("C21", "claims C21", 90),

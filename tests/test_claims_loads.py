@@ -213,7 +213,7 @@ def c25_rows(fp8: float, int4: float, few: float = 0.5) -> list[dict]:
 
 
 def test_c25_wants_fp8_level_and_int4_behind():
-    assert c25.judge(c25_rows(1.04, 1.3)).verdict == "yes"
+    assert c25.judge(c25_rows(1.005, 1.3)).verdict == "yes"
     found = c25.judge(c25_rows(1.08, 1.3))
     assert found.verdict == "partly"
     assert found.answers[1].startswith(
@@ -223,6 +223,11 @@ def test_c25_wants_fp8_level_and_int4_behind():
     assert "; both faster than int4 in prefill from batch 64 on (1.20 to 1.20 and 1.30 to 1.30 times)" in found.measured
     assert c25.judge(c25_rows(1.2, 0.9)).verdict == "no"
     assert c25.judge([row for row in c25_rows(1, 2) if row["format"] != "int4"]).verdict == "no"
+    near = c25.judge([row for row in c25_rows(1, 1.03) if row["part"] == "requests"])
+    assert [text.partition(" in ")[0] for text in near.answers] == [
+        "Yes: fp8 about int8's speed",
+        "Open: both faster than int4",
+    ]
 
 
 def test_c25_leaves_open_what_the_error_of_simulated_steps_could_turn():

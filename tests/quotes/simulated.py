@@ -110,9 +110,14 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "between tokens are from {:.0f} % too long to {:.0f} % too short with sixteen layers, of first tokens "
     "{:.0f} to {:.0f} % too short": lambda: [-apart_off_by(16)[0], *apart_off_by(16)[1:]],
     "and with eight {:.0f} to {:.0f} and {:.0f} to {:.0f} %": lambda: apart_off_by(8),
-    "on one GPU throughput {:.0f} to {:.0f} % too high": lambda: simulated_off_by("serving", "qps"),
-    "by {1:.0f} to {0:.0f} % of first tokens and by up to {2:.0f} % between tokens": lambda: [
-        -percent for name in ("ttft", "itl") for percent in simulated_off_by("serving", f"{name}_ms_p99")
+    "on one GPU from {:.0f} % too low to {:.0f} % too high": lambda: [
+        abs(percent) for percent in simulated_off_by("serving", "qps")
+    ],
+    "of first tokens by up to {:.0f} % and between tokens by up to {:.0f} %": lambda: [
+        -simulated_off_by("serving", f"{name}_ms_p99")[0] for name in ("ttft", "itl")
+    ],
+    "that of first tokens is {:.1f} times what was measured": lambda: [
+        1 + simulated_off_by("serving", "ttft_ms_p99")[1] / 100
     ],
     "It is within {:.0f} % of an H100's steps, of which it has seen none, and within {:.0f} % of an H200's, {:.0f} % "
     "with Triton's kernels and {:.0f} % with plain XLA": lambda: estimates_off_by(
