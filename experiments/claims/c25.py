@@ -132,8 +132,8 @@ def draw(figure: Any, rows: list[Row]) -> None:
 CLAIM = Claim(
     id="C25",
     rule=(
-        f"About as fast is within {ABOUT:.0%} in every case; faster is faster in every case. Of requests a second it is "
-        f"open what {NOISE:.0%} could turn, as by so much two runs have differed; of simulated ones, what the largest "
+        f"About as fast is within {ABOUT:.0%} in every case; faster is faster in every case. Of requests a second what "
+        f"{NOISE:.0%} could turn is open, as by so much two runs have differed; of simulated ones, what the largest "
         "error of the costs on the measured steps could."
     ),
     stated="FP8 about INT8, both above INT4",
