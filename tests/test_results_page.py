@@ -120,6 +120,17 @@ def test_the_log_is_newest_first():
     assert days == sorted(days, reverse=True)
 
 
+def test_rows_that_are_of_other_files_name_files_that_are_there():
+    """But of the one whose simulator knew steps of a day before."""
+    named = {
+        (path.stem, name)
+        for path in RESULTS.glob("*.json")
+        for name in re.findall(r"[\w.-]+-\d{8}[\w-]*\.json", path.read_text(encoding="utf-8"))
+    }
+    gone = {pair for pair in named if not (RESULTS / pair[1]).exists()}
+    assert gone == {("kv_measured-20261122-h200", "decode_step-20261120-h200.json")}
+
+
 def test_the_log_begins_with_links_to_its_sections_and_with_the_files_that_are_gone():
     log = (PAGE.parent / "LOG.md").read_text(encoding="utf-8")
     before, _, sections = log.partition("\n## ")
