@@ -83,7 +83,7 @@ CAMPAIGN = (
     experiment("C22", "claims C22", 90),
     bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 80", 60, peer_seconds=60),
     bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
-    experiment("C28", "claims C28", 360),
+    experiment("C28", "claims C28 --seconds 60", 420),
     # A steady state of five minutes at each load.
     experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),
     bench("matmul", "", 120),
