@@ -33,7 +33,7 @@ def served(monkeypatch):
     def measure(model, requests, args):
         seen.append((model, requests, args))
         yield {"repeat": 0}
-        yield MEAN | {"qps": 10.0 - len(seen), "good_share": 1.0 if len(seen) < 4 else 0.5}
+        yield MEAN | {"qps": 10.0 - len(seen), "good_share": c23.GOOD if len(seen) < 4 else 0.5}
 
     monkeypatch.setattr(serving, "measure", measure)
     monkeypatch.setattr(loads, "on_hopper", lambda: True)
@@ -237,6 +237,7 @@ def test_c25_leaves_open_what_the_error_of_simulated_steps_could_turn():
 
     assert requests(1.01, 1.3, 0.02) == ["Yes"]
     assert requests(1.04, 1.3, 0.02) == ["Yes", "Open"]  # 4 % apart, off by 2: more than 5, or less
+    assert requests(1.0, 1.03, 0.02) == ["Yes"]  # where two runs would leave it open
     assert requests(1.5, 1.6, 0.02) == ["Yes", "No"]
     assert requests(1.04, 1.07, 0.11) == ["Open"]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import clusters
+from experiments import clusters, simulation_error
 from experiments.meshes import Mesh
 from experiments.simulation.apart import merged
 from experiments.simulation.replicas import serve
@@ -89,3 +89,28 @@ def test_figures_are_of_files_that_are_there_and_no_throughput_is_far_off():
         one_host = row["of"] == "level" and row["gpus"] == 2  # two loops in a process, of steps that take it as long
         if row["figure"] in ("qps", "decode_ms"):
             assert abs(row["off_by"]) < (1.0 if one_host else 0.2)
+
+
+def test_one_engine_is_simulated_as_the_newest_claim_c23_was_served(tmp_path, monkeypatch):
+    """All at once, and by the arrivals that were measured, in as many pages; files of labels are others'."""
+    at_once = {"load": None, "rate": None, "qps": 10.0}
+    arriving = {"load": 0.5, "rate": 5.0, "arrivals_s": 30.0, "qps": 4.0}
+    files = {
+        "claims-C23-20260101": [at_once | {"qps": 1.0}],
+        "claims-C23-20260102": [at_once, arriving, {"verdict": "yes"}],
+        "claims-C23-bursts-20260103": [at_once | {"qps": 2.0}],
+        "qps_llama-2-7b_bfloat16-20260101": [{"repeat": 0, "pages_total": 8}, {"repeat": "mean", "pages_total": 7.0}],
+        "qps_llama-2-7b_bfloat16-vllm-20260102": [{"repeat": "mean", "pages_total": 6.0}],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}-h100-80gb-hbm3.json").write_text(json.dumps({"rows": rows}))
+    asked = []
+    monkeypatch.setattr(simulation_error, "simulated", lambda costs, **given: asked.append(given) or {"qps": 5.0})
+    found = list(simulation_error.of_one_engine(tmp_path, LINK))
+    assert [(row["load"], row["measured"], row["off_by"]) for row in found] == [(None, 10.0, -0.5), (0.5, 4.0, 0.25)]
+    assert {row["file"] for row in found} == {"claims-C23-20260102-h100-80gb-hbm3.json"}
+    early = asked[1].pop("cut")
+    assert asked == [{"num_pages": 7}, {"num_pages": 7, "rate": 5.0, "seconds": 30.0}]
+    assert 20 < early < 90  # those of the first ten seconds
+    (tmp_path / "qps_llama-2-7b_bfloat16-20260101-h100-80gb-hbm3.json").unlink()
+    assert not list(simulation_error.of_one_engine(tmp_path, LINK))

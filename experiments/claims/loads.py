@@ -41,7 +41,8 @@ def measured(toy: bool, **asked: Any) -> Row:
 
 
 def simulated(costs: Costs, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
-    """The row that serving.served would measure on an H200."""
+    """The row that serving.served would measure where steps cost so much, with as many pages as an H200 has room for
+    where `num_pages` says no other number."""
     rate = changes.get("rate")
     return simulate(costs, workload(False, count, rate, seconds), **changes)
 

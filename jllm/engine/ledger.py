@@ -19,7 +19,7 @@ from jllm.errors import RequestError
 from jllm.state import Outputs
 from jllm.tokenizer import Tokenizer
 
-Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence's rows of a step, the first of them, what these drew
+Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence, its number of rows in a step, the first, their tokens
 CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on
 
 

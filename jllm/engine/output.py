@@ -38,7 +38,7 @@ class OutputText:
             self._grow(self.decoder.push(token))
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens, none of which is known to complete a stop string."""
+        """Appends tokens of which none completes a stop string."""
         if self.decoder is None:
             self.tokens += tokens
             return

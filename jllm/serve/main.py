@@ -96,7 +96,7 @@ async def _serve(
     where = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"serving {name} at http://{where}:{address[1]}/v1"
     gc.collect()
-    gc.freeze()  # what the start made stays, nearly all of it JAX's: full collections, in the midst of steps, skip it
+    gc.freeze()  # what the start made stays, nearly all of it JAX's: full collections, which halt steps, skip it
     await run(make_server(host, app, limits, args.grace, lambda: _note(ready)), listener)
 
 

@@ -216,6 +216,14 @@ def test_a_step_waits_for_what_it_may_wait_for(programs):
     assert not programs.asked
 
 
+def test_a_step_without_a_prompt_has_all_of_a_variant_but_the_scores_of_prompts(programs):
+    wide = LOGPROBS | Variant(prompt_logprobs=True)
+    programs.permit(wide)
+    assert programs.choose(wide, 1, 0, 0) == (SMALL, LOGPROBS)
+    assert programs.choose(wide, 1, 5, 1) == (TOP, wide)
+    assert not programs.asked
+
+
 def test_in_step_programs_nothing_depends_on_what_is_there(programs):
     """As several processes must, of which each has a compiler of its own."""
     programs.in_step = True

@@ -86,31 +86,32 @@ def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
     text, samples = run
     ledger = Ledger(CONFIG, Letters() if text else None)  # type: ignore[arg-type]
     seqs = [
-        Sequence(i, 0, PROMPT, sampling, 0, len(PROMPT) + sampling.max_new_tokens)
+        Sequence(*divmod(i, 2), PROMPT, sampling, 0, len(PROMPT) + sampling.max_new_tokens)
         for i, (sampling, _) in enumerate(samples)
     ]
+    at = {(seq.request_id, seq.sample): i for i, seq in enumerate(seqs)}
     lives = [ledger.add(seq, None) for seq in seqs]
     want = [outcome(sampling, steps, text) for sampling, steps in samples]
     events, taken, scored = [], [0] * len(seqs), [[] for _ in seqs]
     for step in range(STEPS):
         rows = [(seqs[i], i, ROWS * i, steps[step]) for i, (_, steps) in enumerate(samples) if steps[step]]
         before = [len(seq.output) for seq in seqs]
-        for live, n, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), float(step)):
-            i = live.seq.request_id
-            assert n == i
+        for live, i, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), float(step)):
+            assert live is lives[i]
             live.seq.output += kept
             assert len(kept) == want[i][1][step]
             scored[i] += [-(ROWS * i + row) for row in range(len(kept))]
             if reason is not None:
                 ledger.end(live, reason, float(step), kept[:-1] if reason == "stop" else kept)
         news = ledger.news(at_once=True)
-        assert [e.id for e in news] == sorted({e.id for e in news})
+        told = [at[e.id, e.sample] for e in news]
+        assert told == sorted(set(told))
         new = {i for i, seq in enumerate(seqs) if len(seq.output) > before[i]}
-        assert {i for i in new if not samples[i][0].stop} <= {e.id for e in news}
+        assert {i for i in new if not samples[i][0].stop} <= set(told)
         events += news
-        taken = [n + len(seq.output) - at for n, seq, at in zip(taken, seqs, before)]
+        taken = [n + len(seq.output) - had for n, seq, had in zip(taken, seqs, before)]
     for i, (kept, counts, reason) in enumerate(want):
-        mine = [e for e in events if e.id == i]
+        mine = [e for e in events if at[e.id, e.sample] == i]
         told = [token for e in mine for token in e.token_ids]
         done = [e.completion for e in mine if e.completion]
         assert (ledger.sample(seqs[i]) is None) == (reason is not None) == bool(done)
@@ -139,14 +140,13 @@ def test_times_between_tokens_are_those_of_each_sample():
     """One sits out a step, one has two tokens of a step: between these there is no time."""
     ledger = Ledger(CONFIG, None)
     one, two = (Sequence(i, 0, PROMPT, SamplingParams(ignore_eos=True), 0, 99) for i in range(2))
+    ledger.add(one, None)
+    ledger.add(two, None)
     for now, rows in (
         (1.0, [(one, 1, 0, (7,))]),
         (4.0, [(one, 2, 0, (7, 8)), (two, 1, 2, (9,))]),
         (5.0, [(two, 1, 0, (9,))]),
     ):
-        for seq in (one, two):
-            if ledger.sample(seq) is None:
-                ledger.add(seq, None)
         assert [kept for _, _, kept, _ in ledger.take(rows, outputs_of(4), now)] == [row[-1] for row in rows]
     times = ledger.times.inter_token
     assert (times.count, times.total, times.least, times.largest) == (3, 4.0, 0.0, 3.0)

@@ -111,7 +111,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "{:.0f} to {:.0f} % too short": lambda: [-apart_off_by(16)[0], *apart_off_by(16)[1:]],
     "and with eight {:.0f} to {:.0f} and {:.0f} to {:.0f} %": lambda: apart_off_by(8),
     "on one GPU from {:.0f} % too low to {:.0f} % too high": lambda: [
-        abs(percent) for percent in simulated_off_by("serving", "qps")
+        sign * percent for sign, percent in zip((-1, 1), simulated_off_by("serving", "qps"), strict=True)
     ],
     "of first tokens by up to {:.0f} % and between tokens by up to {:.0f} %": lambda: [
         -simulated_off_by("serving", f"{name}_ms_p99")[0] for name in ("ttft", "itl")
