@@ -85,6 +85,22 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(model64, tree, compa
     assert set(seen["draft_acceptance"].values()) == {1.0}
 
 
+def test_rows_of_drafts_that_are_refused_take_no_room_for_longer_than_their_step():
+    """A sequence has pages for its tokens and for the rows of the two steps that may be under way, no more."""
+    prompt, new, drafts = [1, 2, 3, 4, 5], 60, 3
+    draft = tiny_model(seed=3, num_layers=1, hidden_size=16)
+    drafter = DraftModel(draft.params, draft.config, chain(drafts))
+    engine = Engine(tiny_model(num_layers=1), speculate=drafter, drafts=drafts, **SMALL, num_pages=20)
+    engine.submit(prompt, SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        m = engine.metrics()
+        most = len(prompt) + m["output_tokens"] + 2 * (drafts + 1)
+        assert m["pages_used"] <= -(-most // SMALL["page_size"])
+    assert m["draft_segments"] > new / 2  # so that most had at most one draft accepted
+    engine.close()
+
+
 def test_lookup_knows_what_the_prefix_cache_had(model64):
     """A prompt whose tokens are found in the cache goes into the history all the same: drafts are as many, and as
     often right, as where it was computed."""
