@@ -64,7 +64,7 @@ def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
     if not all(paths):
         return
     served, sized = (json.loads(found[-1].read_text(encoding="utf-8")) for found in paths)
-    pages = int(sized["rows"][0]["pages_total"])
+    pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers say none
     mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, MEASURED)
     serve = partial(simulated, Costs(model_shapes(MODEL), mesh.cost), num_pages=pages)
     for row in served["rows"]:

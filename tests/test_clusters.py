@@ -99,7 +99,7 @@ def test_one_engine_is_simulated_as_the_newest_claim_c23_was_served(tmp_path, mo
         "claims-C23-20260101": [at_once | {"qps": 1.0}],
         "claims-C23-20260102": [at_once, arriving, {"verdict": "yes"}],
         "claims-C23-bursts-20260103": [at_once | {"qps": 2.0}],
-        "qps_llama-2-7b_bfloat16-20260101": [{"repeat": 0, "pages_total": 7}, {"peer": "vLLM"}],
+        "qps_llama-2-7b_bfloat16-20260101": [{"repeat": 0, "peer": "vLLM"}, {"repeat": 0, "pages_total": 7}],
         "qps_llama-2-7b_bfloat16-vllm-20260102": [{"repeat": 0, "pages_total": 6}],
     }
     for name, rows in files.items():
