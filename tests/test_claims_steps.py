@@ -232,7 +232,7 @@ def test_c20_shares_follow_from_weights_and_memory():
 def test_c23_wants_almost_all_in_time():
     def rows(completed: float = 0.8, **shares: float) -> list[dict]:
         at = [
-            {"load": float(load[1:]) / 10, "rate": float(load[1:]) * 4, "good_share": share, "requests": 336.0}
+            {"load": float(load[1:]) / 10, "rate": float(load[1:]) * 4, "good_share": share, "arrivals_s": 12.0}
             | {"qps": completed * float(load[1:]) * 4, "ttft_ms_p99": 100.0, "itl_ms_p99": 20.0}
             for load, share in shares.items()
         ]

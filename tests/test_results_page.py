@@ -236,10 +236,11 @@ def test_a_figure_in_short_is_our_own_and_of_what_it_says(tmp_path):
     served = [{"repeat": 0, "qps": 35.2}, {"repeat": "mean", "qps": 35.1}, {"peer": "transformers", "qps": 2.7}]
     write(tmp_path, "qps_x-20261120-h200", experiment="qps_x", rows=served)
     starts = [{"start": kind, "start_s": s} for kind, s in (("cold", 58.9), ("warm", 1.83), ("warm", 1.8))]
+    starts += [{"start": "cold", "start_s": 31.2, "processes": 8}]
     write(tmp_path, "start_up-20261120-h200", experiment="start_up", rows=starts)
     text = page(tmp_path)
     assert "| 35.1 requests a second |" in text
-    assert "| 58.9 s cold, 1.8 s warm |" in text
+    assert "| 58.9 s cold, 1.8 s warm, 31.2 s cold with 8 processes |" in text
 
 
 def test_a_run_that_was_cut_off_is_shown_with_bars(tmp_path):
@@ -261,7 +262,7 @@ def test_a_verdict_is_by_the_rule_of_today(tmp_path, experiment):
             "load": 0.9,
             "rate": 32.0,
             "qps": 20.0,
-            "requests": 384.0,
+            "arrivals_s": 12.0,
             "good_share": 1.0,
             "ttft_ms_p99": 1,
             "itl_ms_p99": 1,

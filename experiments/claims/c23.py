@@ -4,7 +4,7 @@ First the whole workload at once, which says how many requests a second the engi
 workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step, or over the
 loads that are asked for (--loads), until fewer than GOOD of them are in time. The first third of the seconds, while the
 engine fills, is not counted. STEADY seconds and more are called a steady state; a GPU, whose time is dear, measures
-fewer unless it is told otherwise (--seconds). A file of before 2026-11-25 has bursts of 384 requests at three rates.
+fewer unless it is told otherwise (--seconds).
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,17 +55,12 @@ def judge(rows: list[Row]) -> Verdict:
     return verdict_of(parts, waits, then, how="Simulated" if top.get("source") == "simulated" else "")
 
 
-def lasted(row: Row) -> float:
-    """Seconds in which requests arrived."""
-    return row.get("arrivals_s") or row["requests"] / row["rate"]
-
-
 def is_steady(row: Row) -> bool:
-    return lasted(row) >= STEADY
+    return row["arrivals_s"] >= STEADY
 
 
 def period(row: Row) -> str:
-    return f"a steady state of {lasted(row):.0f} s" if is_steady(row) else f"a burst of {lasted(row):.0f} s"
+    return f"a {'steady state' if is_steady(row) else 'burst'} of {row['arrivals_s']:.0f} s"
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -62,9 +62,12 @@ def lowest(text: str, name: str) -> Callable[[Row], str]:
 
 
 def starts(document: Row) -> str:
-    """The slowest of each kind, as bars count it."""
-    kinds = dict.fromkeys(row["start"] for row in document["rows"])
-    slowest = {kind: max(row["start_s"] for row in document["rows"] if row["start"] == kind) for kind in kinds}
+    """The slowest of each kind, as bars count it; of cold ones by how many other processes traced."""
+    slowest: dict[str, float] = {}
+    for row in document["rows"]:
+        beside = row["start"] == "cold" and row.get("processes")
+        kind = f"{row['start']} with {beside} processes" if beside else row["start"]
+        slowest[kind] = max(row["start_s"], slowest.get(kind, 0.0))
     return ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in slowest.items())
 
 

@@ -13,9 +13,10 @@ LIBRARY = (
     Section("train_length_predictor", "Training of the output length predictor"),
     Section("first_command", "The first command, from start to the last of 64 tokens"),
     Section(
-        "start_up",
+        "start_up.*",
         "An engine's start, from its weights to the first token",
-        "Cold, and warm: with the compiled steps that the cold start left in files. Each in a process of its own.",
+        "Cold, and warm: with the compiled steps that the cold start left in files. Each in a process of its own; "
+        "beside a cold one `processes` others may trace steps.",
         (
             Table(
                 (
