@@ -29,14 +29,14 @@ from experiments.simulate import Costs
 from experiments.simulation.apart import Make, Prompts, apart, merged
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
-from experiments.steps.cost_model import RESULTS, model_shapes
+from experiments.steps.cost_model import RESULTS, model_shapes, newest
 from experiments.steps.links import Link, read_link
 from experiments.steps.timer import model_config
 from jllm.engine.options import EngineOptions
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 
 Row = dict[str, Any]
-DAY = "[0-9]" * 8  # in a file's name, right behind that of an experiment without a label
+H100 = "h100-80gb-hbm3"  # in a file's name
 COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 
@@ -48,9 +48,9 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
         ms = {"decode_ms": row["measured_ms"]}, {"decode_ms": row["estimated_ms"]}
         yield from _compared(row["file"], "step", row["ranks"], about, *ms)
     yield from of_one_engine(results, link)
-    for path in sorted(results.glob("qps_llama-2-7b_bfloat16_replicas*-h100-80gb-hbm3.json"))[-1:]:
+    for path in sorted(results.glob(f"qps_{MODEL}_bfloat16_replicas*-{H100}.json"))[-1:]:
         yield from of_replicas(path, link)
-    levels = sorted(results.glob("disaggregation-*-h100-80gb-hbm3.json"))
+    levels = sorted(results.glob(f"disaggregation-*-{H100}.json"))
     for path in {label_of(path): path for path in levels}.values():  # the newest of each label
         yield from of_levels(path, link)
 
@@ -58,12 +58,10 @@ def figures(results: Path = RESULTS) -> Iterator[Row]:
 def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
     """The QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim C23's,
     in as many pages as experiments.qps had with the same options."""
-    paths = [
-        sorted(results.glob(f"{name}-{DAY}-h100-80gb-hbm3.json")) for name in ("claims-C23", f"qps_{MODEL}_bfloat16")
-    ]
-    if not all(paths):
+    found, sizes = newest(results, "claims-C23", H100), newest(results, f"qps_{MODEL}_bfloat16", H100)
+    if found is None or sizes is None:
         return
-    served, sized = (json.loads(found[-1].read_text(encoding="utf-8")) for found in paths)
+    (name, served), (_, sized) = found, sizes
     pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers say none
     mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, MEASURED)
     serve = partial(simulated, Costs(model_shapes(MODEL), mesh.cost), num_pages=pages)
@@ -71,7 +69,7 @@ def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
         if "load" in row:
             ours = serve() if row["load"] is None else from_settled(serve, False, row["rate"], row["arrivals_s"])
             about = {"model": MODEL, "layers": mesh.config.num_layers, "load": row["load"]}
-            yield from _compared(paths[0][-1].name, "serving", 1, about, row, ours)
+            yield from _compared(name, "serving", 1, about, row, ours)
 
 
 def of_replicas(path: Path, link: Link) -> Iterator[Row]:

@@ -24,7 +24,7 @@ KEPT = (
     "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
     "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
-PROCESSES = 8  # that trace steps as an engine starts, which is most of what a run of a minute takes
+PROCESSES = 8  # that trace steps as an engine starts, which takes longer than most runs do
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 
 

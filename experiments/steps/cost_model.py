@@ -140,9 +140,10 @@ def _rate(document: Row, plain: str, name: str) -> float | None:
     return max(1.0, sum(ratios) / len(ratios)) if ratios else None
 
 
-def newest(results: Path, experiment: str) -> tuple[str, Row] | None:
-    """Name and document of the newest results file of an experiment on an H200, of runs without a label."""
-    for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-h200.json"), reverse=True):
+def newest(results: Path, experiment: str, device: str = "h200") -> tuple[str, Row] | None:
+    """Name and document of the newest results file of an experiment on a device, by its name in files, of runs without
+    a label."""
+    for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"), reverse=True):
         return path.name, json.loads(path.read_text(encoding="utf-8"))
     return None
 
