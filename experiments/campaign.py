@@ -61,7 +61,7 @@ TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu 
 
 CAMPAIGN = (
     Command("tests", TESTS, 480, timed=False),
-    Command("sanitizer", "-m experiments.sanitizer --jobs 12 --results {results}", 120, timed=False),
+    Command("sanitizer", "-m experiments.sanitizer --results {results}", 120, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
     experiment("serving", "claims C1 C3 C11 C4", 680),
@@ -130,8 +130,8 @@ FORMATS = (
     ),
 )  # fmt: skip
 TRITON = (
-    Command("sanitizer_triton", "-m experiments.sanitizer --backend triton --jobs 14 --label triton"
-            " --results {results}", 500, timed=False),
+    Command("sanitizer_triton", "-m experiments.sanitizer --backend triton --label triton"
+            " --results {results}", 200, timed=False),
     experiment("decode_step_triton", "decode_step --batch 1 16 64 128 --backend default triton --label triton", 90),
     experiment("decode_step_zp", "decode_step --kv-cache int8-g8-zp --batch 64 --backend triton xla --label triton-zp",
                60),

@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="whose kernels")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="of the kernels' cases these alone, such as bf16")
     parser.add_argument("--jobs", type=positive, default=8, help="processes at a time")
-    parser.add_argument("--timeout", type=positive_number, default=300, help="seconds that one process may take")
+    parser.add_argument("--timeout", type=positive_number, default=60, help="seconds that one process may take")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     add_result_options(parser)
     parser.add_argument("--run", nargs=3, metavar=("KERNEL", "CASE", "BACKEND"), help=argparse.SUPPRESS)
