@@ -60,7 +60,7 @@ SERVED = (
 TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests"
 
 CAMPAIGN = (
-    Command("tests", TESTS, 480, timed=False),
+    Command("tests", TESTS, 600, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --results {results}", 120, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
@@ -139,9 +139,9 @@ TRITON = (
     experiment("throughput_triton", "throughput --scheme bf16 --kv-cache bf16 --backend triton --repeats 2"
                " --rows 1x8x256 32x8x256 128x8x256 512x8x256 16x1024x256 --label triton", 200),
     bench("decode_triton", "--parts formats --triton --label triton", 150, of="decode_attention"),
-    bench("prefill_triton", "--mosaic-only --triton --triton-stages 3 5 --kv bf16 int8-g8 --label triton", 240,
+    bench("prefill_triton", "--mosaic-only --triton --triton-stages 3 5 --kv bf16 int8-g8 --label triton", 330,
           of="prefill_attention"),
-    bench("int8_triton", "--triton --rows 1 16 64 512 4096 --seconds 45 --label triton", 70, of="int8_matmul"),
+    bench("int8_triton", "--triton --rows 1 16 64 512 4096 --seconds 100 --label triton", 140, of="int8_matmul"),
     bench("weight_only_triton", "--rows 1 16 --formats w4a16-g128 nf4 w8a16 --peers mosaic triton --label triton", 90,
           of="weight_only_matmul"),
     experiment("continuations_triton", f"{SERVED} --backend triton --label triton", 250),

@@ -72,6 +72,10 @@ STARTED = pytest.StashKey[float]()
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    if config.getoption("results") and not hasattr(config, "workerinput"):
+        from tests.run_record import Reasons
+
+        config.pluginmanager.register(Reasons(config))
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

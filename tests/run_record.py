@@ -32,6 +32,26 @@ def write(
     return result.path
 
 
+class Reasons:
+    """A plugin that says why a test failed as soon as it has: a run that is cut off comes to no summary."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid}: {reason(report)}")
+
+
+def reason(report: Any) -> str:
+    """The first line of the error, or the last of what was printed where there is no more."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = crash.message.splitlines() if crash else str(report.longrepr).strip().splitlines()[::-1]
+    return lines[0] if lines else "no reason was given"
+
+
 def driver() -> str | None:
     """The version of NVIDIA's, if there is one."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

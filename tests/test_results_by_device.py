@@ -44,7 +44,7 @@ def test_the_newest_device_is_in_full_and_the_other_in_short(both):
     text = overview(both)
     assert "## Decode steps, H100 80GB HBM3\n" in text
     assert "## Requests a second, H100 80GB HBM3\n" in text
-    full, _, short = text.partition("Earlier, on one ")
+    full, _, short = text.partition("\nOn one ")
     assert "LLaMA-2-7B on one H100 80GB HBM3" in full
     assert short.startswith("H200 ([all of it](results/devices.md#h200)): **jllm bf16**: ")
     assert "36.2 requests a second" in short

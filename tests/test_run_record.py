@@ -2,11 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from tests import run_record
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_counts_by_file_and_what_failed(tmp_path):
@@ -32,6 +38,30 @@ def test_counts_by_file_and_what_failed(tmp_path):
     ]
     assert (document["command"], document["complete"]) == ("python -m pytest -m gpu", True)
     assert {"device", "driver", "versions"} <= document.keys()
+
+
+def test_a_recorded_run_says_why_a_test_failed_as_soon_as_it_has(tmp_path):
+    """Each of several workers' too."""
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert [1, 2] == [1], 'too many'\n")
+    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--results", str(tmp_path / "results"), "-n", "1"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-summary", f"--rootdir={tmp_path}", *options, "test_it.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "test_it.py::test_it: AssertionError: too many\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("longrepr", "why"),
+    [
+        (SimpleNamespace(reprcrash=SimpleNamespace(message="ValueError: no\nmore")), "ValueError: no"),
+        ("a trace\nKilled: by whom\n", "Killed: by whom"),
+        ("", "no reason was given"),
+    ],
+)
+def test_a_reason_is_a_line(longrepr, why):
+    assert run_record.reason(SimpleNamespace(longrepr=longrepr)) == why
 
 
 def test_processes_of_a_run_share_a_gpu():

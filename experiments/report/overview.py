@@ -52,14 +52,14 @@ def overview(results: Results) -> str:
 
 
 def _others(results: Results, others: list[str]) -> Iterator[str]:
-    """In short, what was measured on them before."""
+    """In short, what was measured on them."""
     for device in others:
         on = results.on(device)
         served = {row["qps"]: row["name"] for row in best_requests(on).values() if row["name"].startswith("jllm")}
         parts = [line.removeprefix("- ") for line in by_device.ratios(on)]
         parts += [f"{served[max(served)]}: {max(served):.1f} requests a second"] if served else []
         whole = f"[all of it](results/devices.md#{slug(short(device))})"
-        yield f"Earlier, on one {short(device)} ({whole}): {'. '.join(parts)}."
+        yield f"On one {short(device)} ({whole}): {'. '.join(parts)}."
 
 
 def _kernels(results: Results) -> Iterator[str]:
@@ -161,12 +161,10 @@ def _bars(results: Results, anchors: Anchors) -> Iterator[str]:
         "Shares of floors are by each device's own ceilings; limits in milliseconds or requests a second, and "
         "drawing's in microseconds, are an H200's, and no other device is held to them.",
         f"No figure yet, and the line of `experiments.measure_all` that has one: {'; '.join(without)}." * bool(without),
+        f"Further results that miss bars of their own: {behind}; stale ones, which cannot be traced to a commit or "
+        f"made again by the command that they name: {old}. [Which, why, and what measures them](results/behind.md).",
     ]
     yield " ".join(filter(None, said))
-    yield (
-        f"Further results that miss bars of their own: {behind}; stale ones, which cannot be traced to a commit or "
-        f"made again by the command that they name: {old}. [Which, why, and what measures them](results/behind.md)."
-    )
 
 
 def _met(found: list[Found]) -> str:

@@ -119,6 +119,10 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "that of first tokens is {:.1f} times what was measured": lambda: [
         1 + simulated_off_by("serving", "ttft_ms_p99")[1] / 100
     ],
+    "and where 1.1 times as many do, a queue grows too soon: first tokens take {:.1f} times as long in the "
+    "middle": lambda: [
+        1 + only("simulation_error", "cpu", of="serving", figure="ttft_ms_p50", load=1.1)["off_by"]
+    ],
     "It is within {:.0f} % of an H100's steps, of which it has seen none, and within {:.0f} % of an H200's, {:.0f} % "
     "with Triton's kernels and {:.0f} % with plain XLA": lambda: estimates_off_by(
         ("H100", "mosaic"), *(("H200", backend) for backend in ("mosaic", "triton", "xla"))

@@ -72,13 +72,18 @@ def exchanges(backend: str) -> list[float]:
     return [only("all_reduce", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512, 4096)]
 
 
-def on_several(label: str, devices: int, key: str = "decode_ms") -> list[float]:
-    """Milliseconds of decode steps, or their shares of the floor, by batch."""
-    return [row[key] for row in sorted(rows(f"decode_step-{label}", H100, devices=devices), key=lambda r: r["batch"])]
+def exchanges_of_four(backend: str) -> list[float]:
+    return [only("all_reduce-four", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512)]
 
 
-def times_one(label: str) -> tuple[float, float]:
-    return spread([one / two for one, two in zip(on_several(label, 1), on_several(label, 2))])
+def on_several(label: str, devices: int, device: str = H100) -> list[float]:
+    """Milliseconds of decode steps by batch."""
+    found = sorted(rows(f"decode_step-{label}", device, devices=devices), key=lambda row: row["batch"])
+    return [row["decode_ms"] for row in found]
+
+
+def times_one(label: str, devices: int = 2) -> tuple[float, float]:
+    return spread([one / several for one, several in zip(on_several(label, 1), on_several(label, devices))])
 
 
 def by_replicas() -> list[float]:
@@ -96,9 +101,9 @@ def apart() -> list[float]:
     return [at_once["output_tokens_s_over_merged"], *spread(ratios[0]), *spread(ratios[1])]
 
 
-def beside_torch(label: str, device: str, *batches: int) -> list[float]:
+def beside_torch(*batches: int) -> list[float]:
     """Milliseconds of steps of ours, each with that of PyTorch's in the same run."""
-    found = rows(f"throughput_{BF16}-{label}", device, input=8)
+    found = rows(f"throughput_{BF16}-torch", H100, input=8)
     ours = {row["batch"]: row["decode_ms"] for row in found if "peer" not in row}
     theirs = {row["batch"]: row["decode_ms"] for row in found if "peer" in row}
     return [ms for batch in batches for ms in (ours[batch], theirs[batch])]
@@ -160,7 +165,7 @@ def codes_beside_mosaic() -> tuple[float, float]:
 
 
 def steps_over(*formats: str) -> list[float]:
-    found = [only(f"decode_step-{kv}", H100, batch=64) for kv in formats]
+    found = [only(f"decode_step-{kv}", batch=64) for kv in formats]
     return [row["decode_ms"] for row in found]
 
 
@@ -193,11 +198,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "vLLM 0.26 takes {:.2f} to {:.2f} times as long in bf16, and in fp8 {:.2f} to {:.2f} times": lambda: (
         times_vllm(BF16) + times_vllm(W8A8)
     ),
-    "steps in bf16 took {:.2f}, {:.2f} and {:.1f} ms at batch 1, 64 and 512": lambda: (
+    "steps in bf16 take {:.2f}, {:.2f} and {:.1f} ms at batch 1, 64 and 512": lambda: (
         decoded(BF16, 1, 64, 512, device="h200")
-    ),
-    "a step took {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 32 and {:.2f} for {:.2f} at 128": partial(
-        beside_torch, "peers", "h200", 1, 32, 128
     ),
     **{
         f"| {n} | {{:.2f}} | {{:.0f}} % | {{:.2f}} | {{:.2f}} | {{:.0f}} % | {{:.2f}} |": partial(beside_vllm, n)
@@ -219,7 +221,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         served_here("bfloat16_kv-int8-g8")[name] for name in ("qps", "running_mean")
     ],
     "with W8A8 too at {:.1f} (": lambda: [served_here("w8a8_kv-int8-g8")["qps"]],
-    "on an H200 they were at {:.1f} and {:.1f}, means of two runs.": lambda: [
+    "on an H200 they are at {:.1f} and {:.1f}, means of two runs.": lambda: [
         only(f"qps_llama-2-7b_{scheme}", repeat="mean")["qps"] for scheme in ("bfloat16", "w8a8_kv-int8-g8")
     ],
     "by the clock for at most {:.1f} % of a step at batch 1": lambda: [
@@ -230,7 +232,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         100 * only("step_profile_serve-w8a8", H100, kind="gap by the clock")["share"],
     ],
     "a step takes {:.2f} ms for {:.2f} at batch 1, {:.2f} for {:.2f} at 128 and {:.2f} for {:.2f} at 256": partial(
-        beside_torch, "torch", H100, 1, 128, 256
+        beside_torch, 1, 128, 256
     ),
     "takes {:.2f} to {:.2f} times as long as FlashInfer's fastest variant": lambda: spread(
         over_flashinfer("decode_attention", "R", "length", "K")
@@ -249,7 +251,11 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "on two CPU cores: {:.1f} and {:.1f} to {:.1f} s for twelve": lambda: starts("cpu"),
     "takes {:.2f}, {:.2f} and {:.2f} times that of Mosaic's kernels at batch 16, 64 and 128": beside_mosaic,
     "at batch 64 over `int8-g8-zp` K and V takes {:.1f} ms with Triton's and {:.1f} with XLA's": lambda: [
-        only("decode_step-triton-zp", H100, backend=backend)["decode_ms"] for backend in ("triton", "xla")
+        only("decode_step-triton-zp", backend=backend)["decode_ms"] for backend in ("triton", "xla")
+    ],
+    "The QPS workload is served at {:.2f} times the rate of Mosaic's kernels": lambda: [
+        only("qps_llama-2-7b_bfloat16-triton", H100, backend="triton", repeat="mean")["qps"]
+        / only("qps_llama-2-7b_bfloat16-triton", H100, backend="default", repeat="mean")["qps"]
     ],
     "in bf16 {:.1f} % slower at batch 1, and {:.1f} % at most from 16 to 256": cost_of_one_order,
     "in bf16 takes {:.2f} to {:.2f} times as long (": attention_beside_mosaic,
@@ -269,6 +275,7 @@ QUOTES: dict[str, Callable[[], Any]] = {
         for name, label, devices in (
             ("LLaMA-2-7B, one", "two", 1),
             ("LLaMA-2-7B, two", "two", 2),
+            ("LLaMA-2-7B, four", "four", 4),
             ("LLaMA-3-8B, one", "two-8b", 1),
             ("LLaMA-3-8B, two", "two-8b", 2),
         )
@@ -279,6 +286,11 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "Two are {:.2f} to {:.2f} times as fast as one with the 7B and {:.2f} to {:.2f} with the 8B": lambda: [
         *times_one("two"), *times_one("two-8b"),
     ],
+    "four are {:.2f} to {:.2f} times as fast as one with the 7B": lambda: times_one("four", 4),
+    "a step in bf16 takes {:.1f} ms on them at batch 1 and {:.1f} at 16, and LLaMA-2-7B's {:.2f} ms at batch 1 and "
+    "{:.2f} at 64": lambda: on_several("two-70b", 2, "h200") + on_several("two", 2, "h200")[:3:2],
+    "adds {:.1f} us with 1 row, {:.1f} with 16, {:.1f} with 64 and {:.1f} with 512, XLA's {:.1f}, {:.1f}, {:.1f} and "
+    "{:.1f}": lambda: exchanges_of_four("peer") + exchanges_of_four("xla"),
     "tensor parallelism (LLaMA-2-70B in bf16 on four H100s: {:.1f} ms a step at batch 1)": lambda: (
         on_several("four-70b", 4)[:1]
     ),
