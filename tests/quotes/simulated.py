@@ -4,8 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from experiments.steps.links import read_link
 from jllm.config import load_config
-from tests.quotes.files import ROOT, only, rows, spread
+from tests.quotes.files import H100, ROOT, only, rows, spread
 
 
 def estimated(model: str, exchange: str, *ranks: int) -> list[float]:
@@ -46,6 +47,15 @@ def apart_off_by(layers: int) -> list[float]:
     return [-percent for name in names for percent in simulated_off_by("level", name, 2, layers=layers, level=1)[::-1]]
 
 
+def extrapolated_off_by() -> list[float]:
+    """Per cent, the most by which exchanges of four ranks, extrapolated from two, differ from those that were timed."""
+    table = read_link("h200-nvlink").all_reduce["peer"]
+    timed = rows("all_reduce-four", H100, backend="peer")
+    assert all(row["dtype"] == "bfloat16" for row in timed)
+    off = [table.seconds(2 * row["M"] * row["E"], 4) * 1e6 / row["us_longer_chain"] - 1 for row in timed]
+    return [100 * max(map(abs, off))]
+
+
 def estimates_off_by(*wanted: tuple[str, str]) -> list[float]:
     """Per cent, the largest by device and backend."""
     found = {(row["device"], row["backend"]): row["largest"] for row in rows("hardware", "cpu", part="error")}
@@ -71,6 +81,10 @@ def below_a_hundred_billion() -> list[float]:
 
 QUOTES: dict[str, Callable[[], Any]] = {
     "with steps of at most {:.0f} ms": lambda: [rows("meshes", "cpu", part="gpus")[0]["step_ms"]],
+    "on two H200 they take {:.1f} and {:.2f}": lambda: [
+        rows(f"decode_step-{label}", devices=2, batch=1)[0]["decode_ms"] for label in ("two-70b", "two")
+    ],
+    "which comes within {:.0f} % of [four's]": extrapolated_off_by,
     "a step of the 70B should take {:.1f}, {:.1f} and {:.1f} ms": lambda: estimated("llama-2-70b", "peer", 2, 4, 8),
     "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (
         estimated("llama-2-7b", "xla", 2) + estimated("llama-2-7b", "peer", 2)
