@@ -9,6 +9,7 @@ import pytest
 
 from experiments.claims import __main__ as command
 from experiments.claims import c13, c14, c18, c19, c20, c23, c27, c32, shapes, unfused
+from experiments.claims.claim import devices_of
 from experiments.claims.unfused import NAMES, Fusions
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.model import backbone
@@ -208,6 +209,13 @@ def test_c19_reads_what_shows_of_the_host_from_a_trace(tmp_path):
     source = {"file": "claims-C19-20260101-h.json", "measured_on": "NVIDIA H200"}
     assert list(c19.recorded(tmp_path)) == [alone | source]
     assert "return in 1 of 2 cases (decode 1 x 136 overlapped 3.0%)" in c19.judge([row, alone]).answers[1]
+
+
+def test_what_is_computed_from_data_sheets_is_of_no_device():
+    """C16 measures this device's link too."""
+    assert devices_of({"device": "cpu", "rows": list(c20.measure(True))}) == ["data sheets"]
+    rows = [{"source": "data sheet", "device": "A"}, {"source": "measured", "to_host_gb_s": 54.0}]
+    assert devices_of({"device": "H", "rows": rows}) == ["data sheets", "H"]
 
 
 def test_c20_shares_follow_from_weights_and_memory():

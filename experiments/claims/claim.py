@@ -194,8 +194,9 @@ def measured_rows(document: Row) -> list[Row]:
 
 def devices_of(document: Row) -> list[str]:
     """The devices whose figures a file has: of rows taken from other results those that they name; of simulated ones
-    the device whose steps they are costed by, the cost model's reference where they name none; of others its own, which
-    also timed the scheduler of simulations that say so (host_us)."""
+    the device whose steps they are costed by, the cost model's reference where they name none; none but the sheets of
+    those that are computed from data sheets; of others its own, which also timed the scheduler of simulations that say
+    so (host_us)."""
     own: str = document["device"]
     rows = measured_rows(document)
     timed = [own] if any("host_us" in row for row in rows) else []
@@ -203,7 +204,7 @@ def devices_of(document: Row) -> list[str]:
     def device(row: Row) -> str:
         if row.get("source") == "simulated":
             return f"simulated {row.get('steps_of', device_sheet(REFERENCE).device_kind)}"
-        return str(row.get("measured_on", own))
+        return "data sheets" if row.get("source") == "data sheet" else str(row.get("measured_on", own))
 
     return list(dict.fromkeys([*timed, *map(device, rows)]))
 
