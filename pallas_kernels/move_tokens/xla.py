@@ -25,12 +25,19 @@ def move_tokens(
     new_page = jnp.where(kept, new_page, num_pages)  # a scatter drops what is out of range
 
     def move(pool: jax.Array) -> jax.Array:
-        rows = pool.reshape(*pool.shape[:2], page_size, -1)
-        heads = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        """Each array as it is stored: of a reshaped one that is read and written XLA makes two copies on a GPU."""
+        heads = jnp.arange(pool.shape[1], dtype=jnp.int32)
+
         # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.
-        found = rows.at[page[..., None], heads, offset[..., None]].get(mode="clip")
-        at = rows.at[new_page[..., None], heads, new_offset[..., None]]
-        found = at.set(found, mode="drop", unique_indices=True, wrap_negative_indices=False)
-        return found.reshape(pool.shape)
+        def at(page: jax.Array, offset: jax.Array) -> tuple[jax.Array, ...]:
+            if pool.ndim == 4:
+                return page[..., None], heads, offset[..., None]
+            numbers = pool.shape[2] // page_size  # of a token, side by side: scales and zero points
+            number = jnp.add.outer(offset * numbers, jnp.arange(numbers, dtype=jnp.int32))
+            return page[..., None, None], heads[:, None], number[..., None, :]
+
+        found = pool.at[at(page, offset)].get(mode="clip")
+        to = pool.at[at(new_page, new_offset)]
+        return to.set(found, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
     return jax.tree.map(move, pools)

@@ -157,6 +157,16 @@ def test_donated_pools_are_changed_in_place(fmt):
     assert not re.findall(rf"= \w+\[{case.num_pages},\S+ copy\(", compiled.as_text())
 
 
+@pytest.mark.parametrize("k_format", ["bf16", "int8-g8", "int4-g32-zp"])
+def test_no_array_of_pages_is_reshaped_on_the_way(k_format):
+    """XLA copies one that is on a GPU, once before it is written and once after."""
+    case = dataclasses.replace(SMALL, k_format=k_format)
+    text = jax.jit(partial(move_tokens, backend="xla")).lower(*shapes(case)).as_text()
+    pages = rf"tensor<{case.num_pages}x{case.num_kv_heads}x\S*>"
+    assert re.search(rf"stablehlo.scatter.*{pages}|-> {pages}", text)
+    assert not re.findall(rf"stablehlo.reshape.*-> {pages}", text)
+
+
 def test_undonated_pools_stay():
     pools, *indices = SMALL.inputs()
     before = jax.tree.map(np.array, pools)
