@@ -1,5 +1,4 @@
-"""What decode steps should take on meshes of H200s that were never measured, and what 8 and 64 GPUs would give:
-estimates, and labelled as such.
+"""What decode steps should take on meshes of H200s, and what 8 and 64 GPUs would give: estimates, and labelled as such.
 
     python -m experiments.meshes --models llama-2-7b llama-2-70b --ranks 1 2 4 8 --batch 1 16 64 512
     python -m experiments.meshes --gpus 8 64 --step-ms 25 50

@@ -101,6 +101,21 @@ def test_bars_of_kernels_on_single_rows(module, letter):
     assert not any(entry["met"] for entry in found)
 
 
+def test_an_exchange_of_two_has_a_bar_up_to_64_rows_of_4096():
+    """By values, whatever the rows are long; more ranks, other exchanges and what failed have none."""
+    row = {"backend": "peer", "ranks": 2, "M": 64, "E": 4096, "dtype": "bfloat16", "us": 9.0, "us_longer_chain": 5.0}
+    rows = [
+        row, row | {"M": 32, "E": 8192, "us_longer_chain": 6.1}, row | {"E": 8192}, row | {"ranks": 4},
+        row | {"backend": "xla"}, row | {"backend": "two-shot"},
+        {"backend": "peer", "ranks": 2, "M": 1, "E": 4096, "dtype": "bfloat16", "error": "no room"},
+        {"backend": "peer", "error": "no nvcc"},
+    ]  # fmt: skip
+    found = bars_of({"experiment": "all_reduce", "command": "python -m pallas_kernels.all_reduce.bench", "rows": rows})
+    assert [(entry["name"], entry["value"], entry["met"]) for entry in found] == [
+        ("2 ranks, 64 x 4096 bfloat16", 5.0, True), ("2 ranks, 32 x 8192 bfloat16", 6.1, False)
+    ]  # fmt: skip
+
+
 def test_a_run_that_was_cut_off_has_bars():
     """Of its rows, though it never came to write any: all of the whole run's but those of its last row."""
     whole = judged(FILES["throughput_llama-2-7b_bf16_kv-int8-g8-20261126-h200.json"])

@@ -68,6 +68,7 @@ def test_what_is_simulated_is_said_of_the_device_whose_steps_it_has(tmp_path):
     rows = [{"source": "simulated"}, {"source": "measured", "measured_on": "NVIDIA H100"}, {"error": "no room"}]
     for name, found in (
         ("claims-C23", rows[:1]), ("claims-C24", rows), ("claims-C25", [rows[0] | {"steps_of": "NVIDIA H100"}]),
+        ("claims-C20", [{"source": "data sheet", "device": "A"}, rows[1]]),
         ("simulate_x", [rows[0] | {"host_us": 1.0}]), ("claims-C9", [{"part": "model"}]),
     ):  # fmt: skip
         write(tmp_path, f"{name}-20261120-cpu", experiment=name, device="cpu", rows=found, complete=False)
@@ -76,12 +77,14 @@ def test_what_is_simulated_is_said_of_the_device_whose_steps_it_has(tmp_path):
         "claims-C23": ["simulated H200"],
         "claims-C24": ["simulated H200", "H100"],
         "claims-C25": ["simulated H100"],
+        "claims-C20": ["data sheets", "H100"],
         "simulate_x": ["CPU", "simulated H200"],
         "claims-C9": ["CPU"],
     }
     text = page(tmp_path, "claims")
     assert re.search(r"^\| \[Claim C23: .* \| simulated H200 \| 2026-11-20, incomplete \|$", text, re.MULTILINE)
     assert "cpu, figures of one simulated NVIDIA H200 and one NVIDIA H100, 2026-11-20" in text
+    assert "cpu, figures of data sheets and one NVIDIA H100, 2026-11-20" in text
 
 
 def test_of_each_name_and_device_the_newest_file_alone_stays():

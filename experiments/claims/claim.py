@@ -20,6 +20,7 @@ from pallas_kernels.bench.measure import device_us
 Row = dict[str, Any]
 FEW = 4  # cases that an answer names one by one
 TITLE = 100  # characters that a picture is wide
+SHEETS = "data sheets"  # in the place of a device, of what is computed from these
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def devices_of(document: Row) -> list[str]:
     def device(row: Row) -> str:
         if row.get("source") == "simulated":
             return f"simulated {row.get('steps_of', device_sheet(REFERENCE).device_kind)}"
-        return "data sheets" if row.get("source") == "data sheet" else str(row.get("measured_on", own))
+        return SHEETS if row.get("source") == "data sheet" else str(row.get("measured_on", own))
 
     return list(dict.fromkeys([*timed, *map(device, rows)]))
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.claims.claim import SHEETS
 from experiments.claims.registry import TITLES, claim_named, find
 from experiments.report.documents import Document, Entry, Row, short
 from experiments.report.markdown import escape, folded, markdown, show, shown_bar, slug
@@ -101,7 +102,9 @@ def index(found: Placed) -> str:
 def chapter(section: Section, title: str, entry: Entry) -> list[str]:
     path, document = entry.path, entry.document
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    others = " and ".join(f"one {device}" for device in entry.devices if device != entry.device)
+    others = " and ".join(
+        device if device == SHEETS else f"one {device}" for device in entry.devices if device != entry.device
+    )
     about = [
         document["device"]
         + (f", figures of {others}" if others else "")

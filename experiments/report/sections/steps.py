@@ -15,8 +15,7 @@ STEPS = (
     Section(
         "decode_step-(two|four).*",
         "Decode steps of models on several devices",
-        "As above, and the limits of all devices count together. `two-layers20` has 20 of LLaMA-2-70B's 80 "
-        "layers.",
+        "As above, and the limits of all devices count together.",
         (
             Table(
                 ("model", "scheme", "devices", "batch", "kv", "context", "decode_ms", "floor_ms", "floor_fraction"),
