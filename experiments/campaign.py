@@ -81,7 +81,7 @@ CAMPAIGN = (
     experiment("C21", "claims C21", 90),
     experiment("C14", "claims C14", 120),
     experiment("C22", "claims C22", 90),
-    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 80", 60, peer_seconds=60),
+    bench("fp8_matmul", "--peer-rows 1 64 512 --seconds 80", 90, peer_seconds=60),
     bench("int8_matmul", "--peer-rows 1 16 64 512 --seconds 40", 60, peer_seconds=60),
     experiment("C28", "claims C28 --seconds 60", 420),
     # A steady state of five minutes at each load.

@@ -41,8 +41,7 @@ class Reasons:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-            terminal.ensure_newline()
-            terminal.write_line(f"{report.nodeid}: {reason(report)}")
+            terminal.write_line(f"\n{report.nodeid}: {reason(report)}")  # its dot ends no line
 
 
 def reason(report: Any) -> str:

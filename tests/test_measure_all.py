@@ -34,6 +34,17 @@ def test_lines_are_valid(command, capsys, monkeypatch):
     assert all(word in options for word in words if word.startswith("--"))
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_lines_have_time_and_run_the_backend_that_labels_them(command):
+    words = shlex.split(command.line)
+    for option, value in pairwise(words):
+        assert option not in ("--seconds", "--limit") or float(value) < command.seconds
+        backend = value.partition("-")[0]
+        if option == "--label" and backend in ("mosaic", "triton"):
+            rest = words[: words.index(option)] + words[words.index(option) + 2 :]
+            assert {backend, f"--{backend}"} & {*rest}
+
+
 def test_one_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys):
     commands = (
         Command("bad", "-c 'import sys; print(1); sys.exit(3)'", 60, timed=False),

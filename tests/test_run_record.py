@@ -41,15 +41,19 @@ def test_counts_by_file_and_what_failed(tmp_path):
 
 
 def test_a_recorded_run_says_why_a_test_failed_as_soon_as_it_has(tmp_path):
-    """Each of several workers' too."""
-    (tmp_path / "test_it.py").write_text("def test_it():\n    assert [1, 2] == [1], 'too many'\n")
-    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--results", str(tmp_path / "results"), "-n", "1"]
-    command = [sys.executable, "-m", "pytest", "-q", "--no-summary", f"--rootdir={tmp_path}", *options, "test_it.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    """Each of several workers' too, on a line of its own; of others it says nothing, nor does one without a record."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\ndef test_skipped():\n    pytest.skip('no GPU')\n\n"
+        "def test_it():\n    assert [1, 2] == [1], 'too many'\n\ndef test_passes():\n    pass\n"
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "test_it.py::test_it: AssertionError: too many\n" in done.stdout
+    options = ["-q", "--no-summary", f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for more, said in (["--results", str(tmp_path / "results"), "-n", "1"], 1), ([], 0):
+        command = [sys.executable, "-m", "pytest", *options, *more, "test_it.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert done.stdout.count("\ntest_it.py::test_it: AssertionError: too many\n") == said
+        assert done.stdout.count("test_it.py::") == said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import sanitizer
+from experiments.report.documents import RESULTS, read_result
 from experiments.sanitized_calls import Kernel
 
 HEAD = "========= COMPUTE-SANITIZER\n"
@@ -65,6 +66,11 @@ def test_a_run_leaves_its_result(tmp_path, capsys):
     assert {row["backend"] for row in document["rows"]} == {"mosaic"}
     assert [bar["met"] for bar in document["bars"]] == [True] * len(KINDS)
     assert document["bars"][-1]["name"] == "matmul 8 mosaic, errors of memcheck"
+
+
+def test_a_process_may_take_longer_than_the_longest_that_was_recorded():
+    rows = [row for path in RESULTS.glob("sanitizer*.json") for row in read_result(path)["rows"] if "error" not in row]
+    assert sanitizer.parse_args([]).timeout > 2 * max(row["seconds"] for row in rows)
 
 
 def test_what_leaves_nothing_to_run_is_said(tmp_path, capsys):
