@@ -61,7 +61,7 @@ TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu 
 
 CAMPAIGN = (
     Command("tests", TESTS, 600, timed=False),
-    Command("sanitizer", "-m experiments.sanitizer --results {results}", 120, timed=False),
+    Command("sanitizer", "-m experiments.sanitizer --results {results}", 240, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
     experiment("serving", "claims C1 C3 C11 C4", 680),
