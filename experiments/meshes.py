@@ -38,7 +38,8 @@ from pallas_kernels.bench.command import Parser, add_result_options, interruptib
 from pallas_kernels.bench.numbers import positive, positive_number
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
-MEASURED, EXCHANGE = "h100-sxm", "peer"  # of the steps that estimates are held against
+EXCHANGE = "peer"  # of the steps that estimates are held against
+SHEETS = {"h100-80gb-hbm3": "h100-sxm", "h200": "h200-sxm"}  # of their devices, by these in files' names
 HOST = 8  # GPUs that exchange by NVLink
 BATCHES = (1, *range(8, 1025, 8))  # that --gpus tries
 
@@ -112,11 +113,12 @@ class Mesh:
 
 
 def checks(results: Path = RESULTS) -> Iterator[Row]:
-    """Decode steps measured on several H100s (experiments.decode_step --devices), and on one of them in the same job,
-    and the estimate of each; of each file the newest."""
+    """Decode steps measured on several H100s or H200s (experiments.decode_step --devices), and on one of them in the
+    same job, and the estimate of each; of each file the newest."""
     link = read_link(LINK)
-    newest = {label_of(path): path for path in sorted(results.glob("decode_step-*-h100-80gb-hbm3.json"))}
-    for path in newest.values():
+    named = [(path, device) for device in SHEETS for path in sorted(results.glob(f"decode_step-*-{device}.json"))]
+    newest = {(label_of(path), device): path for path, device in named}
+    for (_, device), path in newest.items():
         document = json.loads(path.read_text(encoding="utf-8"))
         asked = arguments_of(document["command"])
         for row in document["rows"]:
@@ -124,7 +126,7 @@ def checks(results: Path = RESULTS) -> Iterator[Row]:
                 continue
             config = load_config(CONFIGS / f"{row['model']}.json")
             config = replace(config, num_layers=asked.layers or config.num_layers)
-            mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, MEASURED)
+            mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, SHEETS[device])
             ms = 1e3 * mesh.seconds(row["batch"], row["context"])
             yield rounded({
                 "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],

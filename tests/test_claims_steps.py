@@ -321,10 +321,13 @@ def test_c32_estimates_what_fits_and_holds_it_against_measured_steps():
     assert not any("error" in row for row in rows), "that is what counts as not measured"
     checks = [row for row in rows if row["part"] == "check"]
     assert {(row["model"], row["layers"], row["ranks"]) for row in checks} == {
-        ("llama-2-7b", 32, 1), ("llama-2-7b", 32, 2), ("llama-2-7b", 32, 4), ("llama-2-70b", 80, 4),
-        ("llama-3-8b", 32, 1), ("llama-3-8b", 32, 2),
+        ("llama-2-7b", 32, 1), ("llama-2-7b", 32, 2), ("llama-2-7b", 32, 4), ("llama-2-70b", 80, 2),
+        ("llama-2-70b", 80, 4), ("llama-3-8b", 32, 1), ("llama-3-8b", 32, 2),
     }  # fmt: skip
     assert all(abs(row["off_by"]) < 0.2 for row in checks)
+    assert {(row["device"], row["measured_on"]) for row in checks} == {
+        ("NVIDIA H100 SXM", "NVIDIA H100 80GB HBM3"), ("NVIDIA H200 SXM", "NVIDIA H200"),
+    }, "each by its own device's estimate"  # fmt: skip
     found = {(row["part"], row["device"], row["ranks"], row["context"]): row for row in rows if row["part"] != "check"}
     assert ("alone", "NVIDIA V100 PCIe 16 GB", 1, 1024) not in found, "it runs no kernels of ours"
     assert ("alone", "NVIDIA A2", 1, 8192) not in found, "nor does that fit"

@@ -6,9 +6,9 @@ are in bf16. Of each model and device that has room, `one_ms` is a step of one s
 batch that nine tenths of the memory hold, up to 1,024, and `batch_50ms` the largest batch whose step is under 50 ms.
 LLaMA-3.1-405B is there for what is beyond 100 billion parameters.
 
-`check` rows are steps that were measured, with 16-bit weights on one H100, on two and on four, and what would have been
-estimated. Their largest errors are the margins: a step is under 50 ms if it is so with the one added, not under it if
-it is not even with the other taken off, and open between.
+`check` rows are steps that were measured, with 16-bit weights on one H100 or H200, on two, and on four H100s, and what
+would have been estimated. Their largest errors are the margins: a step is under 50 ms if it is so with the one added,
+not under it if it is not even with the other taken off, and open between.
 """
 
 from collections.abc import Callable, Iterator
@@ -113,8 +113,8 @@ def judge(rows: list[Row]) -> Verdict:
                 parts += [Part(said, side)] * bool(found_so)
     large = [row for row in found if row["part"] == "mesh" and row["billions"] >= STATED_BILLIONS]
     error = (
-        f"with {margin - 1:.0%} added, the most that one of {len(checks)} steps measured on one, two and four H100s, "
-        f"at short contexts, took over its estimate; one took {1 - least:.0%} less"
+        f"with {margin - 1:.0%} added, the most that one of {len(checks)} steps measured on one to four H100s and "
+        f"one and two H200s, at short contexts, took over its estimate; one took {1 - least:.0%} less"
     )
     return verdict_of(parts, error, *(of_mesh(row, margin) for row in large), how="Estimated")
 
