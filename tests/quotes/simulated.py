@@ -114,7 +114,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
         )
     },
     "64 GPUs serve {:.1f} and {:.1f} times what eight do": eight_hosts,
-    "of a mesh of two H100s or H200s come out {:.0f} % too fast to {:.0f} % too slow, of four {:.0f} to {:.0f} %": lambda: [
+    "of a mesh of two H100s or H200s come out {:.0f} % too fast to {:.0f} % too slow, of four {:.0f} to "
+    "{:.0f} %": lambda: [
         abs(percent) for gpus in (2, 4) for percent in simulated_off_by("step", "decode_ms", gpus)
     ],
     "of an engine on each of two H100s {:.0f} % too low": lambda: [-simulated_off_by("replicas", "qps", 2)[0]],
