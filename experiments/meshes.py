@@ -39,7 +39,7 @@ from pallas_kernels.bench.numbers import positive, positive_number
 
 DEVICE, LINK = "h200-sxm", "h200-nvlink"
 EXCHANGE = "peer"  # of the steps that estimates are held against
-SHEETS = {"h100-80gb-hbm3": "h100-sxm", "h200": "h200-sxm"}  # of their devices, by these in files' names
+SHEET_OF = {"h100-80gb-hbm3": "h100-sxm", "h200": "h200-sxm"}  # their devices, as names of files have them
 HOST = 8  # GPUs that exchange by NVLink
 BATCHES = (1, *range(8, 1025, 8))  # that --gpus tries
 
@@ -116,7 +116,7 @@ def checks(results: Path = RESULTS) -> Iterator[Row]:
     """Decode steps measured on several H100s or H200s (experiments.decode_step --devices), and on one of them in the
     same job, and the estimate of each; of each file the newest."""
     link = read_link(LINK)
-    named = [(path, device) for device in SHEETS for path in sorted(results.glob(f"decode_step-*-{device}.json"))]
+    named = [(path, device) for device in SHEET_OF for path in sorted(results.glob(f"decode_step-*-{device}.json"))]
     newest = {(label_of(path), device): path for path, device in named}
     for (_, device), path in newest.items():
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def checks(results: Path = RESULTS) -> Iterator[Row]:
                 continue
             config = load_config(CONFIGS / f"{row['model']}.json")
             config = replace(config, num_layers=asked.layers or config.num_layers)
-            mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, SHEETS[device])
+            mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, SHEET_OF[device])
             ms = 1e3 * mesh.seconds(row["batch"], row["context"])
             yield rounded({
                 "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],

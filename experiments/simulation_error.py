@@ -21,7 +21,7 @@ from typing import Any
 from experiments import disaggregation, qps
 from experiments.baselines import SeparateSteps
 from experiments.claims.loads import MODEL, from_settled, simulated
-from experiments.meshes import EXCHANGE, LINK, SHEETS, Mesh, checks
+from experiments.meshes import EXCHANGE, LINK, SHEET_OF, Mesh, checks
 from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.workload import Request, read_workload
@@ -63,7 +63,7 @@ def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
         return
     (name, served), (_, sized) = found, sizes
     pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers say none
-    mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, SHEETS[H100])
+    mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, SHEET_OF[H100])
     serve = partial(simulated, Costs(model_shapes(MODEL), mesh.cost), num_pages=pages)
     for row in served["rows"]:
         if "load" in row:
@@ -76,7 +76,7 @@ def of_replicas(path: Path, link: Link) -> Iterator[Row]:
     """The QPS workload once for each of several H100s, all at once, through an engine on each."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = qps.parse_args(shlex.split(document["command"])[3:])
-    mesh = Mesh(model_config(args.config, None), 1, args.quantize, args.kv_cache, link, EXCHANGE, SHEETS[H100])
+    mesh = Mesh(model_config(args.config, None), 1, args.quantize, args.kv_cache, link, EXCHANGE, SHEET_OF[H100])
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     for row in document["rows"]:
         if row["repeat"] == "mean":
@@ -95,7 +95,7 @@ def of_levels(path: Path, link: Link) -> Iterator[Row]:
     """Prompts in steps with decodes, in steps of their own, and on a GPU of their own, on H100s."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = disaggregation.parse_args(shlex.split(document["command"])[3:])
-    mesh = Mesh(model_config(args.config, args.layers), 1, None, None, link, EXCHANGE, SHEETS[H100])
+    mesh = Mesh(model_config(args.config, args.layers), 1, None, None, link, EXCHANGE, SHEET_OF[H100])
     runs = {
         "replicas": partial(merged, engines=2),
         "apart": partial(apart, prefill=1, decode=1, copy=lambda tokens: link.copy.seconds(tokens * mesh.kv_bytes)),

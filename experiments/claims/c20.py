@@ -39,8 +39,10 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def share_row(name: str, weights: float, kv: str | None, token: float | None, sheet: DeviceSheet) -> Row:
     usable = USABLE * sheet.memory
-    row: Row = {"device": sheet.name, "source": "data sheet", "model": name, "kv": kv or "bf16"}
-    row["weights_gib"] = round(weights / GIB, 1)
+    row: Row = {
+        "device": sheet.name, "source": "data sheet", "model": name, "kv": kv or "bf16",
+        "weights_gib": round(weights / GIB, 1),
+    }  # fmt: skip
     devices = next((n for n in DEVICES if n * usable >= (1 + ROOM) * weights), None)
     if devices is None:
         return row | {"devices": None}

@@ -163,7 +163,7 @@ def test_no_array_of_pages_is_reshaped_on_the_way(k_format):
     case = dataclasses.replace(SMALL, k_format=k_format)
     text = jax.jit(partial(move_tokens, backend="xla")).lower(*shapes(case)).as_text()
     pages = rf"tensor<{case.num_pages}x{case.num_kv_heads}x\S*>"
-    assert re.search(rf"stablehlo.scatter.*{pages}|-> {pages}", text)
+    assert re.search(rf"-> {pages}", text), "as the scatters have it"
     assert not re.findall(rf"stablehlo.reshape.*-> {pages}", text)
 
 

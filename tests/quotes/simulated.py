@@ -81,9 +81,6 @@ def below_a_hundred_billion() -> list[float]:
 
 QUOTES: dict[str, Callable[[], Any]] = {
     "with steps of at most {:.0f} ms": lambda: [rows("meshes", "cpu", part="gpus")[0]["step_ms"]],
-    "on two H200 they take {:.1f} and {:.2f}": lambda: [
-        rows(f"decode_step-{label}", devices=2, batch=1)[0]["decode_ms"] for label in ("two-70b", "two")
-    ],
     "which comes within {:.0f} % of [four's]": extrapolated_off_by,
     "a step of the 70B should take {:.1f}, {:.1f} and {:.1f} ms": lambda: estimated("llama-2-70b", "peer", 2, 4, 8),
     "one of the 7B on two GPUs {:.1f} ms with XLA's exchange in place of {:.1f}": lambda: (

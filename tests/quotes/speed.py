@@ -67,13 +67,10 @@ def intervals(scheme: str) -> list[float]:
     return [served_here(scheme)["qps_ci"], half_interval([row["qps"] for row in theirs])]
 
 
-def exchanges(backend: str) -> list[float]:
-    """Microseconds between two GPUs, of what a chain has."""
-    return [only("all_reduce", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512, 4096)]
-
-
-def exchanges_of_four(backend: str) -> list[float]:
-    return [only("all_reduce-four", H100, backend=backend, M=m)["us_longer_chain"] for m in (1, 16, 64, 512)]
+def exchanges(backend: str, experiment: str = "all_reduce", most: int = 4096) -> list[float]:
+    """Microseconds between GPUs, of what a chain has, by rows up to the most; without a label between two."""
+    sizes = [m for m in (1, 16, 64, 512, 4096) if m <= most]
+    return [only(experiment, H100, backend=backend, M=m)["us_longer_chain"] for m in sizes]
 
 
 def on_several(label: str, devices: int, device: str = H100) -> list[float]:
@@ -288,9 +285,12 @@ QUOTES: dict[str, Callable[[], Any]] = {
     ],
     "four are {:.2f} to {:.2f} times as fast as one with the 7B": lambda: times_one("four", 4),
     "a step in bf16 takes {:.1f} ms on them at batch 1 and {:.1f} at 16, and LLaMA-2-7B's {:.2f} ms at batch 1 and "
-    "{:.2f} at 64": lambda: on_several("two-70b", 2, "h200") + on_several("two", 2, "h200")[:3:2],
+    "{:.2f} at 64": lambda: on_several("two-70b", 2, "h200") + on_several("two", 2, "h200")[:3:2],  # of 1, 16, 64, 512
+    "on two H200 they take {:.1f} and {:.2f}": lambda: [
+        on_several(label, 2, "h200")[0] for label in ("two-70b", "two")
+    ],
     "adds {:.1f} us with 1 row, {:.1f} with 16, {:.1f} with 64 and {:.1f} with 512, XLA's {:.1f}, {:.1f}, {:.1f} and "
-    "{:.1f}": lambda: exchanges_of_four("peer") + exchanges_of_four("xla"),
+    "{:.1f}": lambda: [us for backend in ("peer", "xla") for us in exchanges(backend, "all_reduce-four", 512)],
     "tensor parallelism (LLaMA-2-70B in bf16 on four H100s: {:.1f} ms a step at batch 1)": lambda: (
         on_several("four-70b", 4)[:1]
     ),
