@@ -1,6 +1,7 @@
 """How compute-sanitizer's output is read, and a run in which a script stands for it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,27 @@ def test_a_run_leaves_its_result(tmp_path, capsys):
     assert {row["backend"] for row in document["rows"]} == {"mosaic"}
     assert [bar["met"] for bar in document["bars"]] == [True] * len(KINDS)
     assert document["bars"][-1]["name"] == "matmul 8 mosaic, errors of memcheck"
+
+
+def test_a_process_that_waits_for_ever_is_ended_with_its_children_and_begun_again(tmp_path, capsys):
+    fake = tmp_path / "fake"
+    fake.write_text(
+        "#!/bin/sh\n"
+        f'if mkdir {tmp_path}/"$2"; then sleep 60 & echo $! > {tmp_path}/"$2"/child; wait; fi\n'
+        f'case "$2" in racecheck) sleep 60;; esac\n'
+        'echo "wrong by 1e-3"; echo "========= ERROR SUMMARY: 0 errors"\n'
+    )
+    fake.chmod(0o755)
+    arguments = ["--sanitizer", str(fake), "--kernels", "cache_update", "--cases", "bf16", "--timeout", "0.5"]
+    assert sanitizer.main([*arguments, "--results", str(tmp_path), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not document["complete"]
+    first, second = document["rows"]
+    assert (first["tries"], first["errors"]) == (2, 0)
+    assert (second["tool"], second["error"]) == ("racecheck", "not done after 0.5 s, 2 times")
+    for tool in sanitizer.TOOLS:
+        child = Path(f"/proc/{(tmp_path / tool / 'child').read_text().strip()}/status")
+        assert not child.exists() or "zombie" in child.read_text()
 
 
 def test_a_process_may_take_longer_than_the_longest_that_was_recorded():
