@@ -79,7 +79,9 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Of the run as a whole: workers have no terminal."""
+    """Of the run as a whole, of which a worker that has nothing left to do knows its own tests alone."""
+    if hasattr(config, "workerinput"):
+        return
     for line in skipped_lines(terminalreporter.stats.get("skipped", ())):
         terminalreporter.write_line(line)
     if directory := config.getoption("results"):

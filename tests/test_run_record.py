@@ -56,6 +56,21 @@ def test_a_recorded_run_says_why_a_test_failed_as_soon_as_it_has(tmp_path):
         assert done.stdout.count("test_it.py::") == said
 
 
+def test_a_worker_that_has_nothing_left_to_do_records_nothing(tmp_path):
+    """The run is cut off after one worker is done, so that nothing else writes a file."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, pathlib, signal, time\n\ndef test_passes():\n    pass\n\n"
+        "def test_cuts_the_run_off():\n    until = time.time() + 3\n"
+        "    while time.time() < until and not any(pathlib.Path('results').glob('*.json')):\n        time.sleep(0.1)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+    )
+    options = ["-q", f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", *options, "--results", "results", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -9
+    assert not list((tmp_path / "results").glob("*.json"))
+
+
 @pytest.mark.parametrize(
     ("longrepr", "why"),
     [
