@@ -34,6 +34,7 @@ from experiments.steps.cost_model import (
     Row,
     Shares,
     calibrated,
+    each_once,
     fit,
     model_shapes,
     newest,
@@ -126,22 +127,26 @@ def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares]) -> Iterator[
         yield rounded(row | estimate_row(sheet, model, shares[backend], round(slides["slides_requests"])))
 
 
-def checks(shares: dict[str, Shares], results: Path = RESULTS) -> Iterator[Row]:
-    """The estimate beside every step of CHECKS that one device made alone."""
+def checks(shares: dict[str, Shares], results: Path = RESULTS) -> list[Row]:
+    """The estimate beside every step of CHECKS that one device made alone, each case once, by its newest file."""
     model = model_shapes(MODEL)
+    found: list[tuple[str, Row]] = []
     for name, device, sheet, backend in CHECKS:
         for path in sorted(results.glob(f"{name}-{'[0-9]' * 8}-{device}.json"))[-1:]:
             cost = cost_on(device_sheet(sheet), model, shares[backend])
-            for row in read_result(path)["rows"]:
+            document = read_result(path)
+            for row in document["rows"]:
                 if "decode_ms" not in row or row.get("devices", 1) != 1 or row.get("model") != MODEL:
                     continue
                 batch, context = row["batch"], row.get("context") or row["input"] + row["output"] // 2
                 ms = 1e3 * cost.seconds(step_work(batch, batch * context))
-                yield rounded({
+                check = rounded({
                     "part": "check", "device": device_sheet(sheet).name, "backend": backend, "batch": batch,
                     "context": context, "measured_ms": row["decode_ms"], "estimated_ms": ms,
                     "off_by": ms / row["decode_ms"] - 1, "file": path.name,
                 })  # fmt: skip
+                found.append((document["date"], check))
+    return each_once(found)
 
 
 def errors(rows: Iterable[Row]) -> Iterator[Row]:

@@ -25,9 +25,9 @@ from pathlib import Path
 from experiments.accuracy.measured_speed import source_of
 from experiments.other_devices import MEMORY_SHARE, floor_on
 from experiments.report.commands import arguments_of
-from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
-from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, calibrated, shapes_of
+from experiments.steps.bars import of_own_kernels
+from experiments.steps.cost_model import CONFIGS, RESULTS, CostModel, Row, calibrated, each_once, shapes_of
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, step_work, token_bytes
 from experiments.steps.links import Link, Table, read_link
@@ -112,13 +112,13 @@ class Mesh:
         return self.weights + batch * (context + 1) * self.kv_bytes <= MEMORY_SHARE * self.sheet.memory
 
 
-def checks(results: Path = RESULTS) -> Iterator[Row]:
+def checks(results: Path = RESULTS) -> list[Row]:
     """Decode steps measured on several H100s or H200s (experiments.decode_step --devices), and on one of them in the
-    same job, and the estimate of each; of each file the newest."""
+    same job, and the estimate of each; each case once, by the newest file that has it."""
     link = read_link(LINK)
+    found: list[tuple[str, Row]] = []
     named = [(path, device) for device in SHEET_OF for path in sorted(results.glob(f"decode_step-*-{device}.json"))]
-    newest = {(label_of(path), device): path for path, device in named}
-    for (_, device), path in newest.items():
+    for path, device in named:
         document = json.loads(path.read_text(encoding="utf-8"))
         asked = arguments_of(document["command"])
         for row in document["rows"]:
@@ -128,12 +128,16 @@ def checks(results: Path = RESULTS) -> Iterator[Row]:
             config = replace(config, num_layers=asked.layers or config.num_layers)
             mesh = Mesh(config, row["devices"], row.get("scheme"), asked.kv_cache, link, EXCHANGE, SHEET_OF[device])
             ms = 1e3 * mesh.seconds(row["batch"], row["context"])
-            yield rounded({
+            check = rounded({
                 "part": "check", "source": "measured", "device": mesh.sheet.name, "ranks": row["devices"],
                 "model": row["model"], "scheme": row.get("scheme", "bf16"), "layers": config.num_layers,
-                "batch": row["batch"], "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
+                "kv": row["kv"].replace("bfloat16", "bf16"),
+                "backend": "mosaic" if of_own_kernels(row) else row["backend"], "batch": row["batch"],
+                "context": row["context"], "measured_ms": row["decode_ms"], "estimated_ms": ms,
                 "off_by": ms / row["decode_ms"] - 1, **source_of(document, path.name),
             })  # fmt: skip
+            found.append((document["date"], check))
+    return each_once(found)
 
 
 def meshes(args: argparse.Namespace) -> Iterator[tuple[Row, Mesh]]:

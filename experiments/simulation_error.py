@@ -5,9 +5,9 @@
 Steps of meshes (experiments.meshes) against experiments.decode_step on four H100s, two and one, and on two H200s and
 one; the QPS workload through an engine on an H100 (claim C23's file), all at once and by Poisson arrivals, and through
 an engine on each of one and two, all at once; and on H100s eight and sixteen layers whose prompts are in steps with
-decodes, in steps of their own, and on a GPU of their own (experiments.disaggregation). Each by the newest file of its
-label. `off_by` is the simulated figure over the measured one, less 1. Engines that are simulated side by side share no
-host; those of one process do.
+decodes, in steps of their own, and on a GPU of their own (experiments.disaggregation). Each step once, by the newest
+file that has it, and all else by the newest file of its label. `off_by` is the simulated figure over the measured one,
+less 1. Engines that are simulated side by side share no host; those of one process do.
 """
 
 import json

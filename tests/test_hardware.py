@@ -52,6 +52,7 @@ def test_checks_are_of_files_and_no_worse_than_said():
     assert {(row["device"], row["backend"]) for row in rows} == {
         ("NVIDIA H100 SXM", "mosaic"), *(("NVIDIA H200 SXM", backend) for backend in ("mosaic", "triton", "xla")),
     }  # fmt: skip
+    assert len({(row["device"], row["backend"], row["batch"], row["context"]) for row in rows}) == len(rows)
     for row in rows:
         measured = json.loads((RESULTS / row["file"]).read_text())["rows"]
         assert (row["batch"], row["measured_ms"]) in {(r["batch"], r["decode_ms"]) for r in measured}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import meshes
-from experiments.meshes import BATCHES, Mesh, exchanges, main, rank_of
+from experiments.meshes import BATCHES, Mesh, checks, exchanges, main, rank_of
 from experiments.steps import links
 from experiments.steps.cost_model import CONFIGS
 from experiments.steps.links import Table, read_link
@@ -62,6 +62,48 @@ def test_a_rank_has_its_share_and_pays_for_exchanges():
     assert two.seconds(16, 256) < slower.seconds(16, 256) < 4.8 / 3.35 * two.seconds(16, 256)
     assert two.fits(512, 256)
     assert not slower.fits(1024, 256)
+
+
+def step(**other) -> dict:
+    """A row of experiments.decode_step on two devices."""
+    about = {"model": "llama-2-7b", "devices": 2, "batch": 1, "backend": "default", "kv": "bfloat16", "context": 128}
+    return about | {"decode_ms": 3.0} | other
+
+
+def write_steps(folder, name: str, device: str, rows: list[dict], date: str = "2026-01-02", options: str = ""):
+    """A file of experiments.decode_step, whose name says nothing of `date`."""
+    command = f"python -m experiments.decode_step --devices 2{options}"
+    document = {"command": command, "date": date, "device": device, "rows": rows}
+    (folder / f"decode_step-{name}.json").write_text(json.dumps(document))
+
+
+def test_a_case_that_several_files_measured_counts_once_by_the_newest(tmp_path):
+    """Whatever they are called; of files of one day the step that is further from its estimate."""
+    a, h = "NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"
+    write_steps(tmp_path, f"a-20260102-{h}", a, [step(decode_ms=9.0), step(batch=16, decode_ms=8.0)])
+    write_steps(tmp_path, f"b-20260109-{h}", a, [step(decode_ms=1.0)], "2026-01-01")
+    write_steps(tmp_path, f"c-20260102-{h}", a, [step(batch=16, decode_ms=4.0)])
+    same = {"kv": "bf16", "backend": "mosaic", "scheme": "bf16"}
+    write_steps(tmp_path, f"d-20260101-{h}", a, [step(decode_ms=2.0, **same)], "2026-01-03", " --kv-cache bf16")
+    rows = checks(tmp_path)
+    assert len(rows) == 2
+    found = {row["batch"]: (row["measured_ms"], row["file"]) for row in rows}
+    assert found == {
+        1: (2.0, f"decode_step-d-20260101-{h}.json"), 16: (8.0, f"decode_step-a-20260102-{h}.json"),
+    }  # fmt: skip
+    assert rows[0]["off_by"] == pytest.approx(rows[0]["estimated_ms"] / 2.0 - 1, rel=1e-3)
+
+
+def test_cases_that_differ_in_anything_all_count(tmp_path):
+    others = (
+        {"context": 256}, {"devices": 4}, {"devices": 1}, {"batch": 2}, {"model": "llama-2-13b"}, {"scheme": "w8a8"},
+        {"backend": "triton"}, {"kv": "int8-g8"},
+    )  # fmt: skip
+    h100, h200 = ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA H200", "h200")
+    write_steps(tmp_path, f"a-20260101-{h100[1]}", h100[0], [step(), *(step(**other) for other in others)])
+    write_steps(tmp_path, f"layers-20260102-{h100[1]}", h100[0], [step()], options=" --layers 8")
+    write_steps(tmp_path, f"a-20260102-{h200[1]}", h200[0], [step()])
+    assert len(checks(tmp_path)) == 1 + len(others) + 2
 
 
 def test_rows_are_labelled_and_the_best_mesh_is_marked(tmp_path, capsys):

@@ -28,6 +28,7 @@ from jllm.quant.quantize import quantize
 Row = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
 RESULTS = Path(__file__).parents[1] / "results"
+FOUND = {"measured_ms", "estimated_ms", "off_by", "file"}  # what rows of one case may differ in
 TIED = 1e-9  # relative errors, together: what is nearer by less is as near
 
 
@@ -146,6 +147,18 @@ def newest(results: Path, experiment: str, device: str = "h200") -> tuple[str, R
     for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"), reverse=True):
         return path.name, json.loads(path.read_text(encoding="utf-8"))
     return None
+
+
+def each_once(checks: Iterable[tuple[str, Row]]) -> list[Row]:
+    """Measured steps beside their estimates, each case once: rows are of the same one if they differ in nothing but
+    FOUND. Each comes with the date of its file, YYYY-MM-DD, and the newest counts; of one day's, whose order files do
+    not tell, the one that is further from its estimate."""
+    kept: dict[frozenset[tuple[str, Any]], tuple[tuple[str, float], Row]] = {}
+    for date, row in checks:
+        case, rank = frozenset((key, row[key]) for key in row.keys() - FOUND), (date, abs(row["off_by"]))
+        if case not in kept or kept[case][0] < rank:
+            kept[case] = rank, row
+    return [row for _, row in kept.values()]
 
 
 def calibrated(kv_cache: str | None, results: Path = RESULTS) -> Shares:
