@@ -57,10 +57,13 @@ SERVED = (
     "continuations --dtype bf16 --model subject --schemes w8a16 w8a8-talk w8a8-all w8a8-groups fp8 fp8-weight llm-int8"
     " uint8-zp nf4 nf4-dq w4a16-g128 w4a16-g64-zp"
 )
-TESTS = "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --results={results} tests"
+TESTS = (
+    "-m pytest -o addopts= -p no:benchmark -v -n 12 --dist worksteal -m gpu --tb=short --durations 30"
+    " --results={results} tests"
+)
 
 CAMPAIGN = (
-    Command("tests", TESTS, 600, timed=False),
+    Command("tests", TESTS, 700, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --results {results}", 240, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
