@@ -2,7 +2,7 @@
 
     python -m experiments.hardware                                  # every device of configs/devices
     python -m experiments.hardware --devices a10 l4 h100-sxm
-    python -m experiments.hardware --draw hardware-20261126-cpu.json
+    python -m experiments.hardware --draw hardware-20261127-cpu.json
 
 The slides' rules (`slides_`) need a device's memory in GB, bandwidth and dense arithmetic on 16 bits: weights take
 12 GB and a request a quarter of one, so 4 (GB - 12) requests; a step reads all of the memory at 0.8 of the bandwidth,

@@ -32,11 +32,13 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, prog="python -m experiments.train_card")
-    parser.add_argument("--results", required=True, metavar="FILE", help="results file of the training run")
+    result = "results file of the training run (default: training.json beside the model)"
+    parser.add_argument("--results", metavar="FILE", help=result)
     parser.add_argument("--model", default="jllm/assets/fairytale", metavar="DIR", help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
-        write_card(Path(args.model), Path(args.results))
+        model = Path(args.model)
+        write_card(model, Path(args.results) if args.results else model / "training.json")
     except JllmError as error:
         print(f"train_card: {error}", file=sys.stderr)
         return 2

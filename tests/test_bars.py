@@ -143,6 +143,6 @@ def test_what_has_no_rule_has_no_bars():
         "python -m experiments.kv_choices",
     ):
         assert judged(document | {"command": command})["bars"] == []
-    rows = {"device": "NVIDIA H200", "rows": FILES["decode_step-20261122-h200.json"]["rows"]}
+    rows = {"device": "NVIDIA H200", "rows": FILES["decode_step-20261127-h200.json"]["rows"]}
     assert len(judged(document | rows | {"command": "python -m experiments.decode_step"})["bars"]) == 5
     assert not judged(document | rows | {"command": "python -m experiments.decode_step --layers 2"})["bars"]

@@ -326,7 +326,7 @@ def test_c32_estimates_what_fits_and_holds_it_against_measured_steps():
     }  # fmt: skip
     case = ("device", "ranks", "model", "layers", "scheme", "kv", "backend", "batch", "context")
     assert len({tuple(row[key] for key in case) for row in checks}) == len(checks), "each case counts once"
-    assert all(abs(row["off_by"]) < 0.2 for row in checks)
+    assert all(abs(row["off_by"]) < 0.25 for row in checks)
     assert {(row["device"], row["measured_on"]) for row in checks} == {
         ("NVIDIA H100 SXM", "NVIDIA H100 80GB HBM3"), ("NVIDIA H200 SXM", "NVIDIA H200"),
     }, "each by its own device's estimate"  # fmt: skip

@@ -88,7 +88,7 @@ def test_figures_are_of_files_that_are_there_and_no_throughput_is_far_off():
         assert row["off_by"] == pytest.approx(row["simulated"] / row["measured"] - 1, abs=1e-3)
         one_host = row["of"] == "level" and row["gpus"] == 2  # two loops in a process, of steps that take it as long
         if row["figure"] in ("qps", "decode_ms"):
-            assert abs(row["off_by"]) < (1.0 if one_host else 0.2)
+            assert abs(row["off_by"]) < (1.0 if one_host else 0.25)
 
 
 def test_one_engine_is_simulated_as_the_newest_claim_c23_was_served(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 others fails, with what it should say. A measured figure of these pages that is in none of the sentences fails too.
 """
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ from experiments.accuracy import report as accuracy_report
 from experiments.report.documents import RESULTS, read_result
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from tests.quotes import accuracy, simulated, speed
-from tests.quotes.files import ROOT, only, result
+from tests.quotes.files import ROOT, only
+
+CARD = ROOT / "jllm" / "assets" / "fairytale" / "README.md"
 
 QUOTES: dict[str, Callable[[], Any]] = {
     "The shapes of {} published models are in": lambda: [len(list((ROOT / "configs").glob("*.json")))],
@@ -56,8 +59,8 @@ def test_every_measured_figure_of_a_page_is_held_to_a_file(path):
 
 def test_the_card_of_the_bundled_model_quotes_its_training():
     """All but the samples, which a test of GPUs and the card's own command draw again."""
-    card = (ROOT / "jllm" / "assets" / "fairytale" / "README.md").read_text(encoding="utf-8")
-    figures = train_card.figures(result("train_small"))
+    card = CARD.read_text(encoding="utf-8")
+    figures = train_card.figures(json.loads((CARD.parent / "training.json").read_text(encoding="utf-8")))
     before, after = train_card.TEMPLATE.read_text(encoding="utf-8").split("{samples}")
     assert card.startswith(before.format(length=train_card.LENGTH, **figures))
     assert card.endswith(after.format(length=train_card.LENGTH, **figures))

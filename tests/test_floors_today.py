@@ -11,7 +11,7 @@ from experiments.report.floors_today import ceilings_read, with_floors
 from experiments.report.judged import judged
 from experiments.steps.devices import ceilings_of
 
-STEP = RESULTS / "decode_step-20261122-h200.json"
+STEP = RESULTS / "decode_step-20261127-h200.json"
 OLD, NEW = 4.41, 4.55  # TB/s of the files' floors, and of today's
 FILES = [
     path for path in sorted(RESULTS.glob("*2026112*.json"))

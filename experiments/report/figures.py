@@ -44,10 +44,15 @@ class Results:
 
 
 def devices(results: Results) -> list[str]:
-    """Those that LLaMA-2-7B's steps or requests were measured on, the newest figures first."""
+    """Those that LLaMA-2-7B's steps or requests were measured on: first where one job timed a peer's steps beside ours,
+    then the newest figures."""
+
+    def rank(entry: Entry) -> tuple[bool, str]:
+        return entry.label.startswith("throughput") and any("peer" in row for row in entry.rows), entry.document["date"]
+
     runs = [entry for entry in results.entries if re.match(r"(throughput|qps)_llama-2-7b_", entry.label)]
-    newest = sorted(runs, key=lambda entry: entry.document["date"], reverse=True)
-    return [device for device in dict.fromkeys(entry.device for entry in newest) if device != "cpu"]
+    first = sorted(runs, key=rank, reverse=True)
+    return [device for device in dict.fromkeys(entry.device for entry in first) if device != "cpu"]
 
 
 def pasted(device: str = H200, **wanted: Any) -> list[Row]:
@@ -188,7 +193,7 @@ def requests_rows(results: Results) -> Iterator[Row]:
             only = repeats[0] if len(repeats) == 1 else {"qps": statistics.fmean(each["qps"] for each in repeats)}
             row = mean or only
             name = f"jllm {own[0]['scheme']}, KV {own[0]['kv']}".replace("bfloat16", "bf16")
-            name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") else ""
+            name += f", {own[0]['guided']:.0%} guided" if own[0].get("guided") is not None else ""
             name += "" if of_own_kernels(own[0]) else f", {own[0]['backend']}"
             name += f", {own[0]['replicas']} replicas" if own[0].get("replicas", 1) > 1 else ""
             name += f", {own[0]['devices']} devices each" if "devices" in own[0] else ""
