@@ -11,7 +11,6 @@ result of its own, and --help says what its columns mean.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,11 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return draw_all(args.files, lambda path: draw(read_result(path), path.with_suffix(".svg")))
     part = PARTS[args.part]
     command = ["python", "-m", "experiments.speculation", *words]
-    beside: Row = {
-        "cores": os.cpu_count(),
-        "load_before": [round(x, 2) for x in os.getloadavg()],
-    }  # others on this machine
-    return record(args, name_of(args), command, part.rows(args), bars=part.bars, **beside)
+    return record(args, name_of(args), command, part.rows(args), bars=part.bars)
 
 
 if __name__ == "__main__":

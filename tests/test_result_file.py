@@ -1,6 +1,7 @@
 """What an experiment leaves behind."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from experiments.report.documents import RESULTS
 from experiments.result_file import ResumedFile
 from jllm.errors import OutputError
 from pallas_kernels.bench.command import interruptible, make_parser
-from pallas_kernels.bench.result_file import FOLDERS, QUOTED, ResultFile, commit_of, gpu_of, portable
+from pallas_kernels.bench.result_file import FOLDERS, QUOTED, ResultFile, commit_of, gpu_of, host_now, portable
 from pallas_kernels.one_writer import open_alone
 
 
@@ -235,6 +236,21 @@ def test_a_result_names_the_commit_of_its_sources(tmp_path):
     assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "a.py").write_text("2")
     assert commit_of(tmp_path) == f"{git('rev-parse', '--short=12', 'HEAD')}+"
+
+
+def test_what_else_ran_on_the_host_is_recorded(tmp_path, monkeypatch):
+    """Before and after: a figure beside other work may be the other's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 3})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "getloadavg", lambda: (28.44, 5.0, 1.0))
+    with ResultFile(tmp_path, "x", ["python"]) as result:
+        assert json.loads(result.path.read_text() or "{}")["host"] == {"cores": 64, "own_cores": 2, "load": 28.4}
+        monkeypatch.setattr(os, "getloadavg", lambda: (51.61, 5.0, 1.0))
+        result.finish(bars=[], complete=True)
+    assert json.loads(result.path.read_text())["host"]["load_after"] == 51.6
+    monkeypatch.delattr(os, "getloadavg")  # as on Windows
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert host_now() == {"cores": 64, "own_cores": 64, "load": None}
 
 
 def test_a_gpus_driver_and_clocks_are_recorded(tmp_path, monkeypatch):

@@ -345,6 +345,11 @@ def test_what_a_file_does_not_hold_of_its_run_is_said(tmp_path):
     text = page(tmp_path, "kernels")
     assert ", commit abc, driver 570, clocks 1755 of 1980 MHz, memory 3201" in text
     assert "recorded" not in text
+    host = {"cores": 64, "own_cores": 12, "load": 28.4, "load_after": 51.6}
+    write(tmp_path, "x-20261120-h200", commit="abc", host=host)
+    assert ", commit abc, on 12 of 64 cores, load 51.6, no driver or clocks recorded" in page(tmp_path, "kernels")
+    write(tmp_path, "x-20261120-h200", commit="abc", host={"cores": 2, "own_cores": 2, "load": None})
+    assert ", on 2 of 2 cores, no driver" in page(tmp_path, "kernels")
     write(tmp_path, "x-20261120-h200", commit="abc")
     assert ", commit abc, no driver or clocks recorded" in page(tmp_path, "kernels")
     write(tmp_path, "x-20261120-h200", amended="run without its label")

@@ -140,13 +140,17 @@ def method(entry: Entry) -> Iterator[str]:
 
 
 def made_with(document: Document) -> Iterator[str]:
-    """The commit, and of a GPU driver and clocks, that a document was measured with, and which of these it lacks."""
+    """The commit, of a GPU driver and clocks, and the host that a document was measured with, and which of the first it
+    lacks."""
     known = {"commit": commit_in_words(document.get("commit"))}
     if document["device"].startswith("NVIDIA"):
         clocks = document.get("clocks_mhz") or {}
         mhz = f"{clocks.get('sm')} of {clocks.get('most_sm')} MHz, memory {clocks.get('memory')}"
         known |= {"driver": document.get("driver"), "clocks": mhz if clocks else None}
     yield from (f"{name} {value}" for name, value in known.items() if value)
+    if host := document.get("host"):
+        loads = [load for load in (host["load"], host.get("load_after")) if load is not None]
+        yield f"on {host['own_cores']} of {host['cores']} cores" + (f", load {max(loads):g}" if loads else "")
     if lacking := [name for name, value in known.items() if not value]:
         first, last = ", ".join(lacking[:-1]), lacking[-1]
         yield f"no {f'{first} or {last}' if first else last} recorded"

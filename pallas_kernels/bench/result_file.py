@@ -49,6 +49,7 @@ class ResultFile(contextlib.AbstractContextManager):
             "commit": commit_of(Path(__file__).parents[2]),
             "device": device,
             **gpu_of(device),
+            "host": host_now(),
             "versions": versions | {name: importlib.metadata.version(name) for name in self.packages},
             "command": shlex.join(portable(command)),
             "complete": False,
@@ -85,6 +86,7 @@ class ResultFile(contextlib.AbstractContextManager):
         """`bars` are entries of bars.bar, less those of other devices; `extra` are further figures of the run."""
         rows = self.document.pop("rows")  # last, as they are long
         self.document |= gpu_of(self.document["device"])  # clocks are those of a device that was at work
+        self.document["host"]["load_after"] = host_now()["load"]
         self.document |= {"complete": complete, "bars": asked_of(self.document["device"], bars), **extra, "rows": rows}
         self._write()
 
@@ -131,6 +133,14 @@ def gpu_of(device: str) -> dict[str, Any]:
     driver, *clocks = (word.strip() for word in said.strip().split(","))
     mhz = {name: int(word) for name, word in zip(("sm", "most_sm", "memory"), clocks) if word.isdecimal()}
     return {"driver": driver, "clocks_mhz": mhz}
+
+
+def host_now() -> dict[str, Any]:
+    """What the host has, and what else runs on it: its cores, those that this process may use, and how many processes
+    ran or waited for one in the last minute, where the system tells."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return {"cores": os.cpu_count(), "own_cores": own, "load": load}
 
 
 def labelled(experiment: str, label: str | None) -> str:
