@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterable
 
 import jax
@@ -17,6 +18,7 @@ from jllm.errors import ConfigError, JllmError, QuantizationError
 from jllm.pretrained import DTYPES
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 from pallas_kernels.bench.command import Parser
+from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.bench.numbers import positive, positive_number
 
 MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
@@ -101,11 +103,29 @@ def ceilings_here(args: argparse.Namespace) -> Ceilings:
     return ceilings_of(jax.devices()[0].device_kind, args.bandwidth)
 
 
-def claim_memory() -> None:
+def claim_memory(patience: float = 20.0) -> None:
     """Lets JAX have MEMORY_SHARE of a GPU, unless the environment says otherwise: its own three quarters leave the
-    QPS workload fewer pages than slots. Before JAX first looks at its devices."""
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
+    QPS workload fewer pages than slots. Before JAX first looks at its devices. Raises ConfigError where others still
+    hold more than the rest after `patience` seconds, in which a process that just ended gives its memory back: XLA
+    would take what there is, and end this process by a failed check once that is full."""
+    if {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        return
+    shared = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")  # it takes what it needs
+    until = time.monotonic() + patience
+    while full := None if shared else next(filter(_is_held, ask_gpus("index", "memory.free", "memory.total")), None):
+        if time.monotonic() > until:
+            name, free, total = full
+            raise ConfigError(
+                f"GPU {name}: {MEMORY_SHARE:.0%} of its memory is claimed, and {free} of {total} MiB are free: wait "
+                f"for what else runs there, or set XLA_CLIENT_MEM_FRACTION below {int(free) / int(total):.2f}"
+            )
+        time.sleep(0.5)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
+
+
+def _is_held(gpu: list[str]) -> bool:
+    _, free, total = gpu
+    return free.isdecimal() and int(free) < MEMORY_SHARE * int(total)  # a GPU that shares the host's has no number
 
 
 def scheme_name(given: str) -> str:

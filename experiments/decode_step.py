@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, config_of
-from experiments.result_file import bar, command_line, record
+from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.bars import decode_bars, of_own_kernels
 from experiments.steps.floors import make_floor, step_work
 from experiments.steps.timer import StepTimer, compile_ahead, page_bytes, pool_for, random_params, step_of, stopwatch
@@ -28,7 +28,7 @@ from jllm.parallel.mesh import make_mesh, spread
 from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
-from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive
 
 TRITON = 1.25  # times the device's own step that backend triton may take
@@ -132,7 +132,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield bar(f"{name}, share of the floor", row["floor_fraction"], "1", SHARE_ON_TWO[case])
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     claim_memory()  # weights for each number of devices lie side by side

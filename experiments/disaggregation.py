@@ -32,7 +32,7 @@ import numpy as np
 
 from experiments.arguments import claim_memory, dtype_name
 from experiments.baselines import SeparateSteps
-from experiments.result_file import command_line, record, rounded
+from experiments.result_file import command_line, record, refusing, rounded
 from experiments.serving.run import serve
 from experiments.serving.workload import Request, percentile
 from experiments.simulate import Costs, make_costs
@@ -50,7 +50,7 @@ from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive
 
 Row = dict[str, Any]
@@ -282,7 +282,7 @@ def name_of(args: argparse.Namespace) -> str:
     return "disaggregation_simulated" if args.simulate else "disaggregation"
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("disaggregation", argv)

@@ -19,7 +19,7 @@ from typing import Any
 from experiments.arguments import claim_memory
 from experiments.qps import measure
 from experiments.qps import parse_args as qps_args
-from experiments.result_file import command_line, record, rounded
+from experiments.result_file import command_line, record, refusing, rounded
 from experiments.serving.engines import make_model
 from experiments.serving.workload import Request, read_workload
 from experiments.simulate import Case, Costs, make_costs, simulate
@@ -28,7 +28,7 @@ from jllm.errors import ConfigError
 from jllm.kv_policies.length import Oracle
 from jllm.kv_policies.options import KV_POLICIES
 from jllm.pretrained import Model
-from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, natural, positive
 
 Row = dict[str, Any]
@@ -119,7 +119,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("kv_measured", argv)

@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.arguments import add_model_options, claim_memory, config_of, scheme_name
-from experiments.result_file import bar, command_line, record
+from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, pool_for, random_params, step_of
 from jllm.batch import Bucket
@@ -42,7 +42,7 @@ from jllm.engine.scheduler import Scheduler
 from jllm.params import Params
 from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
-from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import Event, timeline
 from pallas_kernels.bench.numbers import positive
 
@@ -254,7 +254,7 @@ def name_of(args: argparse.Namespace) -> str:
     return name if args.scheme == "bf16" else f"{name}-{scheme_name(args.scheme)}"
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("step_profile", argv)

@@ -36,7 +36,7 @@ from experiments.arguments import (
     config_of,
     scheme_name,
 )
-from experiments.result_file import command_line, record, rounded
+from experiments.result_file import command_line, record, refusing, rounded
 from experiments.steps import peers
 from experiments.steps.bars import decode_bars, prefill_bars
 from experiments.steps.batches import WholeBatch
@@ -59,7 +59,7 @@ from jllm.fit import tree_bytes
 from jllm.memory import free_memory, is_host
 from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS, on_hopper
-from pallas_kernels.bench.command import Parser, add_result_options, interruptible
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, positive_number
 
 Table = dict[str, Any]
@@ -262,7 +262,7 @@ def name_of(args: argparse.Namespace) -> str:
     return "_".join(part.replace(",", "-").replace("=", "-") for part in parts)
 
 
-@interruptible
+@refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("throughput", argv)

@@ -1,11 +1,11 @@
 """The result file of a run of tests: how many passed, failed and were skipped, by file, and which failed."""
 
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.bench.result_file import ResultFile
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")  # error: a fixture's failure
@@ -24,8 +24,9 @@ def write(
             took[file] += getattr(report, "duration", 0.0)  # a module that is skipped has none
     total = sum(files.values(), Counter())
     failures = [report.nodeid for outcome in ("failed", "error") for report in reports.get(outcome, ())]
+    driver = next((gpu[0] for gpu in ask_gpus("driver_version")), None)
     counts = {outcome: total[outcome] for outcome in OUTCOMES[:4]}
-    with ResultFile(directory, "tests", command, driver=driver(), **counts, seconds=round(seconds)) as result:
+    with ResultFile(directory, "tests", command, driver=driver, **counts, seconds=round(seconds)) as result:
         for file, found in sorted(files.items()):
             result.add({"file": file} | {o: found[o] for o in OUTCOMES if found[o]} | {"seconds": round(took[file], 1)})
         result.finish(bars=[], complete=whole, failures=failures)
@@ -49,13 +50,3 @@ def reason(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = crash.message.splitlines() if crash else str(report.longrepr).strip().splitlines()[::-1]
     return lines[0] if lines else "no reason was given"
-
-
-def driver() -> str | None:
-    """The version of NVIDIA's, if there is one."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (done.stdout.splitlines() or [None])[0] if done.returncode == 0 else None

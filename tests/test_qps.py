@@ -20,7 +20,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.engine.trace import read_trace
-from jllm.errors import InputFileError
+from jllm.errors import ConfigError, InputFileError
 from tests.test_throughput import TINY
 from tests.tiny import tiny_model
 
@@ -241,6 +241,38 @@ def test_memory_is_claimed_unless_somebody_did(monkeypatch, name):
     monkeypatch.setenv(name, "0.3")
     claim_memory()  # JAX refuses both at once
     assert {k: v for k, v in os.environ.items() if k.endswith("CLIENT_MEM_FRACTION")} == {name: "0.3"}
+
+
+def test_memory_that_others_hold_is_not_claimed(monkeypatch, tmp_path):
+    """But what a process that just ended gives back; of the GPUs alone that are seen, none on a CPU."""
+    preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    for each in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "JAX_PLATFORMS", preallocate):
+        monkeypatch.setenv(each, "")
+        monkeypatch.delenv(each)
+    tool = tmp_path / "nvidia-smi"
+    first = f"[ -e {tmp_path}/asked ] && echo '1, 80000, 81559' || {{ touch {tmp_path}/asked; echo '1, 2100, 81559'; }}"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\necho "0, [N/A], [N/A]"\n{first}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match=r"GPU 1: 95% .* 2100 of 81559 MiB are free: .*MEM_FRACTION below 0\.03"):
+        claim_memory(patience=-1.0)
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
+    (tmp_path / "asked").unlink()
+    claim_memory(patience=30.0)
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(MEMORY_SHARE)
+    asked = (tmp_path / "said").read_text().splitlines()
+    assert len(asked) == 3
+    assert all(line.endswith("-i 0,1") for line in asked)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    claim_memory()
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv(preallocate, "false")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    claim_memory()
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(MEMORY_SHARE)
+    assert len((tmp_path / "said").read_text().splitlines()) == 3, "nothing was asked where nothing is claimed ahead"
 
 
 def test_a_run_at_toy_size(tmp_path, capsys):

@@ -256,10 +256,13 @@ def test_what_else_ran_on_the_host_is_recorded(tmp_path, monkeypatch):
 def test_a_gpus_driver_and_clocks_are_recorded(tmp_path, monkeypatch):
     """As nvidia-smi says them of the GPU that is visible; without one, nothing."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$2" = 3 ] && echo "570.10, 1755, 1980, 3201"\n')
+    tool.write_text(
+        '#!/bin/sh\ncase "$*" in *"-i 3,1") echo "570.10, 1755, 1980, 3201"; echo "570.10, 345, 1980, 3201";; esac\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     found = gpu_of("NVIDIA H200")
     assert found == {"driver": "570.10", "clocks_mhz": {"sm": 1755, "most_sm": 1980, "memory": 3201}}
     assert gpu_of("cpu") == {}

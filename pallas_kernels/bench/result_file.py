@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pallas_kernels.bench.bars import asked_of
+from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.one_writer import only_writer
 
 OUTPUTS = ("--results", "--out")  # flags that say where their files go
@@ -121,16 +122,10 @@ def commit_of(checkout: Path) -> str | None:
 def gpu_of(device: str) -> dict[str, Any]:
     """The driver, and the clocks in MHz with the most that they may be, of the first GPU of this process; nothing where
     nvidia-smi does not tell."""
-    names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
-    which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] or "0"
-    command = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-    if device == "cpu":
+    found = [] if device == "cpu" else ask_gpus("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
+    if not found:
         return {}
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    driver, *clocks = (word.strip() for word in said.strip().split(","))
+    driver, *clocks = found[0]
     mhz = {name: int(word) for name, word in zip(("sm", "most_sm", "memory"), clocks) if word.isdecimal()}
     return {"driver": driver, "clocks_mhz": mhz}
 
