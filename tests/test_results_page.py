@@ -10,7 +10,7 @@ from experiments.claims import c23
 from experiments.report import details, documents, overview, pictures
 from experiments.report.commands import name_of
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
-from experiments.report.figures import Results
+from experiments.report.figures import Results, devices
 from experiments.report.markdown import slug
 from experiments.report.standing import claim_rows
 from experiments.results_page import PAGE, texts
@@ -298,6 +298,34 @@ def test_claims_about_any_model_are_answered_by_the_bundled_one(tmp_path):
     rows[0] |= {"times": 1.0, "added": 0.1, "kl": 1.0}
     write(tmp_path, "claims-C6-mine", experiment="claims-C6-mine", rows=rows)
     assert "**; of the model mine: " in short(tmp_path)
+
+
+def test_devices_whose_steps_were_timed_beside_a_peer_come_first_then_the_newest(tmp_path):
+    ours, beside = [{}], [{"peer": "x"}]
+    for name, device, day, rows in (
+        ("throughput", "A", 22, ours), ("throughput", "B", 20, beside), ("throughput", "C", 21, beside),
+        ("qps", "D", 25, beside), ("qps", "cpu", 27, ours),
+    ):  # fmt: skip
+        write(tmp_path, f"{name}_llama-2-7b_x-202611{day}-{device}", device=device, date=f"2026-11-{day}", rows=rows)
+    assert devices(Results(read_all(tmp_path))) == ["C", "B", "D", "A"]
+
+
+def test_what_was_measured_answers_a_claim_before_what_is_simulated(tmp_path):
+    """Of whatever day the simulation is; a run that was cut off answers only where nothing else does."""
+    verdict = {"stated": "more", "measured": "Yes: more", "verdict": "yes"}
+    measured, simulated = ([{"part": "check"} | more, verdict] for more in ({}, {"source": "simulated"}))
+
+    def answer() -> str:
+        ((_, entry),) = claim_rows(Results(read_all(tmp_path)))
+        return entry.path.stem
+
+    experiment = "claims-C26"
+    write(tmp_path, "claims-C26-cut-20261120-h200", experiment=experiment, complete=False, rows=measured)
+    assert answer() == "claims-C26-cut-20261120-h200"
+    write(tmp_path, "claims-C26-20261127-cpu", experiment=experiment, device="cpu", date="2026-11-27", rows=simulated)
+    assert answer() == "claims-C26-20261127-cpu"
+    write(tmp_path, "claims-C26-20261120-h200", experiment=experiment, rows=measured)
+    assert answer() == "claims-C26-20261120-h200"
 
 
 def test_every_partly_says_what_is_yes_and_what_is_not():

@@ -12,8 +12,8 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """The claims in order, each with the newest file that is complete, or, where none is, the newest that is not; of
-    claims about any model those of the bundled one."""
+    """The claims in order, each with the newest file that is complete and simulates nothing, or, where none does, the
+    newest complete one, or, where none is, the newest; of claims about any model those of the bundled one."""
     found = {name: entry for name, subject, entry in _answers(results) if subject == BUNDLED_SUBJECT.name}
     return [(name, found[name]) for name in TITLES if name in found]
 
@@ -29,8 +29,14 @@ def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
 
 def _answers(results: Results) -> Iterator[tuple[str, str, Entry]]:
     """(claim, model, file) of each file that has a verdict, so sorted that the last of a claim and a model counts:
-    files that are not complete come first, and of either kind the oldest."""
-    for entry in sorted(results.entries, key=lambda entry: (entry.document["complete"], entry.document["date"])):
+    files that are not complete come first, then those that simulate, which are made again with every step that they are
+    costed by, and of either kind the oldest."""
+
+    def rank(entry: Entry) -> tuple[bool, bool, str]:
+        simulates = any(device.startswith("simulated") for device in entry.devices)
+        return entry.document["complete"], not simulates, entry.document["date"]
+
+    for entry in sorted(results.entries, key=rank):
         name, rows = claim_named(entry.document["experiment"]), entry.document["rows"]
         if name and rows and "verdict" in rows[-1]:
             yield name, subject_of(rows), entry
