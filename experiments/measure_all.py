@@ -84,10 +84,19 @@ def run(
                     break
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                end_session(process.pid)
     if status is None:
         return f"{'interrupted' if stopped.is_set() else 'cut off'} after {time.monotonic() - start:.0f} s"
     return f"{'ok' if status == 0 else f'exit status {status}'} after {time.monotonic() - start:.0f} s"
+
+
+def end_session(leader: int) -> None:
+    """Its group, and the groups that processes of its session began."""
+    os.killpg(leader, signal.SIGKILL)
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(each.name)) == leader:
+                os.kill(int(each.name), signal.SIGKILL)
 
 
 def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:

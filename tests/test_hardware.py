@@ -63,6 +63,19 @@ def test_checks_are_of_files_and_no_worse_than_said():
     assert h100["largest"] == max(-h100["least"], h100["most"]) < 0.15
 
 
+def test_a_case_that_two_files_measured_counts_once_by_the_newest(tmp_path):
+    for label, day, decode_ms in (("", 2, 4.0), ("-three-default", 1, 9.0)):
+        row = {"model": "llama-2-7b", "batch": 1, "context": 128, "decode_ms": decode_ms}
+        document = {
+            "experiment": "throughput", "date": f"2026-01-0{day}", "device": "NVIDIA H200", "versions": {},
+            "command": "python -m experiments.throughput", "complete": True, "bars": [], "rows": [row],
+        }  # fmt: skip
+        path = tmp_path / f"throughput_llama-2-7b_bf16_kv-bf16{label}-2026010{day}-h200.json"
+        path.write_text(json.dumps(document))
+    (row,) = hardware.checks(hardware.shares_by_backend(), tmp_path)
+    assert (row["measured_ms"], row["context"]) == (4.0, 128)
+
+
 def test_a_table_a_file_and_a_picture(tmp_path, capsys):
     assert hardware.main(["--devices", "a10", "mi300x", "--results", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("hardware-*.json")

@@ -160,11 +160,12 @@ def test_commands_share_what_is_compiled(tmp_path, monkeypatch):
     assert said == [[str(tmp_path / "compiled"), "0.0", "-1"], ["/elsewhere", "0.0", "-1"]]
 
 
-def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("group", ["", ", process_group=0"], ids=["one group", "a group of its own"])
+def test_what_a_command_started_ends_with_it(group, tmp_path, monkeypatch):
     """Else it would share the device with the next measurement."""
     lock = tmp_path / "lock"
     child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}]{group})"
     monkeypatch.setattr(measure_all, "LEAST", 0)
     command = Command("slow", f"-S -c {shlex.quote(parent)}", 3)
     assert run(command, tmp_path, deadline=time.monotonic() + 60) == "cut off after 3 s"
