@@ -57,6 +57,11 @@ def test_every_measured_figure_of_a_page_is_held_to_a_file(path):
     assert MEASURED.findall(re.sub("`[^`]*`", "", left)) == []
 
 
+def test_a_card_is_of_the_training_beside_its_model(tmp_path, capsys):
+    assert train_card.main(["--model", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'training.json'}: not a readable results file" in capsys.readouterr().err
+
+
 def test_the_card_of_the_bundled_model_quotes_its_training():
     """All but the samples, which a test of GPUs and the card's own command draw again."""
     card = CARD.read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ COMMANDS = [command for commands in TOPICS.values() for command in commands]
 def test_lines_are_valid(command, capsys, monkeypatch):
     dash_m, module, *words = shlex.split(command.line.format(results="somewhere"))
     assert dash_m == "-m"
+    assert "{results}" in command.line, "its result would go elsewhere"
     if module == "pytest":
         assert not command.timed
         assert all(Path(word).is_file() for word in words if word.startswith("tests/"))
