@@ -83,7 +83,7 @@ ASKED = (
           "throughput.*", "decode, llama-2-7b bf16 KV int8-g8, .*"),
     Asked("the same, `w8a8` too", "0.7 of the floor to batch 64, then 0.75", "throughput_w8a8",
           "throughput.*", f"decode, llama-2-7b {CODES}, .*"),
-    Asked("the same, `w4a16-g128`, batch 1", "1.75 ms", "quant_steps",
+    Asked("LLaMA-2-7B decode steps, `w4a16-g128`, batch 1", "1.75 ms", "quant_steps",
           "quant_steps.*", "decode, w4a16-g128 batch 1 KV bf16"),
     Asked("LLaMA-3-8B decode steps, bf16", "0.82 of the floor", "throughput_8b",
           "throughput.*", "decode, llama-3-8b .*"),
