@@ -229,6 +229,7 @@ def test_two_runs_have_equal_figures_tables_and_pictures(sweep, tmp_path, capsys
     status, second = sweep(*options, text="text.jsonl")
     assert status == 0
     assert first.pop("seconds") > 0 < second.pop("seconds")
+    assert first.pop("host").keys() == second.pop("host").keys()
     assert second == first
 
 
