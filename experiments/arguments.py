@@ -110,17 +110,21 @@ def claim_memory(patience: float = 20.0) -> None:
     would take what there is, and end this process by a failed check once that is full."""
     if {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & os.environ.keys():
         return
-    shared = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")  # it takes what it needs
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):  # else it takes what it needs
+        _wait_for_memory(patience)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
+
+
+def _wait_for_memory(patience: float) -> None:
     until = time.monotonic() + patience
-    while full := None if shared else next(filter(_is_held, ask_gpus("index", "memory.free", "memory.total")), None):
+    while held := next(filter(_is_held, ask_gpus("index", "memory.free", "memory.total")), None):
         if time.monotonic() > until:
-            name, free, total = full
+            name, free, total = held
             raise ConfigError(
                 f"GPU {name}: {MEMORY_SHARE:.0%} of its memory is claimed, and {free} of {total} MiB are free: wait "
                 f"for what else runs there, or set XLA_CLIENT_MEM_FRACTION below {int(free) / int(total):.2f}"
             )
         time.sleep(0.5)
-    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
 
 
 def _is_held(gpu: list[str]) -> bool:

@@ -286,7 +286,8 @@ def name_of(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("disaggregation", argv)
-    claim_memory()
+    if not args.simulate:
+        claim_memory()
     rows = simulate(args) if args.simulate else measure(args)
     return record(args, name_of(args), command, with_claim(rows))
 

@@ -260,7 +260,8 @@ def name_of(args: argparse.Namespace) -> str:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    claim_memory()
+    if args.url is None and not args.host_only:  # a server may hold the memory of this host's GPUs
+        claim_memory()
     sampling_of(args)  # what a request would be refused for is told before weights take minutes to be made
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     if not 0 <= args.cut < len(requests):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments import qps
+from experiments import disaggregation, qps
 from experiments.arguments import MEMORY_SHARE, claim_memory
 from experiments.qps import main, name_of, parse_args
 from experiments.serving import engines, run
@@ -273,6 +273,30 @@ def test_memory_that_others_hold_is_not_claimed(monkeypatch, tmp_path):
     claim_memory()
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == str(MEMORY_SHARE)
     assert len((tmp_path / "said").read_text().splitlines()) == 3, "nothing was asked where nothing is claimed ahead"
+
+
+def test_a_run_without_a_device_of_its_own_claims_none(monkeypatch, tmp_path, capsys):
+    """Of a server's GPUs the server holds the memory."""
+
+    def held() -> None:
+        raise ConfigError("it is held")
+
+    for module in (qps, disaggregation):
+        monkeypatch.setattr(module, "claim_memory", held)
+    (tmp_path / "work.json").write_text(json.dumps({"requests": [[5, 6]]}))
+    asked = ["--workload", str(tmp_path / "work.json"), "--results", str(tmp_path)]
+    assert main([*asked, "--url", "http://127.0.0.1:9"]) == 2
+    assert "it is held" not in capsys.readouterr().err
+    monkeypatch.setattr(qps, "measure", lambda *args: [])
+    for options, status in ((["--host-only"], 0), ([], 2)):
+        monkeypatch.setattr(qps, "rehearse", lambda *args: None)
+        monkeypatch.setattr(qps, "make_model", lambda args: None)
+        assert main([*asked, *options]) == status
+    assert capsys.readouterr().err == "error: it is held\n"
+    monkeypatch.setattr(disaggregation, "simulate", lambda args: [])
+    monkeypatch.setattr(disaggregation, "with_claim", lambda rows: rows)
+    assert disaggregation.main(["--simulate", "--results", str(tmp_path)]) == 0
+    assert disaggregation.main(["--results", str(tmp_path)]) == 2
 
 
 def test_a_run_at_toy_size(tmp_path, capsys):

@@ -22,7 +22,7 @@ from pallas_kernels.weight_only_matmul import weight_only_matmul
 KINDS = ("matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g128", "w4a16-g128-zp", "nf4", "fp8-weight")
 M = (1, 2, 7, 16, 17, 64, 300)
 LARGE = (1, 8, 9, 17, 64, 129, 513, 4096)
-FEW = (1, 17, 513)  # each is a kernel to compile, ten seconds of a busy host, and 4096 rows of wide products gigabytes
+FEW = (1, 17, 513)  # each is a kernel to compile, which takes a busy host ten seconds
 
 
 def draw(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
