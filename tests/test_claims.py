@@ -178,6 +178,10 @@ def test_c21_asks_for_hidden_work():
         c21.judge(rows((1.0, first), (1.1, second))) for first, second in ((1.01, 1.15), (1.01, 1.3), (1.3, 2.5))
     )
     assert (yes.verdict, partly.verdict, no.verdict) == ("yes", "partly", "no")
+    wide = [row | {"over_bytes_ci": 0.02, "rounds": 5} for row in rows((1.0, 1.14))]
+    assert c21.judge(wide).answers == (
+        "Open: hidden at 10x (1 x 0 2/1: 1.00 [0.98, 1.02] once and 1.14 [1.12, 1.16] at 10x)",
+    )
     assert no.figures == ("time over that of the bytes, dequantized 1 times: 1.00 to 1.10, 10 times: 1.30 to 2.50",)
     assert partly.answers[1] == "No: hidden at 10x in 1 of 2 cases (1 x 1 2/1: 1.10 once and 1.30 at 10x)"
 
@@ -213,9 +217,13 @@ def test_c21_measures_against_the_rate_of_plain_pages(timed, monkeypatch):
     rows = list(c21.measure(False))
     assert [row["dequantized"] for row in rows[:5]] == [0, *c21.REPEATS]
     assert {row["over_bytes"] for row in rows if row["dequantized"]} == {1.6}  # 512 bytes over 256 and 64 of scales
-    outs = iter(range(100))
+    assert {(row["rounds"], row["over_bytes_ci"]) for row in rows if row["dequantized"]} == {(c21.ROUNDS, 0.0)}
+    outs = iter(range(1000))
     monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0, jnp.full(3, next(outs) // 5)))
     assert not any("error" in row for row in c21.measure(False))
+    slower = iter(range(1000))
+    monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0 + next(slower) // 5 % 5, jnp.zeros(3)))
+    assert {row["over_bytes_ci"] for row in c21.measure(False) if row["dequantized"]} == {0.0}, "ratios of a round"
     monkeypatch.setattr(decoding.Compiled, "timed", lambda self: (100.0, jnp.full(3, next(outs))))
     assert sum("not the same" in row.get("error", "") for row in c21.measure(False)) == 12
 

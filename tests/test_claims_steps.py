@@ -35,9 +35,15 @@ def test_c13_products_are_those_of_a_step():
     made = jax.make_jaxpr(c13.products)(model.params, x, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert made.out_avals[0].shape == (2, CONFIG.vocab_size)
     assert count(made.jaxpr, "dot_general") == 4 * CONFIG.num_layers + 1
-    rows = [c13.share_row("decode", 1, 8, 100.0, share) for share in (71.0, 89.0)]
+    rows = [c13.share_row("decode", 1, 8, [(100.0, share)]) for share in (71.0, 89.0)]
     assert c13.judge(rows).verdict == "yes"
-    assert c13.judge([*rows, c13.share_row("prefill", 1, 8, 100.0, 50.0)]).verdict == "partly"
+    assert c13.judge([*rows, c13.share_row("prefill", 1, 8, [(100.0, 50.0)])]).verdict == "partly"
+    edge = c13.share_row("decode", 1, 8, [(100.0, 90.2), (200.0, 178.0), (50.0, 45.0)])
+    assert (edge["step_us"], edge["products_us"], edge["share"], edge["rounds"]) == (116.7, 104.4, 0.8973, 3)
+    assert edge["share_ci"] == pytest.approx(0.0160, abs=1e-4)
+    assert c13.judge([edge]).answers == ("Open: products take 70% to 90% of a step (decode 1 x 8: 89.7% [88.1, 91.3])",)
+    assert c13.judge([edge | {"share_ci": 0.0026}]).verdict == "yes"
+    assert c13.judge([edge | {"share": 0.91, "share_ci": 0.0026}]).verdict == "no"
     attention = {"phase": "decode", "kind": "attention", "of_step": 0.25}
     assert "attention kernels take 25% to 25%" in c13.judge([*rows, attention]).measured
 
@@ -47,7 +53,7 @@ def test_c13_maps_steps_by_batch_and_context(tiny):
     assert [(row["phase"], row["batch"], row["tokens"]) for row in rows] == [
         ("decode", 2, 8), ("decode", 2, 16), ("prefill", 1, 16)
     ]  # fmt: skip
-    assert rows[0]["products_us"] == rows[1]["products_us"], "which do not depend on the context"
+    assert all(row["rounds"] == c13.ROUNDS and row["share_ci"] > 0 for row in rows)
     assert all(batch * max(contexts) <= 1 << 16 for batch, contexts in c13.DECODE.items()), "what 80 GB hold"
 
 
@@ -56,12 +62,15 @@ def test_c14_at_toy_size_through_the_command(tiny, tmp_path, capsys):
     document = json.loads(capsys.readouterr().out.splitlines()[-1])["claims-C14"]
     row, verdict = document["rows"]
     prefill, decode = row["prefill_ms"], 16 * row["decode_ms"]
-    assert row["prefill_share"] == pytest.approx(prefill / (prefill + decode), abs=1e-3)
+    assert row["prefill_share"] == pytest.approx(prefill / (prefill + decode), abs=row["prefill_share_ci"] + 1e-3)
+    assert row["rounds"] == c14.ROUNDS
+    assert row["tokens_s"] == pytest.approx(32e3 / (prefill + decode), rel=1e-3)
     assert verdict["verdict"] == "toy size: no verdict"
     assert list(tmp_path.glob("claims-C14-*.svg"))
     typical = {"batch": 1, "input": 114, "output": 321, "prefill_share": 0.02}
     assert c14.judge([typical]).verdict == "yes"
     assert c14.judge([typical, typical | {"input": 2048, "prefill_share": 0.5}]).verdict == "partly"
+    assert c14.judge([typical | {"prefill_share_ci": 0.09, "rounds": 3}]).verdict == "open"
     assert "2.0% at batch 1 and the workload's mean lengths" in c14.judge([typical]).measured
 
 
@@ -350,7 +359,7 @@ def test_each_draws_its_rows(tmp_path):
         "C3": two,
         "C4": [{"rows": 4, "V": 8, "times": 2.0, "threshold_us": 1.0, "sort_us": 2.0}, *two],
         "C11": [{"prompts": 4, "work_saved": 0.5}, {"prompts": 16, "work_saved": 0.5, "time_saved": 0.4}, *two],
-        "C13": [c13.share_row("decode", 1, 8, 2.0, 1.0), {"kind": "attention", "of_step": 0.1}],
+        "C13": [c13.share_row("decode", 1, 8, [(2.0, 1.0)]), {"kind": "attention", "of_step": 0.1}],
         "C14": [{"batch": 1, "input": 8, "output": 8, "prefill_share": 0.1}],
         "C18": [
             {"phase": "decode", "sequences": 1, "tokens": 8, "fused": name, "step_ms": 1.0, "kernels": 3.0}

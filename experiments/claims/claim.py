@@ -35,6 +35,11 @@ class Interval:
         """Whether all of it does; None where it has room for either."""
         return True if self.mean - self.half >= least else False if self.mean + self.half < least else None
 
+    def within(self, least: float, most: float) -> bool | None:
+        """Whether all of it is; None where it has room for either."""
+        low, high = self.mean - self.half, self.mean + self.half
+        return True if least <= low and high <= most else False if high < least or low > most else None
+
     def shown(self, form: str, scale: float = 1.0, unit: str = "") -> str:
         """Its mean and ends in a form like "{:.2f}"; of a single round the figure alone."""
         mean, *ends = (form.format(scale * (self.mean + side * self.half)) for side in (0, -1, 1))
@@ -45,6 +50,17 @@ def interval_of(values: Sequence[float], noise: float = 0.0) -> Interval:
     """Of the values of each round; `noise` is half of the interval of a single one."""
     half = half_interval(values)
     return Interval(statistics.fmean(values), noise if half is None else half, len(values))
+
+
+def over_rounds(key: str, values: Sequence[float]) -> Row:
+    """What a row says of a figure that was measured in each of some rounds: see `interval_in`."""
+    found = interval_of(values)
+    return {key: round(found.mean, 4), f"{key}_ci": round(found.half, 4), "rounds": found.rounds}
+
+
+def interval_in(row: Row, key: str) -> Interval:
+    """A row's figure; rows of older files, which name no rounds, are of a single one."""
+    return Interval(row[key], row.get(f"{key}_ci", 0.0), row.get("rounds", 1))
 
 
 def change_of(rows: Iterable[Row], over: Iterable[Row], key: str, noise: float = 0.0) -> Interval | None:
