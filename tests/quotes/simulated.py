@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from experiments.clusters import parse_args
 from experiments.steps.links import read_link
+from jllm.batch import make_buckets
 from jllm.config import load_config
 from tests.quotes.files import H100, ROOT, only, rows, spread
 
@@ -19,6 +21,17 @@ def clusters(model: str, **wanted: Any) -> list[float]:
     """Simulated: requests a second all at once, and at a load the percentiles of first tokens and of those between."""
     once, loaded = (only(f"clusters_{model}", "cpu", load=load, **wanted) for load in (None, 0.7))
     return [once["qps"], *(loaded[f"{name}_ms_p{p}"] for name in ("ttft", "itl") for p in (50, 99))]
+
+
+def full_steps() -> list[float]:
+    """Prompt tokens of the sizes of steps; of the 70B's engines of two GPUs on eight and on 64 the longest milliseconds
+    between tokens, which are as long, and requests a second that one gets."""
+    asked, wanted = parse_args([]), {"ranks": 2, "how": "merged", "load": 0.7}
+    eight, more = (only(f"clusters_llama-2-70b{label}", "cpu", **wanted) for label in ("", "-64"))
+    sizes = {b.tokens for b in make_buckets(eight["slots"], eight["slots"] + asked.step_tokens)}
+    assert eight["slots"] == more["slots"]
+    assert round(eight["itl_ms_max"]) == round(more["itl_ms_max"])
+    return [*sorted(sizes)[1:], eight["itl_ms_max"], *(row["rate"] / row["engines"] for row in (eight, more))]
 
 
 def by_mesh(model: str, ranks: int) -> list[float]:
@@ -99,6 +112,9 @@ QUOTES: dict[str, Callable[[], Any]] = {
             ("| | 32 of two GPUs", "llama-2-70b-64", {}),
         )
     },
+    "more than {} tokens of prompts are computed as {:,} rows. The 70B's engines of two GPUs have such steps on eight "
+    "GPUs too, where a token waits {:.0f} ms at most, as on 64; but there fewer than one in a hundred waits for one, "
+    "as an engine gets {:.1f} requests a second for {:.1f} on 64": full_steps,
     **{
         f"{name} | {{:,.0f}} | {{:,.0f}} |": partial(by_mesh, model, ranks)
         for name, model, ranks in (
