@@ -37,7 +37,7 @@ def recorded() -> list[Row]:
     may be in several files: of one model (what a file does not say has its default), recipe and text."""
     files = [(json.loads(path.read_text(encoding="utf-8")), path.name) for path in RESULTS.glob("train_heads-*.json")]
     runs: dict[str, dict[tuple[int, int], Row]] = {}
-    for file, name in sorted(files, key=lambda found: found[0]["date"], reverse=True):
+    for file, name in sorted(files, key=lambda found: (found[0]["date"], found[1]), reverse=True):
         of = json.dumps([DEFAULTS | file["model"], file["recipe"], file["valid_tokens"]], sort_keys=True)
         for row in file["rows"]:
             if row["step"] == file["recipe"]["steps"]:
