@@ -25,13 +25,13 @@ def clusters(model: str, **wanted: Any) -> list[float]:
 
 def full_steps() -> list[float]:
     """Prompt tokens of the sizes of steps; of the 70B's engines of two GPUs on eight and on 64 the longest milliseconds
-    between tokens, which are as long, and requests a second that one gets."""
+    between tokens, and requests a second that one gets."""
     asked, wanted = parse_args([]), {"ranks": 2, "how": "merged", "load": 0.7}
     eight, more = (only(f"clusters_llama-2-70b{label}", "cpu", **wanted) for label in ("", "-64"))
     sizes = {b.tokens for b in make_buckets(eight["slots"], eight["slots"] + asked.step_tokens)}
     assert eight["slots"] == more["slots"]
-    assert round(eight["itl_ms_max"]) == round(more["itl_ms_max"])
-    return [*sorted(sizes)[1:], eight["itl_ms_max"], *(row["rate"] / row["engines"] for row in (eight, more))]
+    longest, rates = zip(*((row["itl_ms_max"], row["rate"] / row["engines"]) for row in (eight, more)))
+    return [*sorted(sizes)[1:], *longest, *rates]
 
 
 def by_mesh(model: str, ranks: int) -> list[float]:
@@ -113,8 +113,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
         )
     },
     "more than {} tokens of prompts are computed as {:,} rows. The 70B's engines of two GPUs have such steps on eight "
-    "GPUs too, where a token waits {:.0f} ms at most, as on 64; but there fewer than one in a hundred waits for one, "
-    "as an engine gets {:.1f} requests a second for {:.1f} on 64": full_steps,
+    "GPUs too, where a token waits {:.0f} ms at most, for {:.0f} on 64; but there fewer than one in a hundred waits for "
+    "one, as an engine gets {:.1f} requests a second for {:.1f} on 64": full_steps,
     **{
         f"{name} | {{:,.0f}} | {{:,.0f}} |": partial(by_mesh, model, ranks)
         for name, model, ranks in (
@@ -135,8 +135,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "two in one process are {:.0f} to {:.0f} % too high, with sixteen {:.0f} to {:.0f} %": lambda: [
         percent for layers in (8, 16) for percent in simulated_off_by("level", "qps", 2, layers=layers)
     ],
-    "between tokens are from {:.0f} % too long to {:.0f} % too short with sixteen layers, of first tokens "
-    "{:.0f} to {:.0f} % too short": lambda: [-apart_off_by(16)[0], *apart_off_by(16)[1:]],
+    "between tokens are {:.0f} to {:.0f} % too short with sixteen layers, of first tokens {:.0f} to {:.0f} % too "
+    "short": lambda: apart_off_by(16),
     "and with eight {:.0f} to {:.0f} and {:.0f} to {:.0f} %": lambda: apart_off_by(8),
     "on one GPU from {:.0f} % too low to {:.0f} % too high": lambda: [
         sign * percent for sign, percent in zip((-1, 1), simulated_off_by("serving", "qps"), strict=True)

@@ -89,6 +89,16 @@ def by_replicas() -> list[float]:
     return [two, two / one, one]
 
 
+def by_four_replicas() -> list[float]:
+    """Requests a second of four engines, how many times as many that is as of one, that one's, and milliseconds that a
+    step takes an engine of the four, and the one."""
+    found = (only("qps_llama-2-7b_bfloat16_replicas1-4", "h200", replicas=n, repeat="mean") for n in (1, 4))
+    (one, step), (four, of_four) = (
+        (row["qps"], 1e3 * row["replicas"] * row["seconds"] / row["steps"]) for row in found
+    )
+    return [four, four / one, one, of_four, step]
+
+
 def apart() -> list[float]:
     """Apart over replicas: throughput of all at once, then at the loads that both serve the least and the most of the
     99th percentiles between tokens and of first tokens."""
@@ -294,6 +304,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
     "tensor parallelism (LLaMA-2-70B in bf16 on four H100s: {:.1f} ms a step at batch 1)": lambda: (
         on_several("four-70b", 4)[:1]
     ),
+    "Four on H200s serve {:.1f}, only {:.2f} times one's {:.1f} (`python -m experiments.qps --replicas 1 4 --repeats "
+    "1`): a step takes each engine {:.1f} ms there for {:.1f} alone": by_four_replicas,
     "an engine on each (two serve {:.2f} times one's requests)": lambda: by_replicas()[1:2],
     "Two engines with LLaMA-2-7B on two H100s serve {:.1f} requests a second, {:.2f} times the {:.1f} of one": (
         by_replicas
