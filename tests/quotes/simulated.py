@@ -113,8 +113,8 @@ QUOTES: dict[str, Callable[[], Any]] = {
         )
     },
     "more than {} tokens of prompts are computed as {:,} rows. The 70B's engines of two GPUs have such steps on eight "
-    "GPUs too, where a token waits {:.0f} ms at most, for {:.0f} on 64; but there fewer than one in a hundred waits for "
-    "one, as an engine gets {:.1f} requests a second for {:.1f} on 64": full_steps,
+    "GPUs too, where a token waits {:.0f} ms at most, for {:.0f} on 64; but there fewer than one in a hundred waits "
+    "for one, as an engine gets {:.1f} requests a second for {:.1f} on 64": full_steps,
     **{
         f"{name} | {{:,.0f}} | {{:,.0f}} |": partial(by_mesh, model, ranks)
         for name, model, ranks in (
