@@ -37,8 +37,8 @@ class Sent:
             tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
             self.again_tokens -= tokens
             self.again_letters -= letters
-            rest = {"token_ids": event.token_ids[tokens:], "logprobs": event.logprobs[tokens:]}
-            event = event._replace(text=event.text[letters:], **rest)
+            ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
+            event = event._replace(token_ids=ids, text=text, logprobs=logprobs)
         self.tokens += len(event.token_ids)
         self.letters += len(event.text)
         if self.first is None and event.token_ids:
