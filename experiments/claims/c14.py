@@ -2,8 +2,7 @@
 
 Whole prefill and decode steps of a batch, as experiments.throughput times them: a generation is the prefill of all its
 prompts and one decode step for each token of the output, at the length that K and V have in the middle of it. Both are
-timed ROUNDS times, first all prefills and then all decodes; a share is of the first of each, the second of each and so
-on, and what counts is their mean with its 95 % interval (Student's t).
+timed ROUNDS times; the share is the mean of as many, with its 95 % interval (Student's t).
 """
 
 import argparse
