@@ -144,7 +144,7 @@ class Replica:
 
     def named(self, events: Iterable[Event]) -> list[Event]:
         """Events of the engine, under the ids of Replicas."""
-        return [Event(self._names[event[0]], *event[1:]) for event in events]  # half of what _replace takes
+        return [event._replace(id=self._names[event.id]) for event in events]
 
     def close(self, reason: str) -> None:
         """Once all that it was asked for before has been done."""
