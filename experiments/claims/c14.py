@@ -2,7 +2,7 @@
 
 Whole prefill and decode steps of a batch, as experiments.throughput times them: a generation is the prefill of all its
 prompts and one decode step for each token of the output, at the length that K and V have in the middle of it. Both are
-timed ROUNDS times; the share is the mean of as many, with its 95 % interval (Student's t).
+timed ROUNDS times, prefill first; the share is the mean of as many, with its 95 % interval (Student's t).
 """
 
 import argparse

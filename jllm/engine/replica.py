@@ -32,18 +32,16 @@ class Sent:
         self.again_tokens, self.again_letters = self.tokens, self.letters
 
     def rest(self, event: Event) -> Event:
-        """The part of an event that is new: nearly always all of it, which is made anew only where it is not."""
-        if self.again_tokens or self.again_letters:
-            tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
-            self.again_tokens -= tokens
-            self.again_letters -= letters
-            ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
-            event = event._replace(token_ids=ids, text=text, logprobs=logprobs)
-        self.tokens += len(event.token_ids)
-        self.letters += len(event.text)
-        if self.first is None and event.token_ids:
+        """The part of an event that is new."""
+        tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
+        self.again_tokens -= tokens
+        self.again_letters -= letters
+        ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
+        self.tokens += len(ids)
+        self.letters += len(text)
+        if ids and self.first is None:
             self.first = time.perf_counter()
-        return event
+        return event._replace(token_ids=ids, text=text, logprobs=logprobs)
 
 
 @dataclass(eq=False)
