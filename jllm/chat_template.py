@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jllm.errors import TokenizerError
-
-Message = Mapping[str, Any]
+from jllm.messages import Message, check_messages
 
 
 def read_json(path: Path) -> dict:
@@ -54,19 +53,16 @@ def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None
 def render_chat(template: str, messages: Sequence[Message], special_tokens: Mapping[str, str]) -> str:
     """Text of a conversation, ending where the assistant's answer begins (add_generation_prompt).
 
-    special_tokens are visible to the template by name ("bos_token", "eos_token", ...). Raises TokenizerError for
-    messages that are not a list of objects with a role, and for whatever the template itself refuses.
+    special_tokens are visible to the template by name ("bos_token", "eos_token", ...). A template that does not know
+    the role developer gets such a message as one of the system, which it stands for. Raises TokenizerError for messages
+    that check_messages refuses, and for whatever the template itself refuses.
     """
     import jinja2
 
-    good = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not good or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
-        raise TokenizerError('messages must be a non-empty list like [{"role": "user", "content": "..."}]')
-    try:
-        # Through JSON, so that templates (code out of a download) see plain values and nothing of the caller's objects.
-        plain = json.loads(json.dumps([dict(message) for message in messages]))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"messages must hold JSON values only: {one_line(error)}") from error
+    # Plain values only: templates (code out of a download) see nothing of the caller's objects.
+    plain = check_messages(messages)
+    if "developer" not in template:
+        plain = [m | {"role": "system"} if m["role"] == "developer" else m for m in plain]
     variables = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return _environment().from_string(template).render(**special_tokens, **variables)

@@ -53,6 +53,10 @@ class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 
 
+class TooLongError(RequestError):
+    """A prompt, with the tokens that are to follow it, that is longer than the engine has room for."""
+
+
 class QueueFull(JllmError, RuntimeError):
     """More requests wait than may: those that come later may find room."""
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jllm.chat_template import Message, find_chat_template, read_json, render_chat
+from jllm.chat_template import find_chat_template, read_json, render_chat
 from jllm.errors import TokenizerError
+from jllm.messages import Message
 from jllm.vocabulary import AddedToken, SentencePieceVocabulary, TokenizersVocabulary, Vocabulary
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

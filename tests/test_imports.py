@@ -15,7 +15,7 @@ PURE = {
 FILES = {
     "chat_template", "tokenizer", "vocabulary", "safetensors_io", "checkpoint", "checkpoint_files",
     "checkpoint_saving", "fingerprint", "fit", "pretrained", "compile_cache", "run_identity", "snapshot",
-    "drafter_files",
+    "drafter_files", "messages",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself

@@ -127,6 +127,22 @@ def test_scores_are_those_of_a_forward_pass(lm, directory):
     assert found == pytest.approx(want_rolling, abs=1e-4)
 
 
+def test_windows_are_as_long_as_a_small_pool_has_room_for(lm, directory):
+    """By default; a length that is asked for and does not fit is refused."""
+    from jllm.analysis.lm_eval import JllmLM
+
+    small = {"num_pages": 4, "page_size": 8, "max_slots": 4}
+    short = JllmLM(directory, **small, dtype="float32")
+    assert short.max_length == 4 * 8 + 1 - 2
+    text = "the wolf ran in the small house and the girl " * 3
+    request = instances("loglikelihood_rolling", (text,))
+    (found,) = short.loglikelihood_rolling(request, disable_tqdm=True)
+    same = JllmLM(directory, max_length=short.max_length, dtype="float32", **OPTIONS)
+    assert found == pytest.approx(same.loglikelihood_rolling(request, disable_tqdm=True)[0], abs=1e-4)
+    with pytest.raises(EvaluationError, match=r"max_length must be in 1 \.\. 31, what the page pool"):
+        JllmLM(directory, max_length=40, **small)
+
+
 def test_what_cannot_be_evaluated_is_named(lm, directory):
     from jllm.analysis.lm_eval import JllmLM
 

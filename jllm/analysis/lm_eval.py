@@ -41,10 +41,11 @@ class JllmLM(TemplateLM):
     """pretrained, dtype and quantize are those of jllm.load; kv_cache, max_slots, max_step_tokens, page_size, num_pages
     and backend those of the engine. batch_size, if it is not lm-eval's default of 1 or "auto", stands for max_slots.
 
-    max_length: most tokens that a token sees before it, at most (and by default) the model's context. add_bos_token:
-    whether texts get the prefix that the tokenizer knows of (default: they do); prefix_token_id: what stands before a
-    text without context (default: the tokenizer's BOS, or else its end token). seed: of sampled answers, each with its
-    own. Raises EvaluationError for what cannot be evaluated, and whatever load and Engine raise.
+    max_length: most tokens that a token sees before it, at most (and by default) the model's context, or less where
+    num_pages has less room. add_bos_token: whether texts get the prefix that the tokenizer knows of (default: they do);
+    prefix_token_id: what stands before a text without context (default: the tokenizer's BOS, or else its end token).
+    seed: of sampled answers, each with its own. Raises EvaluationError for what cannot be evaluated, and whatever load
+    and Engine raise.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class JllmLM(TemplateLM):
         if model.tokenizer is None:
             raise EvaluationError(f"{self._name} has no tokenizer, and lm-eval's tasks are texts")
         context, size = model.config.context, model.config.vocab_size
-        self.max_length = context if max_length is None else max_length
-        _check_in("max_length", self.max_length, 1, context, "the model's context")
+        asked = context if max_length is None else max_length
+        _check_in("max_length", asked, 1, context, "the model's context")
         if not isinstance(max_gen_toks, int) or max_gen_toks < 1:
             raise EvaluationError(f"max_gen_toks must be a number from 1 on, not {max_gen_toks!r}")
         if prefix_token_id is not None:
@@ -86,8 +87,11 @@ class JllmLM(TemplateLM):
         self._info = {"quantize": quantize, "kv_cache": engine.get("kv_cache")}
         self._model = model
         # The last token of a window is only scored, and one is sampled after it: two positions that no task reads.
-        roomy = replace(model, config=replace(model.config, context=self.max_length + 2))
+        roomy = replace(model, config=replace(model.config, context=asked + 2))
         self._engine = Engine(roomy, max_slots=_slots(max_slots, batch_size), **engine)
+        room = self._engine.most_tokens - 2
+        self.max_length = min(asked, room) if max_length is None else asked
+        _check_in("max_length", self.max_length, 1, room, "what the page pool (num_pages) has room for")
 
     @property
     def eot_token_id(self) -> int:

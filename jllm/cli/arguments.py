@@ -29,8 +29,8 @@ examples:
   python -m jllm.generate --speculate draft "Once upon a time"
 
 input file: each line is a JSON object with "prompt" (text, or a list of token ids) or "messages" (a list of
-  {"role", "content"}, for the chat template), perhaps an "id" (any value, repeated in its results), and perhaps
-  sampling parameters of its own, which win over the flags:
+  {"role", "content"} as the server takes them, for the chat template), perhaps an "id" (any value, repeated in its
+  results), and perhaps sampling parameters of its own, which win over the flags:
   %(fields)s.
   Any other key is an error, like every broken line, and is reported with the line's number before anything runs.
 
@@ -117,9 +117,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The flags' sampling parameters. Raises RequestError, naming the field, for a bad value."""
+def sampling_params(args: argparse.Namespace, max_new_tokens: int = SamplingParams.max_new_tokens) -> SamplingParams:
+    """Returns the flags' sampling parameters, with max_new_tokens where no flag says how many. Raises RequestError,
+    naming the field, for a bad value."""
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+    if given["max_new_tokens"] is None:
+        given["max_new_tokens"] = max_new_tokens
     return SamplingParams(**given, guide=guide_of(args))
 
 
@@ -228,7 +231,8 @@ def _add_field(group: Group, flag: str, kind: type, metavar: str, text: str, *na
 def add_sampling(group: Group, max_new_tokens: int = SamplingParams.max_new_tokens) -> None:
     """The flags that say how one text goes on."""
     add = partial(_add_field, group)
-    add("--max-new-tokens", int, "N", "most tokens to generate", default=max_new_tokens)
+    most = f"most tokens to generate (default: {max_new_tokens}, or what the context and --num-pages leave room for)"
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help=most)
     add("--temperature", float, "T", "0 always takes the most likely token; below 1 is tamer, above 1 wilder")
     add("--top-k", int, "K", "draw from the K most likely tokens only; 0 is off")
     add("--top-p", float, "P", "draw from the most likely tokens that together reach probability P; 1 is off")

@@ -14,6 +14,7 @@ from typing import Any
 from jllm.engine.guide import Guide
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError
+from jllm.messages import check_messages
 from jllm.run_identity import differing
 from pallas_kernels.one_writer import open_alone
 
@@ -34,6 +35,7 @@ class Job:
     sampling: SamplingParams
     where: str = ""  # how to name it in an error
     made_with: Mapping[str, Any] = field(default_factory=dict)  # what was asked for besides: model, scheme, formats
+    open_ended: bool = False  # nothing says how many new tokens: the default, or as many as there is room for
     run: Mapping[str, str] = field(default_factory=dict)  # jllm.run_identity: what that was, whatever it is called
 
 
@@ -60,18 +62,32 @@ def nth_seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed + index) % 2**32
 
 
-def read_jobs(path: Path, base: SamplingParams, made_with: Mapping[str, Any] = MappingProxyType({})) -> list[Job]:
+def read_jobs(
+    path: Path,
+    base: SamplingParams,
+    made_with: Mapping[str, Any] = MappingProxyType({}),
+    open_ended: bool = False,
+) -> list[Job]:
     """The requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are the
-    sampling parameters of the command line, over which those of a line win; `made_with` goes into each job. Raises
-    InputFileError, with the line's number, for a broken one."""
-    return jobs_of(read_lines(path, "prompts"), base, made_with)
+    sampling parameters of the command line, over which those of a line win; `made_with` goes into each job, and
+    `open_ended` into those that say no max_new_tokens. Raises InputFileError, with the line's number, for a broken
+    one."""
+    return jobs_of(read_lines(path, "prompts"), base, made_with, open_ended)
 
 
 def jobs_of(
-    lines: Iterable[tuple[int, str, dict[str, Any]]], base: SamplingParams, made_with: Mapping[str, Any]
+    lines: Iterable[tuple[int, str, dict[str, Any]]],
+    base: SamplingParams,
+    made_with: Mapping[str, Any],
+    open_ended: bool = False,
 ) -> list[Job]:
     """As read_jobs, of lines as read_lines gives them."""
-    return [replace(_job(raw, index, base, where), made_with=made_with) for index, where, raw in lines]
+
+    def job(index: int, where: str, raw: dict[str, Any]) -> Job:
+        free = open_ended and "max_new_tokens" not in raw
+        return replace(_job(raw, index, base, where), made_with=made_with, open_ended=free)
+
+    return [job(*line) for line in lines]
 
 
 def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -104,6 +120,8 @@ def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> J
     if not isinstance(prompt, str) and not ids:
         raise InputFileError(f'{where}: "prompt" must be text or a list of token ids, not {_short(prompt)}')
     try:
+        if "messages" in raw:
+            check_messages(raw["messages"])
         fields = {name: _field(name, raw[name]) for name in FIELDS if name in raw}
         sampling = replace(base, **{"seed": nth_seed(base.seed, index), **fields})
     except JllmError as error:

@@ -21,6 +21,7 @@ from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
+    from jllm.engine.async_engine import Request
     from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
     from jllm.tokenizer import Tokenizer
@@ -61,13 +62,13 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         if not todo:
             note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
             return 0
-        engine, prompts, slots = _prepare(args, model, todo)
+        engine, requests, slots = _prepare(args, model, todo)
         from jllm.cli.sinks import Lines, Screen
 
         speed = Speed(started, compiled(engine))
         interrupt.deferred = True  # from here on there is something to keep
         sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
-        queue = ((job, prompt, job.sampling) for job, prompt in zip(todo, prompts))
+        queue = ((job, *request) for job, request in zip(todo, requests))
         events = run_queue(engine, queue, 2 * slots, interrupt)
         return drive(events, sink, speed, interrupt, engine)
 
@@ -79,13 +80,13 @@ def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
     """All requests. No model is needed to find most mistakes."""
     asked = made_with(args)
     if args.input is not None:
-        return read_jobs(args.input, base, asked)
+        return read_jobs(args.input, base, asked, args.max_new_tokens is None)
     prompts = args.prompts or args.prompt_ids or [_stdin_prompt()]
     jobs = []
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
         where = "" if len(prompts) == 1 else f"prompt {i + 1}"
-        jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked))
+        jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked, args.max_new_tokens is None))
     return jobs
 
 
@@ -102,9 +103,10 @@ def _stdin_prompt() -> str:
     return text
 
 
-def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine | Replicas, list[Prompt], int]":
+def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine | Replicas, list[Request], int]":
     """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
     cache = compile_cache(args)
+    from jllm.engine.checks import fitted
     from jllm.pretrained import load
 
     model = load(path, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
@@ -114,11 +116,16 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
             prompts.append(prompt_of(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
     engine = make_engine(model, args.replicas, **options, executables=cache)
+    requests = []
     for job, prompt in zip(jobs, prompts):
+        sampling = job.sampling
+        if job.open_ended:
+            sampling = fitted(sampling, len(prompt), engine.most_tokens)
         with _named(job):
-            engine.check(prompt, job.sampling)
-    engine.compile_ahead(job.sampling for job in jobs)
-    return engine, prompts, engine.slots
+            engine.check(prompt, sampling)
+        requests.append((prompt, sampling))
+    engine.compile_ahead(sampling for _, sampling in requests)
+    return engine, requests, engine.slots
 
 
 def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":

@@ -104,6 +104,7 @@ class AsyncEngine:
         """max_waiting: samples that may wait beside those that run; with more, QueueFull."""
         self.limit = engine.slots + max_waiting
         self.check, self.metrics = engine.check, engine.metrics
+        self.most_tokens = engine.most_tokens  # of one sample, its prompt included
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._open: set[Stream] = set()  # whose requests have not ended
         self._refused: str | None = None  # why submit() takes nothing more

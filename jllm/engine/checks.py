@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
-from jllm.errors import RequestError
+from jllm.errors import RequestError, TooLongError
 from jllm.parallel.mesh import has_processes
 
 if TYPE_CHECKING:
@@ -43,8 +44,16 @@ def token_ids(prompt: Prompt, tokenizer: "Tokenizer | None") -> list[int]:
     return ids
 
 
-def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfig, has_tokenizer: bool) -> None:
-    """Raises RequestError, in one line, for what this model cannot serve."""
+def fitted(params: SamplingParams, length: int, most: int) -> SamplingParams:
+    """Returns params with as many new tokens as have room behind `length` tokens, where `most` are all that fit."""
+    tokens = max(1, min(params.max_new_tokens, most - length))
+    return params if tokens == params.max_new_tokens else replace(params, max_new_tokens=tokens)
+
+
+def check_request(
+    ids: Sequence[int], params: SamplingParams, config: LlamaConfig, has_tokenizer: bool, most: int | None = None
+) -> None:
+    """Raises RequestError, in one line, for what this model cannot serve. `most` tokens fit the page pool."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling must be SamplingParams, not {params!r}")
     named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
@@ -56,8 +65,10 @@ def check_request(ids: Sequence[int], params: SamplingParams, config: LlamaConfi
                 vocabulary = f"[0, {config.vocab_size}), the model's vocabulary"
                 raise RequestError(f"{name}: token id {token!r} is not in {vocabulary}")
     if len(ids) >= config.context:
-        room = f"the model's context leaves room for {config.context - 1}"
-        raise RequestError(f"a prompt of {len(ids)} tokens is too long: {room}")
+        what, room = "model's context", config.context
+        if most is not None and most < room:
+            what, room = "page pool", most
+        raise TooLongError(f"a prompt of {len(ids)} tokens is too long: the {what} leaves room for {room - 1}")
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
     if has_processes(config) and params.seed is None and params.temperature > 0.0:

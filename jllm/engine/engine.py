@@ -81,6 +81,11 @@ class Engine:
         return self.sizes.limits.max_slots
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens that one sample may have, its prompt included: the model's context, or what the pool holds."""
+        return self.sizes.most_tokens(self._config.context)
+
+    @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
@@ -154,7 +159,7 @@ class Engine:
         """The prompt's token ids, if submit would take it; else the error that submit would raise."""
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
-        check_request(ids, sampling, self._config, self._tokenizer is not None)
+        check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
         if sampling.guide is not None:
             self._loop.guides.matcher(sampling.guide)
         self._scheduler.check(len(ids), self._max_length(ids, sampling))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from jllm.errors import RequestError
+from jllm.errors import TooLongError
 
 
 class Policy(Protocol):
@@ -22,7 +22,7 @@ class Policy(Protocol):
     pool: PagePool
 
     def check(self, length: int, max_length: int) -> None:
-        """RequestError when a sequence of `length` tokens, alone, could never run to max_length."""
+        """TooLongError when a sequence of `length` tokens, alone, could never run to max_length."""
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
         """Takes the pages that seq begins with. False, and nothing is taken, when it must wait: then for a running one
@@ -67,7 +67,7 @@ class OnDemand:
     def check(self, length: int, max_length: int) -> None:
         pool, need = self.pool, self.pool.pages_for(max_length - 1)  # the last token never gets KV
         if need > pool.num_pages:
-            raise RequestError(
+            raise TooLongError(
                 f"{length} prompt tokens and {max_length - length} new ones need {need} pages of {pool.page_size}, "
                 f"the page pool has {pool.num_pages}: shorten the request or raise num_pages"
             )

@@ -193,6 +193,13 @@ class EngineSizes:
     max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
     buckets: tuple[Bucket, ...]
 
+    def most_tokens(self, context: int) -> int:
+        """Returns how many tokens one sample may have: the context, or fewer that the pool has room for.
+
+        The last token of all never gets K and V.
+        """
+        return min(context, self.limits.num_pages * self.limits.page_size + 1)
+
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
         """Numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where rows that

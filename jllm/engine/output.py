@@ -26,7 +26,7 @@ class OutputText:
         self.text_can_be_late = decoder is not None and not self.stops  # nothing but what is shown depends on its text
         self.tokens: list[int] = []
         self.text = ""
-        self.stopped = False  # a stop string was found; text and tokens are cut before it
+        self.stopped = False  # a stop string was found; the text is cut before it, and so are tokens wholly behind
         self._ends: list[int] = []  # per token, the length of the text once all of its bytes are decoded
         self._shown_text = 0
         self._shown_tokens = 0
@@ -88,6 +88,11 @@ class OutputText:
         self.stopped = True
         self.text = self.text[:at]
         keep = sum(end <= at for end in self._ends)
+        if keep < len(self._ends) and (self._ends[keep - 1] if keep else 0) < at:
+            # The stop begins inside of a token, or of a character's tokens: they stay, since they made text.
+            inside = self._ends.count(self._ends[keep])
+            self._ends[keep : keep + inside] = [at] * inside
+            keep += inside
         del self.tokens[keep:], self._ends[keep:]
 
     def _held_back(self) -> int:

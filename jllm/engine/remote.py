@@ -29,7 +29,7 @@ from jllm.engine.handover import Begun, Handover, PrefillEngine
 from jllm.engine.options import EngineSizes
 from jllm.engine.plan import Limits
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
-from jllm.errors import EngineClosed, JllmError, RemoteError, RequestError
+from jllm.errors import EngineClosed, JllmError, RemoteError, RequestError, TooLongError
 from jllm.snapshot import Snapshot, as_arrays, from_arrays
 
 POLL = 0.005  # seconds that a step waits for news
@@ -125,6 +125,7 @@ class RemotePrefill:
         except (KeyError, TypeError, ValueError) as error:
             raise RemoteError(f"{address} is no process that computes prompts: {error}") from None
         self.closed = False
+        self.most_tokens = self.sizes.limits.num_pages * self.sizes.limits.page_size + 1
         self.slots, self.room = self.sizes.limits.max_slots, lambda samples: True
         self._known: dict[int, tuple[tuple[int, ...], SamplingParams, float]] = {}
         self._left: dict[int, int] = {}  # samples that have not ended
@@ -142,8 +143,8 @@ class RemotePrefill:
         """Token ids; RequestError where they need more pages than there are."""
         limits = self.sizes.limits
         need = -(-(len(prompt) + sampling.max_new_tokens - 1) // limits.page_size)
-        if need > limits.num_pages:
-            raise RequestError(f"{self.address} has {limits.num_pages} pages, and the request needs {need}")
+        if need > limits.num_pages == self.sizes.max_pages:  # with more pages than that, its context ends the request
+            raise TooLongError(f"{self.address} has {limits.num_pages} pages, and the request needs {need}")
         return prompt
 
     def submit(self, prompt: Any, sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None) -> int:

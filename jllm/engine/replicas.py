@@ -92,6 +92,11 @@ class Replicas:
         return sum(replica.engine.slots for replica in self._all)
 
     @property
+    def most_tokens(self) -> int:
+        """As Engine.most_tokens, of the engine that has the fewest: a sample may run on any."""
+        return min(replica.engine.most_tokens for replica in self._all)
+
+    @property
     def vocab_size(self) -> int:
         return self._all[0].engine.vocab_size
 

@@ -158,7 +158,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample. token_ids hold neither the prompt nor the end token, stop id or stop text."""
+    """One finished sample. token_ids hold neither the prompt nor the end token, stop id or stop text. A token inside of
+    which the stop text begins is one of them, whole."""
 
     token_ids: tuple[int, ...]
     text: str | None  # None without a tokenizer

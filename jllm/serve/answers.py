@@ -12,6 +12,7 @@ from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, Wanted
 from jllm.tokenizer import Tokenizer
 
+CUT = ("deadline", "abort")  # how the engine ends a sample that the API has no word for: "length", with end_reason
 LEAST = -9999.0  # in place of log-probabilities that JSON cannot write, as vLLM does
 
 
@@ -30,6 +31,7 @@ class Answer:
         }
         self._done: dict[tuple[int, int], Completion] = {}
         self._begun: dict[tuple[int, int], Offsets] = {}  # samples of which a chunk was made
+        self._streamed = 0  # tokens
 
     def add(self, event: Event) -> None:
         """Takes a sample's end; HttpError for one that failed."""
@@ -49,34 +51,55 @@ class Answer:
     def chunk(self, event: Event) -> dict[str, Any] | None:
         """What an event adds to a stream; None where that is nothing."""
         wanted, key, done = self._wanted, (event.id, event.sample), event.completion
-        if not (event.text or event.token_ids or done):
+        if wanted.at_once and done:
+            self._streamed += len(done.token_ids)
+            return {**self._head, "choices": [self._choice(*key, done)], **self._chunk_usage()}
+        if wanted.at_once or not (event.text or event.token_ids or done):
             return None
+        self._streamed += len(event.token_ids)
         first = key not in self._begun
         if first:
             self._begun[key] = Offsets(self._tokenizer, wanted.prompts[event.id])
         offsets = self._begun[key]
+        text, tokens = event.text, event.token_ids
+        if first and wanted.echo:
+            prompt = wanted.prompts[event.id]
+            text, tokens = self._text_of(prompt) + text, (*prompt, *tokens)
         choice: dict[str, Any] = {"index": self._index(*key)}
         logprobs = None if wanted.sampling.logprobs is None else event.logprobs
         if wanted.chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": event.text}
             choice["logprobs"] = None if logprobs is None else chat_logprobs(self._tokenizer, logprobs)
         else:
-            choice["text"] = event.text
+            choice["text"] = text
             choice["logprobs"] = None if logprobs is None else text_logprobs(self._tokenizer, logprobs, offsets)
-        choice["finish_reason"] = done.finish_reason if done else None
+        choice |= ending(done.finish_reason) if done else {"finish_reason": None}
         if wanted.token_ids:
-            choice["token_ids"] = event.token_ids
-        more = {"usage": None} if wanted.usage else {}
-        return {**self._head, "object": self._chunk_kind, "choices": [choice], **more}
+            choice["token_ids"] = tokens
+        return {**self._head, "object": self._chunk_kind, "choices": [choice], **self._chunk_usage()}
+
+    def _chunk_usage(self) -> dict[str, Any]:
+        """Returns what a chunk says of counts."""
+        if self._wanted.usage_of_each:
+            return {"usage": self._counts(self._streamed)}
+        return {"usage": None} if self._wanted.usage else {}
 
     def last_chunk(self) -> dict[str, Any]:
         """The one that has the usage, and no choice."""
         return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._wanted.prompts))
-        made = sum(len(completion.token_ids) for completion in self._done.values()) if self._wanted.keep else 0
+        return self._counts(sum(len(completion.token_ids) for completion in self._done.values()))
+
+    def _counts(self, made: int) -> dict[str, int]:
+        prompt, made = sum(map(len, self._wanted.prompts)), made if self._wanted.keep else 0
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        decoder = self._tokenizer.stream_decoder()  # which takes ids that a model's padding has beyond the tokenizer's
+        return "".join(map(decoder.push, ids)) + decoder.finish()
 
     def _index(self, prompt: int, sample: int) -> int:
         return prompt * self._wanted.sampling.n + sample
@@ -92,14 +115,19 @@ class Answer:
         else:
             offsets = Offsets(tokenizer, () if wanted.echo else ids)
             if wanted.echo:
-                text, tokens = (tokenizer.decode(ids) if tokenizer else "") + text, (*ids, *tokens)
+                text, tokens = self._text_of(ids) + text, (*ids, *tokens)
             choice["text"] = text
             entries = [*prompt_entries(ids, done), *(logprobs or ())]
             choice["logprobs"] = None if logprobs is None else text_logprobs(tokenizer, entries, offsets)
-        choice["finish_reason"] = done.finish_reason if wanted.keep else "length"
+        choice |= ending(done.finish_reason if wanted.keep or done.finish_reason in CUT else "length")
         if wanted.token_ids:
             choice["token_ids"] = tokens
         return choice
+
+
+def ending(reason: str) -> dict[str, str]:
+    """Returns how a sample ended, by one of the words that the API has."""
+    return {"finish_reason": "length", "end_reason": reason} if reason in CUT else {"finish_reason": reason}
 
 
 class Offsets:

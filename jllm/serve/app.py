@@ -56,9 +56,9 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, self._limits)
         wanted = await asyncio.to_thread(lambda: self._parse(parse_json(body), self._served))
-        requests = [(ids, wanted.sampling) for ids in wanted.prompts]
+        requests = wanted.requests(self._served.context)
         stream = self._engine.submit_all(
-            requests, priority=wanted.priority, deadline=self._deadline, ends_only=not wanted.stream
+            requests, priority=wanted.priority, deadline=self._deadline, ends_only=not wanted.stream or wanted.at_once
         )
         async with stream:
             answer = Answer(wanted, self._served)

@@ -24,7 +24,7 @@ key: with one, in the environment variable {KEY_VARIABLE} or the first line of -
   needs the header "Authorization: Bearer KEY".
 
 end: SIGTERM and Ctrl-C stop taking requests, give those that run --grace seconds, end the others with what they
-  have (finish_reason "abort"), and say how many those were. A second Ctrl-C does not wait.
+  have (end_reason "abort"), and say how many those were. A second Ctrl-C does not wait.
 
 exit status: 0; 2 after an error."""
 
@@ -33,10 +33,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; ends the process with status 2 and one line for a wrong one."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    for name, least, most in (("port", 0, 65535), ("max_waiting", 0, None), ("grace", 0, None), ("deadline", 0, None)):
+    bounds = {"port": 65535, **dict.fromkeys(("max_waiting", "grace", "deadline", "keep_alive"))}
+    for name, most in bounds.items():
         value = getattr(args, name)
-        if value is not None and not (least <= value < float("inf") and (most is None or value <= most)):
-            parser.error(f"--{name.replace('_', '-')} must be {least} to {most or 'any finite number'}, not {value}")
+        if value is not None and not (0 <= value < float("inf") and (most is None or value <= most)):
+            parser.error(f"--{name.replace('_', '-')} must be 0 to {most or 'any finite number'}, not {value}")
     if problem := check_drafts(args):
         parser.error(problem)
     return args
@@ -59,6 +60,8 @@ def make_parser() -> Parser:
     serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
     grace = "how long requests that run may still take when the server is stopped (default: %(default)s)"
     serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)
+    idle = "how long a connection may be idle between two requests (default: %(default)s)"
+    serving.add_argument("--keep-alive", type=float, default=75.0, metavar="SECONDS", help=idle)
     serving.add_argument("--no-access-log", action="store_true", help="no line for each request on standard error")
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")

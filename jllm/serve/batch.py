@@ -5,6 +5,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,7 +140,7 @@ def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
         sink = Answers(file, todo, wanted, served, len(tasks))
         for id, error in wrong.items():
             sink.end(id, error.status, error.body())
-        events = run_queue(engine, _queue(wanted), 2 * engine.slots, interrupt)
+        events = run_queue(engine, _queue(wanted, engine.most_tokens), 2 * engine.slots, interrupt)
         return drive(events, sink, speed, interrupt, engine)
 
 
@@ -162,17 +163,23 @@ def _prepare(
         return ids
 
     served = Served(served_name(args), model.tokenizer, model.config.context, MOST_SAMPLES, check)
-    wanted, wrong = _try(lambda task: parse(task, served), todo)
-    requests = [(len(ids), one.sampling) for one in wanted.values() for ids in one.prompts]
+    parsed, wrong = _try(lambda task: parse(task, served), todo)
+    requests = [(len(ids), one.sampling) for one in parsed.values() for ids in one.prompts]
     options = options_for_run(requests, {name: getattr(args, name) for name in ENGINE_FLAGS})
     engine = make_engine(model, args.replicas, **options, executables=cache)
 
-    def fitting(one: "Wanted") -> "Wanted":
-        for ids in one.prompts:
-            engine.check(ids, one.sampling)
-        return one
+    def fitting(id: str) -> "Wanted":
+        try:
+            for request in parsed[id].requests(engine.most_tokens):
+                engine.check(*request)
+        except JllmError:
+            parse(
+                todo[id], replace(served, context=engine.most_tokens, check=engine.check)
+            )  # says of which field it is
+            raise
+        return parsed[id]
 
-    wanted, too_large = _try(fitting, wanted)
+    wanted, too_large = _try(fitting, {id: id for id in parsed})
     if wanted:
         engine.compile_ahead(one.sampling for one in wanted.values())
     return engine, served, wanted, wrong | too_large
@@ -189,11 +196,11 @@ def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[
     return made, wrong
 
 
-def _queue(wanted: "Mapping[str, Wanted]") -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
+def _queue(wanted: "Mapping[str, Wanted]", most: int) -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
     """What to submit, the most urgent first."""
     for id, one in sorted(wanted.items(), key=lambda item: item[1].priority):
-        for place, ids in enumerate(one.prompts):
-            yield (id, place), ids, one.sampling
+        for place, request in enumerate(one.requests(most)):
+            yield (id, place), *request
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
     lines = list(_parquet(path) if path.suffix == ".parquet" else read_lines(path, "rows"))
     if "custom_id" in lines[0][2]:
         return list(tasks_of(lines))
-    jobs = jobs_of(lines, SamplingParams(), made_with)
+    jobs = jobs_of(lines, SamplingParams(), made_with, open_ended=True)
     seen: set[str] = set()
     for job in jobs:
         name = json.dumps(job.given["id"]) if "id" in job.given else None

@@ -81,11 +81,18 @@ class Worker:
                 found[row.id] = [_error_line(row, error)]
         if not ready:  # nor is there an engine, whose sizes are to suit what runs
             return [line for row in rows for line in found[row.id]], len(found)
+        from jllm.engine.checks import fitted
+
         engine = self._engine_for(ready.values())
         running: dict[int, tuple[Row, int]] = {}
         left: dict[str, int] = {}
         ends: dict[str, list[Event]] = {}
         for id, (row, prompts, wanted) in ready.items():
+            open_ended = (
+                row.asked.open_ended if isinstance(row.asked, Job) else wanted is not None and wanted.open_ended
+            )
+            if open_ended:
+                prompts = [(ids, fitted(sampling, len(ids), engine.most_tokens)) for ids, sampling in prompts]
             try:
                 for ids, sampling in prompts:
                     engine.check(ids, sampling)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jllm.errors import EngineBusy, EngineClosed, JllmError, QueueFull, RequestError, TokenizerError
+from jllm.errors import EngineBusy, EngineClosed, JllmError, QueueFull, RequestError, TokenizerError, TooLongError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TOO_LONG = "context_length_exceeded"  # the code of what clients shorten, and send again
 LONGEST = 500  # letters of a message, which may repeat what it was sent
 RETRY = {"Retry-After": "1"}  # seconds
 
@@ -45,5 +46,5 @@ def http_error(error: Exception) -> HttpError:
     if isinstance(error, EngineClosed | EngineBusy):
         return HttpError(503, str(error), code="unavailable", headers=RETRY)
     if isinstance(error, RequestError | TokenizerError):
-        return HttpError(400, str(error))
+        return HttpError(400, str(error), code=TOO_LONG if isinstance(error, TooLongError) else None)
     return HttpError(500, f"the server failed: {type(error).__name__}")

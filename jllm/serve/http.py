@@ -26,6 +26,7 @@ class Limits:
     body: int = 8 << 20  # bytes
     header: int = 16 << 10  # bytes of a request line and all headers
     body_seconds: float = 30.0  # until a body is there
+    keep_alive: float = 75.0  # seconds that a connection may be idle between two requests
 
 
 class Guard:

@@ -87,8 +87,8 @@ async def _serve(
 
     name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
-    served = Served(name, model.tokenizer, model.config.context, host.limit, host.check)
-    limits = Limits()
+    served = Served(name, model.tokenizer, host.most_tokens, host.limit, host.check)
+    limits = Limits(keep_alive=args.keep_alive)
     app = make_app(host, served, key=key, deadline=args.deadline, limits=limits)
     if not args.no_access_log:
         _log_to_stderr()

@@ -1,16 +1,19 @@
 """Bodies of the OpenAI API to what the engine is to do: pure functions. A field that is not served is an error."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jllm.engine.checks import Prompt
+from jllm.engine.checks import Prompt, fitted, token_ids
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
-from jllm.errors import JllmError, RequestError, TokenizerError
-from jllm.serve.errors import HttpError, bad
+from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
+from jllm.messages import shown
+from jllm.serve import fields
+from jllm.serve.errors import TOO_LONG, HttpError, bad
+from jllm.serve.fields import check_fields
 from jllm.tokenizer import Tokenizer
 
 MOST_STOPS = 16  # strings that end a completion
@@ -24,7 +27,7 @@ class Served:
 
     name: str  # of the model
     tokenizer: Tokenizer | None
-    context: int  # tokens
+    context: int  # most tokens of one sample, its prompt included
     most_samples: int  # of one request
     check: Check  # a prompt's ids if the engine takes it, else its error
 
@@ -38,10 +41,23 @@ class Wanted:
     chat: bool
     stream: bool = False
     usage: bool = False  # streamed: counts at the end
+    usage_of_each: bool = False  # streamed: counts in each chunk
     token_ids: bool = False  # beside the text
     echo: bool = False
     priority: int = 0
     keep: bool = True  # False: nothing is to be generated, and the one token that the engine makes is dropped
+    open_ended: bool = False  # the body does not say how many tokens: the default, or as many as there is room for
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a stream has each sample as one chunk: scores of its prompt, which come first, are known last."""
+        return self.echo and (self.sampling.prompt_logprobs or not self.keep)
+
+    def requests(self, most: int) -> list[tuple[list[int], SamplingParams]]:
+        """Returns what to submit to an engine whose samples may have `most` tokens."""
+        return [
+            (ids, fitted(self.sampling, len(ids), most) if self.open_ended else self.sampling) for ids in self.prompts
+        ]
 
 
 # Fields: how each is called in SamplingParams, and what it may be.
@@ -70,9 +86,9 @@ GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # fie
 }
 COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING}
 COMMON |= {"response_format", "structured_outputs", *GUIDES}
-COMMON |= {"user", "store"}  # which change nothing: users are not told apart, and nothing is stored
 COMPLETION = COMMON | {"prompt", "logprobs", "echo", "best_of"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
 
 
@@ -89,11 +105,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     """POST /v1/completions."""
-    _check_fields(body, COMPLETION, served)
-    stream, usage = _streaming(body)
-    echo, logprobs = _take(body, "echo", bool, False), _take(body, "logprobs", int, None)
-    if echo and stream:
-        raise bad("echo", "is not served with stream")
+    check_fields(body, COMPLETION, fields.COMPLETION)
+    _check_model(body, served)
+    stream, usage, each = _streaming(body)
+    n, echo, logprobs = _take(body, "n", int, 1), _take(body, "echo", bool, False), _take(body, "logprobs", int, None)
+    if (best := _take(body, "best_of", int, n)) != n:
+        raise bad("best_of", f"must be n, {n}, not {best}: all samples are returned")
     if echo and (logprobs or 0) > 1:
         raise bad("logprobs", f"must be 0 or 1 with echo, not {logprobs}: of prompts the likeliest token is known")
     tokens = _take(body, "max_tokens", int, COMPLETION_TOKENS)
@@ -109,17 +126,18 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     if len(prompts) * sampling.n > served.most_samples:
         what = f"{len(prompts)} prompts with n = {sampling.n} are too many samples"
         raise bad("prompt", f"{what}: at most {served.most_samples} may run and wait")
-    ids = tuple(_checked(prompt, sampling, body, "prompt", served) for prompt in prompts)
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
-    return Wanted(ids, sampling, False, stream, usage, token_ids, echo, priority, keep)
+    wanted = Wanted((), sampling, False, stream, usage, each, token_ids, echo, priority, keep, "max_tokens" not in body)
+    return _checked(wanted, prompts, body, "prompt", served)
 
 
 def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     """POST /v1/chat/completions."""
-    _check_fields(body, CHAT, served)
-    stream, usage = _streaming(body)
+    check_fields(body, CHAT, fields.CHAT)
+    _check_model(body, served)
+    stream, usage, each = _streaming(body)
     wants, top = _take(body, "logprobs", bool, False), _take(body, "top_logprobs", int, None)
-    if top is not None and not wants:
+    if top and not wants:
         raise bad("top_logprobs", "needs logprobs to be true")
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise bad("max_tokens", "and max_completion_tokens are the same: give one")
@@ -127,21 +145,22 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
         raise bad("messages", "need a tokenizer with a chat template, and this model has none")
     if "messages" not in body:
         raise bad("messages", "are missing")
-    text = served.tokenizer.chat(_messages(body["messages"]))
-    ids = served.tokenizer.encode(text, add_bos=False)
+    ids = _chat_ids(body["messages"], served.tokenizer)
     given = {name: _take(body, name, int, None) for name in ("max_tokens", "max_completion_tokens")}
-    tokens = next((tokens for tokens in given.values() if tokens is not None), max(1, served.context - len(ids)))
-    sampling = _sampling(body, max_new_tokens=tokens, logprobs=(top or 0) if wants else None)
+    tokens = next((tokens for tokens in given.values() if tokens is not None), None)
+    sampling = _sampling(
+        body, max_new_tokens=served.context if tokens is None else tokens, logprobs=(top or 0) if wants else None
+    )
     if sampling.n > served.most_samples:
         raise bad("n", f"must be at most {served.most_samples}, the number of samples that may run and wait")
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
-    checked = _checked(ids, sampling, body, "messages", served)
-    return Wanted((checked,), sampling, True, stream, usage, token_ids, priority=priority)
+    more: dict[str, Any] = {"token_ids": token_ids, "priority": priority, "open_ended": tokens is None}
+    return _checked(Wanted((), sampling, True, stream, usage, each, **more), [ids], body, "messages", served)
 
 
 def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
     """POST /tokenize, as vLLM has it: ids of `prompt`, with what begins a text unless add_special_tokens is false."""
-    _known(body, {"model", "prompt", "add_special_tokens"})
+    check_fields(body, {"model", "prompt", "add_special_tokens"}, {})
     text = _take(body, "prompt", str, None)
     if text is None:
         raise bad("prompt", "is missing")
@@ -150,11 +169,18 @@ def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
 
 def detokenize(body: Mapping[str, Any], served: Served) -> str:
     """POST /detokenize, as vLLM has it: the text of `tokens`."""
-    _known(body, {"model", "tokens"})
+    check_fields(body, {"model", "tokens"}, {})
     tokens = _take(body, "tokens", list, [])
     if not all(_is(token, int) for token in tokens):
         raise bad("tokens", "must be a list of integers")
     return _tokenizer(served).decode(tokens)
+
+
+def _chat_ids(messages: Any, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(tokenizer.chat(messages), add_bos=False)
+    except TokenizerError as error:
+        raise HttpError(400, str(error), param="messages") from None
 
 
 def _tokenizer(served: Served) -> Tokenizer:
@@ -175,7 +201,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise HttpError(400, f"{_shown(twice)} is in the body, or in one object of it, twice", param=twice[:60])
+        raise HttpError(400, f"{shown(twice)} is in the body, or in one object of it, twice", param=twice[:60])
     return found
 
 
@@ -183,49 +209,36 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
     """A field of the right type."""
     value = body.get(name, default)
     if name in body and not _is(value, kind):
         kinds = " or ".join(dict.fromkeys(NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,))))
-        raise bad(name, f"must be {'a number' if kind == NUMBER else kinds}, not {_shown(value)}")
+        raise bad(name, f"must be {'a number' if kind == NUMBER else kinds}, not {shown(value)}")
     return value
 
 
-def _known(body: Mapping[str, Any], fields: set[str]) -> None:
-    for name in body:
-        if name not in fields:
-            raise HttpError(400, f"{_shown(name)} is not a field that this server serves", param=name[:60])
-
-
-def _check_fields(body: Mapping[str, Any], fields: set[str], served: Served) -> None:
-    _known(body, fields)
+def _check_model(body: Mapping[str, Any], served: Served) -> None:
     name = _take(body, "model", str, served.name)
     if name != served.name:
-        text = f"the model {_shown(name)} is not served here, but {_shown(served.name)} is"
+        text = f"the model {shown(name)} is not served here, but {shown(served.name)} is"
         raise HttpError(404, text, param="model", code="model_not_found")
-    _take(body, "user", str, "")
-    if _take(body, "store", bool, False):
-        raise bad("store", "is not served: this server keeps nothing")
-    n = _take(body, "n", int, 1)
-    if (best := _take(body, "best_of", int, n)) != n:
-        raise bad("best_of", f"must be n, {n}, not {best}: all samples are returned")
 
 
-def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether to stream, and whether with usage."""
-    stream, options = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
-    if options and not stream:
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether to stream, and whether with usage at the end, and in each chunk."""
+    stream, given = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name, value in asked.items():
+        if name not in STREAM_OPTIONS:
+            raise bad("stream_options", f"{shown(name)} is not served; {' and '.join(STREAM_OPTIONS[:2])} are")
+        if not isinstance(value, bool):
+            raise bad("stream_options", f"{name} must be true or false, not {shown(value)}")
+    if asked.get("include_obfuscation"):
+        raise bad("stream_options", "include_obfuscation is not served: chunks are as long as their texts")
+    if any(asked.values()) and not stream:
         raise bad("stream_options", "needs stream to be true")
-    for name in options:
-        if name != "include_usage":
-            raise bad("stream_options", f"{_shown(name)} is not served; include_usage is")
-    return stream, _take(options, "include_usage", bool, False)
+    return stream, *(asked.get(name, False) for name in STREAM_OPTIONS[:2])
 
 
 def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
@@ -235,6 +248,8 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
     if tokens < 1:
         field = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         raise bad(field, f"must be an integer >= 1, not {tokens}")
+    if "seed" in given:
+        given["seed"] = _seed(given["seed"])
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM says that it is off
     if isinstance(given.get("stop"), list) and len(given["stop"]) > MOST_STOPS:
@@ -257,26 +272,33 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
         raise _of_field(error, body, None) from None
 
 
-def _checked(
-    prompt: Prompt, sampling: SamplingParams, body: Mapping[str, Any], field: str, served: Served
-) -> list[int]:
-    """A prompt's ids, where the engine takes it; `field` has the prompt."""
+def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any], field: str, served: Served) -> Wanted:
+    """Returns what is wanted, with the prompts' ids, if the engine takes it all; `field` has the prompts."""
     try:
-        return served.check(prompt, sampling)
+        ids = tuple(token_ids(prompt, served.tokenizer) for prompt in prompts)
+        wanted = replace(wanted, prompts=ids)
+        for prompt, sampling in wanted.requests(served.context):
+            served.check(prompt, replace(sampling, guide=None))
+    except TooLongError as error:
+        tokens = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        alone = tokens not in body or max(map(len, ids)) >= served.context
+        raise HttpError(400, str(error), param=field if alone else tokens, code=TOO_LONG) from None
     except (RequestError, TokenizerError) as error:
         raise _of_field(error, body, field) from None
+    try:
+        if wanted.sampling.guide is not None:
+            served.check(*wanted.requests(served.context)[0])
+    except RequestError as error:
+        given = [name for name in (*GUIDES, "response_format", "structured_outputs") if name in body]
+        raise HttpError(400, str(error), param=given[0]) from None
+    return wanted
 
 
 def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> HttpError:
-    """What the engine's own checks say, with the field of the body that they are about, or else `field`."""
-    text = str(error)
-    first = text.partition(" ")[0]
+    """Returns what the engine's own checks say, with the field of the body that they are about, or else `field`."""
+    first = str(error).partition(" ")[0].rstrip(":")
     names = [name for name, (ours, _) in SAMPLING.items() if ours == first] + [first]
-    if first == "max_new_tokens":
-        names.append("max_completion_tokens")
-    if text.startswith(("a guide", "the guide")):
-        names = [*GUIDES, "response_format", "structured_outputs"]
-    return HttpError(400, text, param=next((name for name in names if name in body), field))
+    return HttpError(400, str(error), param=next((name for name in names if name in body), field))
 
 
 def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
@@ -292,11 +314,11 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
         _only("response_format", schema, ("name", "description", "schema", "strict"))
         yield "response_format", partial(Guide.json, schema["schema"])
     elif kind != "text":
-        raise bad("response_format", f"type must be text, json_object or json_schema, not {_shown(kind)}")
+        raise bad("response_format", f"type must be text, json_object or json_schema, not {shown(kind)}")
     nested = _take(body, "structured_outputs", dict, {})
     for name in nested:
         if f"guided_{name}" not in GUIDES:
-            raise bad("structured_outputs", f"{_shown(name)} is not served; json, regex, choice and grammar are")
+            raise bad("structured_outputs", f"{shown(name)} is not served; json, regex, choice and grammar are")
     for name, (make, kinds) in GUIDES.items():
         if name in body:
             yield name, partial(make, _take(body, name, kinds, None))
@@ -309,14 +331,21 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
 def _only(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in given:
         if name not in known:
-            raise bad(field, f"{_shown(name)} is not served there; {' and '.join(known)} are")
+            raise bad(field, f"{shown(name)} is not served there; {' and '.join(known)} are")
+
+
+def _seed(given: int) -> int:
+    """Returns a seed that the engine takes, of one of 64 bits with or without a sign."""
+    if not -(2**63) <= given < 2**64:
+        raise bad("seed", f"must be an integer of 64 bits, not {shown(given)}")
+    return given % 2**32
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
     """Token ids are the keys of a JSON object, so they are text."""
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise bad("logit_bias", f"keys must be token ids, not {_shown(key)}")
+            raise bad("logit_bias", f"keys must be token ids, not {shown(key)}")
     return {int(key): value for key, value in given.items()}
 
 
@@ -331,31 +360,5 @@ def _prompts(given: Any) -> list[Prompt]:
     for prompt in given:
         ids = isinstance(prompt, list) and all(_is(each, int) for each in prompt)
         if not (isinstance(prompt, str) or ids):
-            raise bad("prompt", f"must be text, a list of token ids, or a list of such; one is {_shown(prompt)}")
+            raise bad("prompt", f"must be text, a list of token ids, or a list of such; one is {shown(prompt)}")
     return given
-
-
-def _messages(given: Any) -> list[dict[str, str]]:
-    """Messages of a role and a text, which may be in parts."""
-    if not isinstance(given, list) or not given:
-        raise bad("messages", 'must be a list like [{"role": "user", "content": "..."}]')
-    return [_message(message) for message in given]
-
-
-def _message(message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise bad("messages", f"each must be an object with a role, not {_shown(message)}")
-    for name, value in message.items():
-        if name not in ("role", "content") and value is not None:
-            raise bad("messages", f"{_shown(name)} of a message is not served; role and content are")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-                raise bad("messages", f"a part of a message's content must be text, not {_shown(part)}")
-        content = [part["text"] for part in content]
-        if all(isinstance(text, str) for text in content):
-            content = "".join(content)
-    if not isinstance(content, str):
-        raise bad("messages", f"a message's content must be text, not {_shown(content)}")
-    return {"role": message["role"], "content": content}

@@ -52,6 +52,7 @@ def make_server(
         log_level="error",
         server_header=False,
         h11_max_incomplete_event_size=limits.header,
+        timeout_keep_alive=limits.keep_alive,  # type: ignore[arg-type]  # it takes fractions too
         timeout_graceful_shutdown=LAST_WORDS,
     )
     return Server(config, engine, grace, ready)

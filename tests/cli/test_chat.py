@@ -156,6 +156,17 @@ def test_save_and_load(chat, tmp_path):
     assert computed < load_snapshot(file).length
 
 
+def test_a_conversation_ends_where_the_pool_does(chat, tmp_path):
+    """And what has room is saved."""
+    file = tmp_path / "talk.safetensors"
+    flags = ("--ignore-eos", "--seed", "5", "--num-pages", "6", "--page-size", "8")
+    status, _, err = chat("who?", f"/save {file}", flags=flags)
+    assert status == 0
+    assert f"K and V of {6 * 8 - 1} tokens" in err
+    status, _, err = chat("who?", flags=(*flags, "--max-new-tokens", "90"))
+    assert (status, "the page pool has 6" in err) == (2, True)
+
+
 def test_a_loaded_conversation_is_in_the_prefix_cache(session, tmp_path):
     talk = say(session, say(session, Conversation(), "who was old?"), "and the sea?")
     assert save(session, talk, tmp_path / "talk") == len(talk.ids) - 1

@@ -26,7 +26,12 @@ def test_a_conversation_is_a_value():
         start.take_back()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"role": "user"}', '[{"role": "user"}]', '[{"role": 1, "content": ""}]'])
+DEVELOPER = '[{"role": "developer", "content": ""}]'
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"role": "user"}', '[{"role": "user"}]', '[{"role": 1, "content": ""}]', DEVELOPER]
+)
 def test_a_garbled_conversation(text):
     with pytest.raises(SnapshotError, match="garbled"):
         from_json(text, ())

@@ -184,7 +184,7 @@ LATE = {  # what only the model can tell
     "empty": ({"prompt": ""}, "the prompt is empty"),
     "no ids": ({"prompt": []}, "the prompt is empty"),
     "long": ({"prompt": [3] * 128}, "a prompt of 128 tokens is too long"),
-    "messages": ({"messages": [{"content": "x"}]}, "messages must be a non-empty list"),
+    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
     "stop id": ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids: token id 1000000"),
 }
 

@@ -102,6 +102,17 @@ def test_stop_and_greedy(run, model):
     assert out == free.text[: free.text.index(stop)] + "\n"
 
 
+def test_without_a_number_of_tokens_a_text_ends_where_the_pool_does(run, tmp_path):
+    """A number that is asked for and has no room is an error; the default is what there is room for."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5, 6]}\n{"prompt": [5, 6], "max_new_tokens": 20}\n')
+    small = ("--num-pages", 4, "--page-size", 8, "--ignore-eos", "--json")
+    status, out, _ = run("--prompt-ids", "5 6", *small)
+    assert (status, len(json.loads(out)["token_ids"])) == (0, 4 * 8 + 1 - 2)
+    status, out, _ = run("--input", tmp_path / "in.jsonl", *small)
+    assert sorted(len(json.loads(line)["token_ids"]) for line in out.splitlines()) == [20, 31]
+    assert "the page pool has 4" in run("--prompt-ids", "5 6", *small, "--max-new-tokens", 40)[2]
+
+
 def test_chat(run, model):
     status, out, _ = run("--chat", "who was old?", *FLAGS)
     ids = model.tokenizer.encode("<user> who was old?\n<assistant>", add_bos=False)

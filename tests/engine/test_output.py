@@ -26,13 +26,15 @@ CASES = [
     (("a", "", "?"), (), ["a", "", "?"], [1, 0, 1], False),
     (("one two", ""), ("two", "one"), ["", ""], [0, 0], True),  # the earliest, not the one that is named first
     (("one two", ""), ("one", "two"), ["", ""], [0, 0], True),
-    (("aXb", "c", ""), ("X",), ["a", "", ""], [0, 0, 0], True),
+    (("aXb", "c", ""), ("X",), ["a", "", ""], [1, 0, 0], True),  # a token inside of which a stop begins stays
+    (("a", "", "bXc", ""), ("X",), ["a", "", "b", ""], [1, 0, 2, 0], True),  # and so do those of a character with it
+    (("ab", "", "cX", "d", ""), ("cXd",), ["ab", "", "", "", ""], [1, 0, 0, 0, 0], True),
     (("a", "x", "Xb", ""), ("xX", "c"), ["a", "", "", ""], [1, 0, 0, 0], True),
     (("a", "x", "b", ""), ("xX",), ["a", "", "xb", ""], [1, 0, 2, 0], False),
     (("a", "xX", ""), ("XXY",), ["a", "x", "X"], [1, 0, 1], False),  # a token is shown with the last of its text
-    (("xX", "xX", "y", ""), ("XxXy",), ["x", "", "", ""], [0, 0, 0, 0], True),
+    (("xX", "xX", "y", ""), ("XxXy",), ["x", "", "", ""], [0, 0, 1, 0], True),
     (("a", "b", "cd"), ("bc",), ["a", "", ""], [1, 0, 0], True),  # completed by what was left
-    (("aa", "ab", ""), ("aab",), ["", "a", ""], [0, 0, 0], True),
+    (("aa", "ab", ""), ("aab",), ["", "a", ""], [0, 1, 0], True),
 ]
 
 

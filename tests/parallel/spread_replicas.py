@@ -350,6 +350,7 @@ def test_a_request_has_to_fit_the_engine_with_the_fewest_pages(model):
         return Engine(here, **{**options, "num_pages": pages})
 
     engine = Replicas(model, 2, make=make, **SIZES)
+    assert engine.most_tokens == 4 * 8 + 1
     with pytest.raises(RequestError, match="the page pool has 4"):
         engine.submit((5, 6, 7), SamplingParams(max_new_tokens=40))
     engine.submit((5, 6, 7), SamplingParams(max_new_tokens=20))

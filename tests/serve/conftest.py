@@ -11,7 +11,7 @@ from jllm.batch import Bucket
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
 from jllm.pretrained import load
-from tests.lm_eval_cases import CONTEXT, write_checkpoint
+from tests.lm_eval_cases import write_checkpoint
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "buckets": (Bucket(4, 64, 4),)}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -31,14 +31,14 @@ def model(checkpoint):
 
 
 @asynccontextmanager
-async def serving(model, *, max_waiting=256, grace=0.0, **more):
+async def serving(model, *, max_waiting=256, grace=0.0, options=None, **more):
     """An AsyncEngine, and the application over it."""
     from jllm.serve.app import make_app
     from jllm.serve.http import Limits
     from jllm.serve.requests import Served
 
-    engine = AsyncEngine(Engine(model, **OPTIONS), max_waiting=max_waiting)
-    served = Served("small", model.tokenizer, CONTEXT, engine.limit, engine.check)
+    engine = AsyncEngine(Engine(model, **(OPTIONS | (options or {}))), max_waiting=max_waiting)
+    served = Served("small", model.tokenizer, engine.most_tokens, engine.limit, engine.check)
     more.setdefault("limits", Limits())
     try:
         yield engine, make_app(engine, served, **more)
@@ -79,7 +79,8 @@ class Gone(Exception):
 
 
 async def ask(app, path, body=None, *, method=None, headers=(), leave=None, chunks=None):
-    """Status, headers and body of what the application answers; `leave` seconds after its request the client goes."""
+    """Status, headers and body of what the application answers; `leave` seconds after its request, or once that is
+    set, the client goes."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")
     given = {b"content-type": b"application/json", **dict(headers)}
@@ -92,7 +93,7 @@ async def ask(app, path, body=None, *, method=None, headers=(), leave=None, chun
     async def receive():
         if queue:
             return queue.pop(0)
-        await asyncio.sleep(3600 if leave is None else leave)
+        await (leave.wait() if isinstance(leave, asyncio.Event) else asyncio.sleep(3600 if leave is None else leave))
         return {"type": "http.disconnect"}
 
     async def send(message):

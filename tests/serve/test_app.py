@@ -5,12 +5,15 @@ import json
 import logging
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jllm.engine.request import SamplingParams
+from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.serve import answers
+from jllm.serve.requests import Served, Wanted
+from jllm.tokenizer import load_tokenizer
 from tests.serve.conftest import Gone, answer, ask, serving
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -157,6 +160,113 @@ def test_echo_scores_the_prompt(model):
     assert none["usage"]["completion_tokens"] == 0
 
 
+def test_offsets_are_of_the_text_where_a_tokenizer_puts_a_space_before_it(tmp_path):
+    """SentencePiece's: the space of the first token is not in the text, that of the prompt or of what follows it."""
+    from tests.tokenizer.cases import train_sentencepiece
+
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path))
+    ids, made = tokenizer.encode("the girl"), tokenizer.encode("and the wolf", add_bos=False)
+    for echo in (True, False):
+        text = tokenizer.decode([*ids, *made])[0 if echo else len("the girl") :]
+        new = tuple(TokenLogprob(id, -1.0) for id in made)
+        known = tuple(-1.0 for _ in ids[1:])
+        best = tuple((id, -1.0) for id in ids[1:])
+        timings = Timings(None, 0.0, len(ids), len(made))
+        decoder = tokenizer.stream_decoder(ids)
+        rest = "".join(map(decoder.push, made))
+        done = Completion(tuple(made), rest, "length", new, known if echo else None, timings, 0, None, best)
+        sampling = SamplingParams(logprobs=0, prompt_logprobs=echo)
+        answer = answers.Answer(Wanted((ids,), sampling, False, echo=echo), Served("small", tokenizer, 99, 4, None))
+        answer.add(Event(0, 0, "", (), done))
+        (choice,) = answer.whole()["choices"]
+        assert choice["text"] == text
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        first = next(i for i, token in enumerate(tokens) if token.startswith(" "))
+        for i, (token, at, end) in enumerate(zip(tokens, offsets, [*offsets[1:], len(text)])):
+            shown = token.removeprefix(" ") if echo and i == first else "" if token.startswith("token_id:") else token
+            assert text[at:end] == shown
+
+
+def test_a_stream_with_echo_adds_up_to_the_whole(small_app, small_stream):
+    body = {"prompt": ["the wolf", "a girl and"], "echo": True, "return_token_ids": True, **GREEDY}
+    for more in (
+        {"max_tokens": 6},
+        {"max_tokens": 0},
+        {"max_tokens": 4, "logprobs": 1},
+        {"max_tokens": 0, "logprobs": 0},
+    ):
+        whole = small_app(COMPLETIONS, body | more)[1]["choices"]
+        chunks = small_stream(COMPLETIONS, body | more)
+        for choice in whole:
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+            assert "".join(part["text"] for part in mine) == choice["text"]
+            assert sum((part["token_ids"] for part in mine), []) == choice["token_ids"]
+            assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+            if "logprobs" in more:
+                assert [part["logprobs"] for part in mine] == [choice["logprobs"]]
+
+
+def test_nothing_is_asked_for_and_the_token_that_is_dropped_is_a_stop(small_app):
+    body = {"prompt": "the wolf", "echo": True, "max_tokens": 0, "logprobs": 1, "temperature": 0}
+    first = small_app(COMPLETIONS, {**body, "max_tokens": 1, "return_token_ids": True})[1]["choices"][0]["token_ids"][
+        -1
+    ]
+    plain, stopped = (small_app(COMPLETIONS, body | more)[1] for more in ({}, {"stop_token_ids": [first]}))
+    assert stopped["choices"] == plain["choices"]
+    assert stopped["usage"] == plain["usage"]
+
+
+def test_usage_of_each_chunk_grows_to_the_whole(small_stream):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["the wolf", "a girl"], "n": 2, "max_tokens": 5, "stream_options": options, **GREEDY}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in small_stream(COMPLETIONS, body)]
+    assert counts == sorted(counts)
+    assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
+
+
+def test_a_token_inside_of_which_a_stop_begins_is_counted(model):
+    """As it was computed: in usage, ids and log-probabilities, streamed and not."""
+    (the,) = model.tokenizer.encode(" the", add_bos=False)
+    body = {"prompt": "wolf", "max_tokens": 8, "logit_bias": {str(the): 100}, "stop": "he t", "logprobs": 1, **GREEDY}
+    body["return_token_ids"] = True
+
+    async def work(engine, app):
+        whole = (await answer(app, COMPLETIONS, body))[1]
+        streamed = events((await ask(app, COMPLETIONS, body | {"stream": True}))[2])
+        return whole, [chunk["choices"][0] for chunk in streamed]
+
+    whole, parts = run(model, work)
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (" t", [the], "stop")
+    assert whole["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == 1
+    assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
+    assert sum((part["logprobs"]["token_logprobs"] for part in parts), []) == choice["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("reason", ["deadline", "abort"])
+def test_how_an_answer_was_cut_is_said_in_a_word_of_the_api(model, path, reason):
+    """The true reason is beside it."""
+    prompt = {"prompt": "the wolf"} if path == COMPLETIONS else {"messages": [message("a")]}
+    body = {**prompt, "max_tokens": 30, **GREEDY}
+
+    async def work(engine, app):
+        def cut(events):
+            for event in events:
+                if event.completion is not None:
+                    event = event._replace(completion=replace(event.completion, finish_reason=reason))
+                yield event
+
+        step = engine._engine.step
+        engine._engine.step = lambda: list(cut(step()))
+        whole = (await answer(app, path, body))[1]["choices"][0]
+        last = events((await ask(app, path, body | {"stream": True}))[2])[-1]["choices"][0]
+        return whole, last
+
+    for choice in run(model, work):
+        assert (choice["finish_reason"], choice["end_reason"]) == ("length", reason)
+
+
 def test_a_priority_reaches_the_engine(model):
     async def work(engine, app):
         asked, submit = [], engine.submit_all
@@ -227,7 +337,8 @@ def test_structured_output(model, asked, fits):
 
 
 WRONG = [
-    ({"prompt": "a", "suffix": "b"}, "suffix", '"suffix" is not a field that this server serves'),
+    ({"prompt": "a", "suffix": "b"}, "suffix", 'suffix: must be "", not "b"'),
+    ({"prompt": "a", "temprature": []}, "temprature", '"temprature" is not a field that this server serves'),
     ({"prompt": "a", "best_of": 2}, "best_of", "must be n, 1, not 2"),
     ({"prompt": "a", "store": True}, "store", "this server keeps nothing"),
     ({"prompt": "a", "user": 5}, "user", "must be text, not 5"),
@@ -257,7 +368,18 @@ WRONG = [
     ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos has no meaning with a guide"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", '"x" is not served'),
-    ({"prompt": "a", "stream": True, "echo": True}, "echo", "is not served with stream"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options",
+        "must be true or false",
+    ),
+    ({"prompt": "a", "stream_options": {"continuous_usage_stats": True}}, "stream_options", "needs stream to be true"),
+    ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "token id 1000000 is not in"),
+    ({"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "token id 999999 is not in"),
+    ({"prompt": "a", "seed": 2**64}, "seed", "must be an integer of 64 bits"),
+    ({"prompt": "a", "seed": -(2**63) - 1}, "seed", "must be an integer of 64 bits"),
+    ({"prompt": "a", "service_tier": "flex"}, "service_tier", 'must be "auto" or "default", not "flex"'),
+    ({"prompt": "a", "min_tokens": False}, "min_tokens", "must be 0, not false"),
     ({"prompt": "a", "echo": True, "logprobs": 3}, "logprobs", "must be 0 or 1 with echo"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs must be None or an integer in [0, 20], not 21"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", 'keys must be token ids, not "x"'),
@@ -267,7 +389,6 @@ WRONG = [
     ({"prompt": []}, "prompt", "not empty"),
     ({"prompt": [True]}, "prompt", "one is true"),
     ({"prompt": [1000]}, "prompt", "token id 1000 is not in"),
-    ({"prompt": [5] * 48}, "prompt", "a prompt of 48 tokens is too long"),
     ({}, "prompt", "is missing"),
     ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
 ]
@@ -284,14 +405,17 @@ def test_what_is_wrong_is_said_in_one_line(small_app, body, param, text):
 
 WRONG_CHATS = [
     ({}, "messages", "are missing"),
-    ({"messages": []}, "messages", "must be a list like"),
-    ({"messages": [{"content": "x"}]}, "messages", "an object with a role"),
-    ({"messages": [{"role": "user"}]}, "messages", "content must be text, not null"),
-    ({"messages": [message("a") | {"tool_calls": [1]}]}, "messages", '"tool_calls" of a message is not served'),
-    ({"messages": [message([{"type": "image_url", "image_url": "x"}])]}, "messages", "must be text"),
+    ({"messages": []}, "messages", "messages must be a non-empty list like"),
+    ({"messages": [{"content": "x"}]}, "messages", "messages[0].role is missing"),
+    ({"messages": [message("\ud800")]}, "messages", "lone surrogate"),
     ({"messages": [message("a")], "top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
     ({"messages": [message("a")], "logprobs": 2}, "logprobs", "must be true or false, not 2"),
-    ({"messages": [message("a")], "tools": []}, "tools", "not a field that this server serves"),
+    ({"messages": [message("a")], "tools": [{}]}, "tools", "tools are not served"),
+    ({"messages": [message("a")], "tool_choice": "required"}, "tool_choice", "tools are not served"),
+    ({"messages": [message("a")], "functions": [{}]}, "functions", "tools are not served"),
+    ({"messages": [message("a")], "modalities": ["text", "audio"]}, "modalities", 'must be ["text"]'),
+    ({"messages": [message("a")], "audio": {}}, "audio", "not a field that this server serves"),
+    ({"messages": [message("a")], "reasoning_effort": "high"}, "reasoning_effort", 'must be "none", not "high"'),
     ({"messages": [message("a")], "max_tokens": 2, "max_completion_tokens": 2}, "max_tokens", "give one"),
     ({"messages": [message("a")], "max_completion_tokens": -1}, "max_completion_tokens", "must be an integer >= 1"),
     ({"messages": [message("a")], "n": 1000}, "n", "must be at most 260"),
@@ -307,13 +431,27 @@ def test_what_is_wrong_with_a_chat_is_said_in_one_line(small_app, body, param, t
 
 
 @pytest.fixture(scope="module")
-def small_app(model):
-    """One application for many questions."""
+def small_ask(model):
+    """One application for many questions: status, headers and body of each answer."""
     with asyncio.Runner() as runner:
         context = serving(model)
         _, app = runner.run(context.__aenter__())
-        yield lambda path, body=None, **more: runner.run(answer(app, path, body, **more))
+        yield lambda path, body=None, **more: runner.run(ask(app, path, body, **more))
         runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def small_app(small_ask):
+    def found(path, body=None, **more):
+        status, _, content = small_ask(path, body, **more)
+        return status, json.loads(content)
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def small_stream(small_ask):
+    return lambda path, body: events(small_ask(path, body | {"stream": True})[2])
 
 
 def test_bodies_that_hypothesis_makes_get_4xx_and_one_line(small_app):
@@ -376,10 +514,111 @@ def test_a_name_that_is_there_twice_is_refused(small_app, data):
     assert one_line(found) == '"n" is in the body, or in one object of it, twice'
 
 
-def test_fields_that_change_nothing(small_app):
-    body = {"prompt": "the wolf", "max_tokens": 3, **GREEDY}
-    plain, more = (small_app(COMPLETIONS, body | x)[1] for x in ({}, {"user": "me", "store": False, "best_of": 1}))
-    assert plain["choices"] == more["choices"]
+NOTHING = {  # what clients send that asks for nothing
+    **{"user": "me", "safety_identifier": "me", "prompt_cache_key": "k", "metadata": {"job": "5"}, "store": False},
+    **{"service_tier": "auto", "stream_options": {"include_usage": False}, "response_format": {"type": "text"}},
+    **{"n": 1, "logit_bias": {}, "stop": [], "stop_token_ids": [], "top_k": -1, "min_p": 0.0, "presence_penalty": 0},
+    **{"skip_special_tokens": True, "min_tokens": 0, "length_penalty": 1.0, "frequency_penalty": None},
+}
+NOTHING_OF_CHATS = {
+    **{"tools": [], "tool_choice": "none", "functions": [], "function_call": "auto", "parallel_tool_calls": True},
+    **{"modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium", "audio": None, "prediction": None},
+    **{"logprobs": False, "top_logprobs": 0, "chat_template_kwargs": {}, "prompt_cache_retention": "in_memory"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "nothing"),
+    [
+        (COMPLETIONS, {"prompt": "the wolf"}, NOTHING | {"suffix": "", "echo": False, "best_of": 1}),
+        (CHAT, {"messages": [message("a")]}, NOTHING | NOTHING_OF_CHATS),
+    ],
+    ids=["completions", "chats"],
+)
+def test_fields_that_ask_for_nothing_change_nothing(small_app, path, body, nothing):
+    plain = small_app(path, body | {"max_tokens": 3, **GREEDY})
+    assert plain[0] == 200
+    found = small_app(path, body | {"max_tokens": 3, **GREEDY} | nothing)
+    assert (found[0], found[1].get("choices")) == (200, plain[1]["choices"])
+
+
+def test_every_field_of_the_api_is_known_or_refused_by_its_name(small_app):
+    """What the official client can send; a field that it gains is decided on here."""
+    pytest.importorskip("openai")
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chats
+    from openai.types.completion_create_params import CompletionCreateParamsBase as Completions
+
+    from jllm.serve import fields, requests
+
+    lacking = {"audio", "moderation", "prediction", "web_search_options"}
+    assert set(Completions.__annotations__) <= requests.COMPLETION | set(fields.COMPLETION)
+    assert set(Chats.__annotations__) - requests.CHAT - set(fields.CHAT) == lacking
+    for name in lacking:
+        status, found = small_app(CHAT, {"messages": [message("a")], name: {"x": 1}})
+        assert (status, found["error"]["param"]) == (400, name)
+
+
+def test_seeds_of_64_bits(small_app):
+    body = {"prompt": "the wolf", "max_tokens": 12, "ignore_eos": True}
+    texts = {}
+    for seed in (7, 7 + 2**32, 7 - 2**32, 8, 2**64 - 1, -1, -(2**63)):
+        status, found = small_app(COMPLETIONS, body | {"seed": seed})
+        assert status == 200
+        texts[seed] = found["choices"][0]["text"]
+    assert texts[7] == texts[7 + 2**32] == texts[7 - 2**32] != texts[8]
+    assert texts[-1] == texts[2**64 - 1]
+
+
+TOO_LONG = [
+    (COMPLETIONS, {"prompt": [5] * 48}, "prompt", "a prompt of 48 tokens is too long: the model's context leaves"),
+    (CHAT, {"messages": [message("wolf " * 60)]}, "messages", "is too long: the model's context leaves room for 47"),
+]
+TOO_LONG_FOR_PAGES = [
+    (
+        COMPLETIONS,
+        {"prompt": [5] * 48},
+        "prompt",
+        "a prompt of 48 tokens is too long: the page pool leaves room for 32",
+    ),
+    (COMPLETIONS, {"prompt": [5] * 40}, "prompt", "the page pool has 4"),
+    (COMPLETIONS, {"prompt": [5] * 9, "max_tokens": 30}, "max_tokens", "9 prompt tokens and 30 new ones need 5 pages"),
+    (CHAT, {"messages": [message("a")], "max_tokens": 30}, "max_tokens", "the page pool has 4"),
+    (CHAT, {"messages": [message("a")], "max_completion_tokens": 30}, "max_completion_tokens", "the page pool has 4"),
+]
+
+
+@pytest.mark.parametrize(("cases", "options"), [(TOO_LONG, {}), (TOO_LONG_FOR_PAGES, {"num_pages": 4})])
+def test_what_is_too_long_has_the_code_that_clients_look_for(model, cases, options):
+    async def work(engine, app):
+        for path, body, param, text in cases:
+            status, found = await answer(app, path, body)
+            assert (status, found["error"]["param"]) == (400, param)
+            assert found["error"]["code"] == "context_length_exceeded"
+            assert text in one_line(found)
+        assert engine.unfinished == 0
+
+    run(model, work, options=options)
+
+
+@pytest.mark.parametrize("policy", ["paged", "reserve"])
+def test_answers_are_as_long_as_a_small_pool_has_room_for(model, policy):
+    """And that is the limit that clients are told."""
+    most = 4 * 8 + 1  # 4 pages; the last token of all needs no room
+
+    async def work(engine, app):
+        (listed,) = (await answer(app, "/v1/models"))[1]["data"]
+        assert listed["max_model_len"] == (await answer(app, "/tokenize", {"prompt": "a"}))[1]["max_model_len"] == most
+        status, chats = await answer(app, CHAT, {"messages": [message("a")], "n": 2, **GREEDY})
+        assert status == 200
+        assert {choice["finish_reason"] for choice in chats["choices"]} == {"length"}
+        length = chats["usage"]["prompt_tokens"]
+        assert chats["usage"]["completion_tokens"] == 2 * (most - length)
+        body = {"prompt": [[5] * 25, [5] * 2], "return_token_ids": True, **GREEDY}
+        status, found = await answer(app, COMPLETIONS, body)
+        assert status == 200
+        assert [len(choice["token_ids"]) for choice in found["choices"]] == [most - 25, 16]
+
+    run(model, work, options={"num_pages": 4, "kv_policy": policy})
 
 
 def test_the_model_by_its_name(small_app):
@@ -399,13 +638,9 @@ def test_a_long_request_line_is_refused(model):
 
 
 def test_a_guide_without_a_way_on_is_named(model):
-    from dataclasses import replace
-
     from jllm.engine.guide import Guide
-    from jllm.engine.request import Completion, Event, Timings
     from jllm.serve.answers import Answer
     from jllm.serve.errors import HttpError
-    from jllm.serve.requests import Served, Wanted
 
     failed = Event(0, 0, "", (), Completion((), "", "error", None, None, Timings(None, 0.0, 1, 0)))
     plain = Wanted(([1],), SamplingParams(), chat=False)
@@ -467,6 +702,23 @@ def test_a_full_queue_says_when_to_come_again(model):
         assert (await answer(app, COMPLETIONS, {"prompt": ["a", "b"]}))[0] == 200
 
     run(model, work, max_waiting=2)
+
+
+def test_a_client_that_leaves_ends_all_of_its_prompts(model):
+    async def work(engine, app):
+        body = {"prompt": ["the wolf", "a girl", "in the"], "max_tokens": 40, **GREEDY}
+        submitted = asyncio.Event()
+        submit = engine.submit_all
+        engine.submit_all = lambda *args, **more: submitted.set() or submit(*args, **more)
+        client = asyncio.create_task(ask(app, COMPLETIONS, body, leave=submitted))
+        with pytest.raises(Gone):
+            await client
+        while engine.unfinished or engine._engine.has_work:
+            await asyncio.sleep(0.001)
+        return engine.metrics()
+
+    metrics = run(model, work)
+    assert (metrics["requests"], metrics["requests_aborted"], metrics["requests_finished"]) == (3, 3, 0)
 
 
 def test_two_thousand_clients_of_whom_many_go_leave_no_page(model):

@@ -86,6 +86,22 @@ def test_answers_are_the_server_s_and_errors_stop_no_other(run, model):
     assert bodies["chat"]["choices"][0]["message"]["role"] == "assistant"
 
 
+def test_a_request_that_does_not_say_how_long_gets_what_the_pool_has_room_for(run):
+    """Though the file is read before there is a pool."""
+    body = {"temperature": 0, "ignore_eos": True}
+    lines = [line("chat", {"messages": [{"role": "user", "content": "who?"}], "n": 2, **body}, CHAT)]
+    lines += [line("text", {"prompt": [5] * 25, **body}), line("both", {"prompt": [[5] * 25, [5] * 3], **body})]
+    lines += [line("long", {"prompt": [5] * 25, "max_tokens": 16})]
+    status, answers, _ = run(lines, "--num-pages", 4)
+    bodies = {name: answer["response"]["body"] for name, answer in answers.items()}
+    assert status == 0
+    assert bodies["chat"]["usage"]["completion_tokens"] == 2 * (33 - bodies["chat"]["usage"]["prompt_tokens"])
+    assert bodies["text"]["usage"]["completion_tokens"] == 33 - 25
+    assert bodies["both"]["usage"]["completion_tokens"] == 33 - 25 + 16
+    error = bodies["long"]["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+
+
 def test_what_was_answered_is_not_run_again(run, tmp_path):
     lines, out = [*RIGHT, WRONG["model"][1]], tmp_path / "out.jsonl"
     _, first, _ = run(lines)

@@ -81,6 +81,15 @@ def test_a_worker_makes_what_an_engine_alone_would(job, model, tmp_path):
     assert read_done(tmp_path / "out", rows) == {row.id for row in rows}
 
 
+def test_rows_that_do_not_say_how_long_get_what_the_pool_has_room_for(job, tmp_path):
+    rows = [{"prompt": [5] * 25, "ignore_eos": True}, {"prompt": [5] * 25, "max_new_tokens": 16}]
+    _, rows, worker = job(rows, "--num-pages", "4")
+    assert worker().do(Shard(tuple(rows))) == 1
+    right, wrong = results(tmp_path / "out")
+    assert (len(right["token_ids"]), right["finish_reason"]) == (33 - 25, "length")
+    assert "the page pool has 4" in wrong["error"]
+
+
 def test_rows_that_are_wrong_stop_no_other(job, tmp_path):
     wrong = [{"id": "long", "prompt": [5] * 10_000}, {"id": "odd", "prompt": "a", "stop_token_ids": [10**6]}]
     _, rows, worker = job([*ROWS[:2], *wrong])

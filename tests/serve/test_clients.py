@@ -90,6 +90,23 @@ def test_chats(client):
     assert len(parts) > 1
 
 
+def test_an_answer_is_sent_back_as_it_came(client):
+    message = (
+        client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=3, seed=2**63).choices[0].message
+    )
+    more = {
+        "metadata": {"job": "1"},
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "tools": [],
+        "tool_choice": "none",
+    }
+    for back in (message, message.model_dump(), message.to_dict()):
+        messages = [back, {"role": "user", "content": "w", "name": "ann"}]
+        again = client.chat.completions.create(model="small", messages=messages, max_tokens=3, **more)
+        assert again.choices[0].finish_reason in ("length", "stop")
+
+
 def test_errors_are_those_that_the_client_knows(client, address):
     with pytest.raises(openai.BadRequestError, match="n must be an integer >= 1") as raised:
         client.completions.create(model="small", prompt="a", n=0)
@@ -97,8 +114,9 @@ def test_errors_are_those_that_the_client_knows(client, address):
     with pytest.raises(openai.NotFoundError, match="is not served here") as raised:
         client.completions.create(model="other", prompt="a")
     assert raised.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match='"tools" is not a field'):
-        client.chat.completions.create(model="small", messages=MESSAGES, tools=[])
+    with pytest.raises(openai.BadRequestError, match="is too long") as raised:
+        client.completions.create(model="small", prompt=[5] * 100)
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
     stranger = openai.OpenAI(base_url=f"{address}/v1", api_key="guess", max_retries=0)
     with pytest.raises(openai.AuthenticationError), stranger:
         stranger.models.list()
@@ -143,6 +161,23 @@ def test_clients_that_hang_up_leave_no_page(model):
             assert client.completions.create(model="small", prompt="a", max_tokens=2).usage.completion_tokens <= 2
 
 
+def test_connections_live_as_long_as_the_command_says(model):
+    from jllm.serve.arguments import parse_args
+    from jllm.serve.http import Limits
+
+    assert (parse_args([]).keep_alive, parse_args(["--keep-alive", "0.2"]).keep_alive) == (75, 0.2)
+    for limits, seconds in ((Limits(), 75), (Limits(keep_alive=0.2), 0.2)):
+        with listening(model, limits=limits) as (server, url):
+            assert server.config.timeout_keep_alive == seconds
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+                connection.settimeout(60)
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+                if seconds < 1:
+                    while connection.recv(1000):  # until the server ends it
+                        pass
+
+
 def test_headers_are_limited(address):
     """Those that are there, and those that never end."""
     request = urllib.request.Request(f"{address}/health", headers={"X-Long": "a" * 20_000})
@@ -170,7 +205,7 @@ def test_what_runs_at_the_end_is_finished_or_cut_and_answered(model, grace):
         def ask():
             headers = {"Content-Type": "application/json"}
             with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers)) as answer:
-                found.append(json.load(answer)["choices"][0]["finish_reason"])
+                found.append(json.load(answer)["choices"][0])
 
         threads = [threading.Thread(target=ask) for _ in range(12)]
         for thread in threads:
@@ -181,7 +216,8 @@ def test_what_runs_at_the_end_is_finished_or_cut_and_answered(model, grace):
         for thread in threads:
             thread.join(60)
     assert len(found) == 12
-    assert found.count("abort") == server.cut
+    assert {choice["finish_reason"] for choice in found} == {"length"}
+    assert sum(choice.get("end_reason") == "abort" for choice in found) == server.cut
     assert server.cut == 0 if grace else server.cut > 0
 
 

@@ -9,7 +9,7 @@ from jllm.tokenizer import Tokenizer, load_tokenizer
 from tests.tokenizer.cases import write_json
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
-    {%- if message.role == 'king' %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}
+    {%- if message.role == 'system' %}{{ raise_exception('no role ' + message.role) }}{% endif %}
 [INST]{{ message.role }}: {{ message.content | trim }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}
@@ -61,7 +61,7 @@ def test_chat_environment(chatty):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (TEMPLATE, "unknown role king"),
+        (TEMPLATE, "no role system"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
         ("{{ nothing.at.all }}", "refuses these messages"),
@@ -72,22 +72,72 @@ def test_chat_environment(chatty):
 )
 def test_chat_errors(chatty, template, message):
     with pytest.raises(TokenizerError, match=message) as caught:
-        chatty(template).chat([{"role": "king", "content": "x"}])
+        chatty(template).chat([{"role": "system", "content": "x"}])
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("messages", [[], "hello", None, [{"content": "x"}], ["x"], [{"role": "user", "content": b""}]])
-def test_chat_messages_that_are_none(chatty, messages):
-    with pytest.raises(TokenizerError, match="^messages must"):
-        chatty(TEMPLATE).chat(messages)
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+WRONG_MESSAGES = [
+    *((none, "messages must be a non-empty list like") for none in ([], "hello", b"x", None, {}, user("x"))),
+    (["x"], "messages[0] must be an object like"),
+    ([{"content": "x"}], "messages[0].role is missing: it must be system, developer, user"),
+    ([user("x"), {"role": "king", "content": "x"}], "messages[1].role must be system, developer, user"),
+    (
+        [{"role": ["user"], "content": "x"}],
+        'messages[0].role must be system, developer, user or assistant, not ["user"]',
+    ),
+    ([{"role": "user"}], "messages[0].content must be text, not null"),
+    ([user(None)], "messages[0].content must be text, not null"),
+    ([{"role": "assistant", "content": None}], "messages[0].content must be text, not null"),
+    ([user(b"")], "messages[0].content must be text, not bytes"),
+    ([user({"text": "x"})], 'messages[0].content must be text, not {"text": "x"}'),
+    ([user([])], "messages[0].content has no part"),
+    ([user(["x"])], "messages[0].content[0] must be a part like"),
+    ([user([{"type": "text", "text": None}])], "messages[0].content[0].text must be text, not null"),
+    ([user([{"type": "text", "text": "a"}, {"type": "image_url"}])], 'messages[0].content[1] has the type "image_url"'),
+    ([user([{"type": "text", "text": "a", "speed": 2}])], "messages[0].content[0].speed is not served"),
+    ([user("x", name=5)], "messages[0].name must be text, not 5"),
+    ([user("x", weight=1)], "messages[0].weight is not served"),
+    ([user("x", refusal="no")], "messages[0].refusal is not served"),
+    ([user("x", tool_calls=[1])], "messages[0].tool_calls is not served: tools are not"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), WRONG_MESSAGES, ids=lambda x: None)
+def test_messages_that_are_refused(chatty, messages, message):
+    with pytest.raises(TokenizerError) as caught:
+        chatty("{{ messages }}").chat(messages)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_template_sees_of_messages(chatty):
+    """Parts are one text, a name is kept, and what asks for nothing is left out."""
+    seen = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{% endfor %}"
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "wolf", "annotations": [], "x": None}]
+    back = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    messages = [user(parts, name="ann"), {"role": "assistant", "content": "", "parsed": {"a": 1}, **back}]
+    want = [user("the wolf", name="ann"), {"role": "assistant", "content": ""}]
+    assert chatty(seen).chat(messages) == "".join(json.dumps(one, sort_keys=True) for one in want)
+
+
+def test_a_developer_is_the_system_of_templates_that_do_not_know_him(chatty):
+    said = [{"role": "developer", "content": "x"}]
+    assert chatty("{{ messages[0].role }}").chat(said) == "system"
+    assert chatty("{% if 'developer' %}{% endif %}{{ messages[0].role }}").chat(said) == "developer"
 
 
 def test_chat_messages_too_deep(chatty):
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(TokenizerError, match="^messages must hold JSON values only"):
-        chatty(TEMPLATE).chat([{"role": "user", "content": deep}])
+    for content in (deep, {"x": deep}):
+        with pytest.raises(TokenizerError, match=r"^messages\[0\].content"):
+            chatty(TEMPLATE).chat([user(content)])
+    content.clear()
     while deep:  # or its deallocation would be as deep
         deep = deep[0]
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from jllm.errors import RequestError, SnapshotError
+from jllm.messages import check_messages
 
 if TYPE_CHECKING:
     from jllm.tokenizer import Tokenizer
@@ -54,8 +55,8 @@ def from_json(text: str, ids: Sequence[int]) -> Conversation:
     """The reverse of to_json. Raises SnapshotError for anything else."""
     try:
         raw = json.loads(text)
-        messages = tuple(Message(**entry) for entry in raw)
-        good = all(isinstance(value, str) for message in messages for value in vars(message).values())
+        messages = tuple(Message(**entry) for entry in (check_messages(raw) if raw else ()))
+        good = {message.role for message in messages} <= {"system", "user", "assistant"}
     except (ValueError, TypeError, RecursionError):
         good = False
     if not good:

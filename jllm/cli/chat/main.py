@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jllm.cli.arguments import ENGINE_FLAGS, sampling_params
-from jllm.cli.chat.arguments import parse_args
+from jllm.cli.chat.arguments import MAX_NEW_TOKENS, parse_args
 from jllm.cli.chat.conversation import PLAIN_STOP, Conversation, Message, prompt_ids
 from jllm.cli.chat.lines import Lines
 from jllm.cli.display import write_stdout
@@ -30,7 +30,7 @@ Ctrl-C stops an answer, Ctrl-D ends; python -m jllm.chat --help has more
 """
 ENDS = {
     "abort": "stopped",
-    "length": "cut: --max-new-tokens, or the model's context, has no room for more",
+    "length": "cut: --max-new-tokens, the model's context or --num-pages has no room for more",
 }
 
 
@@ -47,7 +47,7 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
     lines, start = Lines(interrupt), Conversation()
     if args.system is not None:
         start = Conversation((Message("system", args.system),))
-    session = _open(args, sampling_params(args), start, wait=not lines.terminal)
+    session = _open(args, sampling_params(args, MAX_NEW_TOKENS), start, wait=not lines.terminal)
     if lines.terminal:
         note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
     try:
@@ -78,7 +78,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
     given = {name: getattr(args, name) for name in ENGINE_FLAGS}
     engine = Engine(model, **_sizes(given, sampling), executables=cache)
     engine.compile_ahead([sampling], wait=wait)
-    return Session(engine, model.tokenizer, sampling, model.config.context)
+    return Session(engine, model.tokenizer, sampling, args.max_new_tokens is None)
 
 
 def _sizes(given: dict, sampling: SamplingParams) -> dict:

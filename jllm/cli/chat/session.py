@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jllm import snapshot as snapshots
 from jllm.cli.chat.conversation import Conversation, from_json, prompt_ids
 from jllm.cli.jsonl import nth_seed
+from jllm.engine.checks import fitted
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import CheckpointError, RequestError, SnapshotError
@@ -27,7 +28,7 @@ class Session:
     engine: Engine
     tokenizer: "Tokenizer"
     sampling: SamplingParams
-    context: int  # most tokens that the model takes
+    open_ended: bool = False  # nothing says how many new tokens: as sampling does, or as many as there is room for
 
 
 def answer(
@@ -37,7 +38,10 @@ def answer(
     `stopped`. Raises RequestError where there is no room for it."""
     engine, prompt = session.engine, prompt_ids(conversation, session.tokenizer)
     seed = nth_seed(session.sampling.seed, len(conversation.asked) - 1)
-    request, done = engine.submit(prompt, replace(session.sampling, seed=seed)), None
+    sampling = replace(session.sampling, seed=seed)
+    if session.open_ended:
+        sampling = fitted(sampling, len(prompt), engine.most_tokens)
+    request, done = engine.submit(prompt, sampling), None
     while engine.has_work:
         if stopped():
             with contextlib.suppress(RequestError):  # it has just ended by itself
@@ -51,11 +55,12 @@ def answer(
 
 def save(session: Session, conversation: Conversation, path: Path) -> int:
     """Writes the conversation and the K and V of its tokens to a file; returns how many tokens have theirs in it."""
-    ids = conversation.ids[: session.context - 1]
+    ids = conversation.ids[: session.engine.most_tokens - 1]
     if not ids:
         raise RequestError("there is nothing to save yet")
     engine, most = session.engine, len(ids) - 1  # the last one's are computed on loading
-    request = engine.submit(ids, SamplingParams(ignore_eos=True))  # most of its K and V is in the prefix cache
+    sampling = fitted(SamplingParams(ignore_eos=True), len(ids), engine.most_tokens)
+    request = engine.submit(ids, sampling)  # most of its K and V is in the prefix cache
     try:
         engine.step()
         while (value := engine.snapshot(request)).length < most - most % engine.sizes.limits.block:
