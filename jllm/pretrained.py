@@ -1,6 +1,7 @@
 """A model as people hold it: config, weights and tokenizer together."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jllm.parallel.shares import share_params
 from jllm.params import Params
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
-from jllm.tokenizer import Tokenizer, load_tokenizer
+from jllm.tokenizer import Tokenizer, end_ids, load_tokenizer
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 BUNDLED = Path(__file__).parent / "assets" / "fairytale"
@@ -38,6 +39,11 @@ class Model:
     def __post_init__(self) -> None:
         if self.config.activation_parts > 1:
             share_params(self.params, self.config)  # which checks them
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Returns the tokens that end an answer: those of the config, then those that the tokenizer names."""
+        return end_ids(self.config, self.tokenizer)
 
     def memory_footprint(self) -> dict[str, int]:
         """Bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
@@ -68,6 +74,7 @@ def load(
     mesh: Mesh | int | None = None,
     activation_parts: int = 1,
     memory: Memory | None = None,
+    eos_token_ids: Sequence[int] | None = None,
 ) -> Model:
     """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
 
@@ -79,7 +86,7 @@ def load(
     jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no device
     holds more than its share and one weight, or where the scheme rotates a layer, or embedding and head.
     activation_parts quantizes activations on one device as a mesh of that many devices does. Raises ConfigError for a
-    mesh that does not fit the model.
+    mesh that does not fit the model. eos_token_ids are the end tokens, in the place of all that the files name.
 
     Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
     the device is asked by default.
@@ -89,6 +96,8 @@ def load(
     folder = find_model(path)
     config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
     config = replace(config, activation_parts=activation_parts)
+    if eos_token_ids is not None:
+        config = replace(config, eos_ids=_checked_ids(eos_token_ids, config.vocab_size))
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:
@@ -104,8 +113,16 @@ def load(
         if any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
             raise
         tokenizer = None
+    if eos_token_ids is not None and tokenizer is not None:
+        tokenizer = replace(tokenizer, eos_ids=config.eos_ids)
     model = Model(config, params, tokenizer)
     return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if isinstance(ids, int) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+        raise ConfigError(f"eos_token_ids must be token ids in [0, {vocab_size}), the model's vocabulary, not {ids!r}")
+    return tuple(ids)
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:

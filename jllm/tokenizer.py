@@ -11,16 +11,28 @@ import codecs
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jllm.chat_template import find_chat_template, read_json, render_chat
 from jllm.errors import TokenizerError
 from jllm.messages import Message
-from jllm.vocabulary import AddedToken, SentencePieceVocabulary, TokenizersVocabulary, Vocabulary
+from jllm.vocabulary import (
+    DECODER,
+    ROLE,
+    AddedToken,
+    Named,
+    SentencePieceVocabulary,
+    TokenizersVocabulary,
+    Vocabulary,
+)
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+if TYPE_CHECKING:
+    from jllm.config import LlamaConfig
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHERS = ("extra_special_tokens", "additional_special_tokens")  # lists, or objects of further roles
 
 
 class StreamDecoder:
@@ -116,6 +128,16 @@ class Tokenizer:
             parts.append(decoder.push(id))
         return "".join(parts) + decoder.finish()
 
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of a text that is one special token, which no decoded text shows; None for any other."""
+        try:
+            ids = self.encode(text, add_bos=False)
+        except TokenizerError:  # it is no text
+            return None
+        hidden = [id for id in ids if not self.vocabulary.piece(id)]
+        spaces = not b"".join(map(self.vocabulary.piece, ids)).strip(b" ")  # which tokenizers put before a text
+        return hidden[0] if len(hidden) == 1 and spaces else None
+
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """An incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.
 
@@ -137,21 +159,21 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face checkpoint directory: tokenizer.json (which wins, as in transformers) or
     tokenizer.model (SentencePiece), with what tokenizer_config.json, special_tokens_map.json, added_tokens.json
-    and chat_template.* say. Raises TokenizerError where there is none or a file is broken."""
+    and chat_template.* say. A special token without an id gets the next one, if the vocab_size of a config.json
+    beside it has room. Raises TokenizerError where there is none or a file is broken."""
     directory = Path(directory)
     config = read_json(directory / "tokenizer_config.json")
-    roles, special = _special_tokens(read_json(directory / "special_tokens_map.json") | config)
+    named = _read_named(directory, config)
     fast, slow = directory / "tokenizer.json", directory / "tokenizer.model"
     vocabulary: Vocabulary
     if fast.is_file():
-        vocabulary = TokenizersVocabulary(fast, special)
+        vocabulary = TokenizersVocabulary(fast, named)
     elif slow.is_file():
-        added = _added_tokens(read_json(directory / "added_tokens.json"), config, special)
-        vocabulary = SentencePieceVocabulary(slow, added, special, config)
+        vocabulary = SentencePieceVocabulary(slow, named, config)
     else:
         raise TokenizerError(f"no tokenizer in {directory}: looked for tokenizer.json and tokenizer.model")
-    named = {role: token for role, token in (vocabulary.named() | roles).items() if token is not None}
-    bos_id, eos_id = (vocabulary.id(named[role]) if role in named else None for role in ("bos_token", "eos_token"))
+    roles = {role: token for role, token in {**vocabulary.named(), **named.roles}.items() if token is not None}
+    bos_id, eos_id = (vocabulary.id(roles[role]) if role in roles else None for role in ("bos_token", "eos_token"))
     if config.get("add_bos_token") is None:
         prefix = vocabulary.prefix(bos_id)
     else:
@@ -161,31 +183,89 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         bos_id=bos_id,
         eos_ids=() if eos_id is None else (eos_id,),
         prefix=tuple(prefix),
-        special_tokens=named,
+        special_tokens=roles,
         chat_template=find_chat_template(directory, config),
     )
 
 
-def _special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, str | None], set[str]]:
-    """Special tokens by role (None where a role is switched off), and all of them with those that have no role."""
-
-    def name(token: Any) -> str | None:
-        return token.get("content") if isinstance(token, dict) else token
-
-    roles = {role: name(config[role]) for role in SPECIAL_NAMES if role in config}
-    others = [config.get(key) or () for key in ("additional_special_tokens", "extra_special_tokens")]
-    extra = [token for group in others for token in (group.values() if isinstance(group, dict) else group)]
-    return roles, {token for token in map(name, [*roles.values(), *extra]) if token}
+def end_ids(config: "LlamaConfig", tokenizer: object) -> tuple[int, ...]:
+    """Returns the end tokens that a model can draw: those of its config, then those of its tokenizer."""
+    named = tokenizer.eos_ids if isinstance(tokenizer, Tokenizer) else ()  # an experiment's own may lack them
+    return tuple(id for id in dict.fromkeys([*config.eos_ids, *named]) if id < config.vocab_size)
 
 
-def _added_tokens(file: Mapping[str, Any], config: Mapping[str, Any], special: set[str]) -> dict[int, AddedToken]:
-    """Added tokens by id, from added_tokens.json ({content: id}) and tokenizer_config.json's added_tokens_decoder."""
-    flags = ("lstrip", "rstrip", "single_word")
+def _read_named(directory: Path, config: Mapping[str, Any]) -> Named:
+    """Reads tokenizer_config.json (`config`), added_tokens.json and special_tokens_map.json.
+
+    With an added_tokens_decoder the config's roles win, and else those of special_tokens_map.json. A token that one
+    file calls special is special. Raises TokenizerError for what can be no token.
+    """
+    listed, decoder = read_json(directory / "special_tokens_map.json"), config.get("added_tokens_decoder")
+    roles = _roles({**config, **listed} if decoder is None else {**listed, **config})
+    special = [token for token in roles.values() if token is not None]
+    special += [_token(token, name) for name in OTHERS for source in (config, listed) for token in _list(source, name)]
+    with_ids = _with_ids(decoder, read_json(directory / "added_tokens.json"))
+    rows = read_json(directory / "config.json").get("vocab_size")
+    return Named(
+        {name: None if token is None else token.content for name, token in roles.items()},
+        _each_once([*with_ids, *(replace(token, special=True) for token in special)]),
+        rows if type(rows) is int else None,
+    )
+
+
+def _roles(config: Mapping[str, Any]) -> dict[str, AddedToken | None]:
+    """Reads special tokens by role: the usual roles, then those of this tokenizer alone ("image_token")."""
+    found = {name: config[name] for name in ROLES if name in config}
+    for name in OTHERS:
+        found |= _own_roles(config[name]) if isinstance(config.get(name), dict) else {}
+    found |= _own_roles(config)
+    return {name: None if token is None else _token(token, name) for name, token in found.items()}
+
+
+def _own_roles(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name.endswith("_token") and _may_be_token(value)}
+
+
+def _may_be_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+
+
+def _list(config: Mapping[str, Any], name: str) -> Iterable[Any]:
+    value = config.get(name) or []
+    if not isinstance(value, list | dict):
+        raise TokenizerError(f"{name} must be a list of tokens, or an object of them, not {value!r}")
+    return value.values() if isinstance(value, dict) else value
+
+
+def _with_ids(decoder: Any, added: Mapping[str, Any]) -> list[AddedToken]:
+    """Reads tokens by id: added_tokens_decoder ({id: token}), and at other ids added_tokens.json ({content: id})."""
+    found: dict[int, AddedToken] = {}
     try:
-        added = {int(id): AddedToken(token, special=token in special) for token, id in file.items()}
-        for id, token in (config.get("added_tokens_decoder") or {}).items():
-            is_special = bool(token.get("special")) or token["content"] in special
-            added[int(id)] = AddedToken(token["content"], is_special, *(bool(token.get(flag)) for flag in flags))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        for id, value in (decoder or {}).items():
+            found[int(id)] = replace(_token(value, "added_tokens_decoder"), id=int(id), source=DECODER)
+        known = {token.content for token in found.values()}
+        for content, id in added.items():
+            if content not in known:
+                found.setdefault(int(id), AddedToken(content, id=int(id)))
+    except (AttributeError, TypeError, ValueError) as error:
         raise TokenizerError("added_tokens.json or added_tokens_decoder must map tokens to ids") from error
-    return {id: token for id, token in added.items() if token.content}
+    return [token for _, token in sorted(found.items())]
+
+
+def _token(value: Any, name: str) -> AddedToken:
+    """Reads a token as files have it: its text, or an object with its flags."""
+    if isinstance(value, str):
+        return AddedToken(value)
+    if not _may_be_token(value) or not isinstance(value["content"], str):
+        raise TokenizerError(f"{name} must be a token's text, or an object with its content, not {value!r}")
+    flags = {name: bool(value.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")}
+    normalized = None if value.get("normalized") is None else bool(value["normalized"])
+    return AddedToken(value["content"], **flags, normalized=normalized, source=ROLE)
+
+
+def _each_once(tokens: Iterable[AddedToken]) -> tuple[AddedToken, ...]:
+    found: dict[str, AddedToken] = {}
+    for token in tokens:
+        if token.content:
+            found[token.content] = found[token.content].joined(token) if token.content in found else token
+    return tuple(found.values())

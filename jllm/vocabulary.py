@@ -3,8 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from jllm.chat_template import one_line
 from jllm.errors import TokenizerError
 
 SPACE = "▁"  # how SentencePiece writes a space
+# Where flags are from, the strongest last: nowhere, an object of a role, the vocabulary's file, added_tokens_decoder.
+BARE, ROLE, VOCABULARY, DECODER = range(4)
 
 
 class Vocabulary(Protocol):
@@ -39,17 +42,49 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside a SentencePiece model, found in text as it is; lstrip and rstrip take the whitespace around it."""
+    """A token that is found in text as it is; lstrip and rstrip take the whitespace around it. A special one shows no
+    text."""
 
     content: str
-    special: bool = True
+    special: bool = False
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
+    normalized: bool | None = None  # found in the text that a normalizer leaves; None: unless it is special
+    id: int | None = None  # as a file says
+    source: int = BARE  # of its flags
 
     def pattern(self) -> str:
         word = rf"(?<!\w){re.escape(self.content)}(?!\w)" if self.single_word else re.escape(self.content)
         return (r"\s*" if self.lstrip else "") + word + (r"\s*" if self.rstrip else "")
+
+    def joined(self, other: "AddedToken") -> "AddedToken":
+        """Merges what two files say of one token."""
+        flags = max(self, other, key=lambda token: token.source)
+        return replace(flags, special=self.special or other.special, id=other.id if self.id is None else self.id)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the files beside a vocabulary say."""
+
+    roles: Mapping[str, str | None]  # by name; None where a role is switched off
+    tokens: tuple[AddedToken, ...]  # each content once, in the order in which those without an id get one
+    rows: int | None = None  # of the model's embedding, where there is a model
+
+
+def with_new_ids(tokens: Iterable[AddedToken], start: int, rows: int | None) -> list[AddedToken]:
+    """Gives tokens ids from `start` on, as far as the model's embedding has rows. A warning names the others, which
+    stay plain text."""
+    tokens = list(tokens)
+    room = len(tokens) if rows is None else max(0, rows - start)
+    if left := [token.content for token in tokens[room:]]:
+        warnings.warn(
+            f"the tokenizer's files name {', '.join(left)} without an id, and the model's embedding of {rows} rows has "
+            "no room for more tokens: plain text, not special",
+            stacklevel=2,
+        )
+    return [replace(token, id=id) for id, token in enumerate(tokens[:room], start)]
 
 
 class SentencePieceVocabulary:
@@ -61,7 +96,7 @@ class SentencePieceVocabulary:
 
     errors = "surrogateescape"  # one U+FFFD a byte, as sentencepiece
 
-    def __init__(self, path: Path, added: Mapping[int, AddedToken], special: set[str], config: Mapping[str, Any]):
+    def __init__(self, path: Path, named: Named, config: Mapping[str, Any]):
         # Appended to a serialized model: normalizer_spec { add_dummy_prefix: false } (protobuf merges messages).
         bare = b"\x1a\x02\x18\x00"
         try:
@@ -72,8 +107,19 @@ class SentencePieceVocabulary:
             raise TokenizerError(f"cannot read {path} as a SentencePiece model: {one_line(error)}") from error
         sp, self._base = self._sp, self._sp.get_piece_size()
         control = [id for id in range(self._base) if sp.is_control(id) or sp.is_unknown(id)]
-        named = [id for token in special if (id := sp.piece_to_id(token)) not in control]
-        self._added = {id: AddedToken(sp.id_to_piece(id)) for id in [*control, *named]} | dict(added)
+        self._added = {id: AddedToken(sp.id_to_piece(id), special=True) for id in control}
+        new = []
+        for token in named.tokens:
+            id = self._piece_id(token.content) if token.id is None else token.id
+            own = self._added.get(id, token) if id is not None else token
+            if id is None:
+                new.append(token)
+            elif own.content == token.content:
+                self._added[id] = own.joined(token)
+            elif token.id is not None:  # which gives the id another name
+                self._added[id] = token
+        start = max([self._base - 1, *self._added]) + 1
+        self._added |= {token.id: token for token in with_new_ids(new, start, named.rows) if token.id is not None}
         self._ids = {token.content: id for id, token in self._added.items()}
         # Longest first, so that no token hides one that it begins.
         ordered = sorted(self._added.items(), key=lambda item: -len(item[1].content))
@@ -107,8 +153,11 @@ class SentencePieceVocabulary:
         return piece.replace(SPACE, " ").encode()
 
     def id(self, token: str) -> int | None:
+        return self._ids.get(token, self._piece_id(token))
+
+    def _piece_id(self, token: str) -> int | None:
         id = self._sp.piece_to_id(token)
-        return self._ids.get(token, id if self._sp.id_to_piece(id) == token else None)
+        return id if self._sp.id_to_piece(id) == token else None
 
     def named(self) -> dict[str, str]:
         ids = {"bos_token": self._sp.bos_id(), "eos_token": self._sp.eos_id(), "unk_token": self._sp.unk_id()}
@@ -129,7 +178,7 @@ def _sentencepiece(model: bytes):
 class TokenizersVocabulary:
     """tokenizer.json, read by the tokenizers library; its decoder must be one that works token by token."""
 
-    def __init__(self, path: Path, special: set[str]):
+    def __init__(self, path: Path, named: Named):
         import tokenizers
 
         try:
@@ -138,12 +187,31 @@ class TokenizersVocabulary:
             raise TokenizerError(f"cannot read {path}: {one_line(error)}") from error
         self._tokenizer.no_truncation()  # settings of a training run
         self._tokenizer.no_padding()
-        self._tokenizer.add_special_tokens([token for token in sorted(special) if self.id(token) is not None])
+        self._add(named)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
         self.size = max(self._tokenizer.get_vocab_size(with_added_tokens=True), *(id + 1 for id in added), 0)
         decoder = self._tokenizer.decoder
         self._bytes, self.leading_spaces, self.errors = _decoding(json.loads(decoder.__getstate__()) if decoder else {})
+
+    def _add(self, named: Named) -> None:
+        """Adds what other files name. The library numbers new tokens, as it does in transformers; a warning says where
+        a file has another id."""
+        import tokenizers
+
+        own = {token.content: _as_ours(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        tokens = [own[token.content].joined(token) if token.content in own else token for token in named.tokens]
+        known = [token for token in tokens if token.id is not None or self.id(token.content) is not None]
+        fresh = [token for token in tokens if token.id is None and self.id(token.content) is None]
+        known += with_new_ids(fresh, self._next_id() + sum(self.id(t.content) is None for t in known), named.rows)
+        self._tokenizer.add_tokens([_as_theirs(token, tokenizers.AddedToken) for token in known])
+        if odd := [token for token in known if token.id not in (None, self.id(token.content))]:
+            said = ", ".join(f"{token.content} the id {token.id}, but it is {self.id(token.content)}" for token in odd)
+            warnings.warn(f"files beside tokenizer.json give {said} as in transformers", stacklevel=2)
+
+    def _next_id(self) -> int:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return max([self._tokenizer.get_vocab_size(with_added_tokens=False), *(id + 1 for id in added)])
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -164,18 +232,29 @@ class TokenizersVocabulary:
         return whole[:start]
 
 
+def _as_ours(token: Any) -> AddedToken:
+    """Converts a token of the tokenizers library."""
+    flags = token.special, token.lstrip, token.rstrip, token.single_word, token.normalized
+    return AddedToken(token.content, *flags, source=VOCABULARY)
+
+
+def _as_theirs(token: AddedToken, kind: Callable[..., Any]) -> Any:
+    flags = {name: getattr(token, name) for name in ("special", "lstrip", "rstrip", "single_word")}
+    return kind(token.content, normalized=not token.special if token.normalized is None else token.normalized, **flags)
+
+
 def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, str]:
     """How a decoder of tokenizer.json shows one token, how many leading spaces it drops, and its error handler."""
-    replace, leading, fused, fallback, byte_level = [], 0, False, False, False
+    replaced, leading, fused, fallback, byte_level = [], 0, False, False, False
     for step in decoder.get("decoders", [decoder]):
         match step:
             case {"type": "ByteLevel"} if not fused:
                 byte_level = True
             case {"type": "Metaspace", "replacement": mark} if not fused:
-                replace.append((mark, " "))
+                replaced.append((mark, " "))
                 leading = int(step.get("prepend_scheme", "always") != "never")
             case {"type": "Replace", "pattern": {"String": pattern}, "content": content} if not fused:
-                replace.append((pattern, content))
+                replaced.append((pattern, content))
             case {"type": "ByteFallback"} if not fused:
                 fallback = True
             case {"type": "Fuse"}:
@@ -190,7 +269,7 @@ def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, 
     to_latin1 = _byte_level_alphabet()
 
     def show(token: str) -> bytes:
-        for pattern, content in replace:
+        for pattern, content in replaced:
             token = token.replace(pattern, content)
         if fallback and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
             return bytes([int(byte[1], 16)])

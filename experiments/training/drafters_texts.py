@@ -59,7 +59,7 @@ def make_texts(model: Model, args: argparse.Namespace, recipe: Recipe) -> Texts:
     if args.corpus:
         documents = read_documents(model, args.corpus, rng, length)
     else:
-        begin = [np.array([_begin(model.config)], np.int32)] * args.texts
+        begin = [np.array([_begin(model)], np.int32)] * args.texts
         said = continue_prompts(model, begin, [1.0] * len(begin), args.longest, recipe.seed + 2 * args.texts, files[0])
         documents = [text.tokens[: length + 1] for text in said]
     held = read_documents(model, args.valid, rng, length) if args.valid else documents[: max(2, len(documents) // 10)]
@@ -84,8 +84,9 @@ def _both(count: int) -> list[float]:
     return [float(i % 2) for i in range(count)]
 
 
-def _begin(config: LlamaConfig) -> int:
-    first = config.bos_id if config.bos_id is not None else next(iter(config.eos_ids), None)
+def _begin(model: Model) -> int:
+    bos = model.config.bos_id
+    first = bos if bos is not None else next(iter(model.eos_ids), None)
     if first is None:
         raise ConfigError("the model has neither BOS nor EOS to begin a text with: give --corpus")
     return first
@@ -96,7 +97,7 @@ def read_documents(model: Model, file: str, rng: np.random.Generator, length: in
     if model.tokenizer is None:
         raise ConfigError(f"{file}: the model has no tokenizer to read it with: leave --corpus and --valid out")
     passages = cut_passages(read_books(file), rng, longest=3 * length)
-    ids = [[*model.tokenizer.encode(text), *model.config.eos_ids[:1]][: length + 1] for text in passages]
+    ids = [[*model.tokenizer.encode(text), *model.eos_ids[:1]][: length + 1] for text in passages]
     return [np.asarray(ids[i], np.int32) for i in rng.permutation(len(ids))]
 
 
@@ -140,7 +141,7 @@ def continue_prompts(
     else:
         sampling = [SamplingParams(temperature=t, seed=s, max_new_tokens=length) for t, s in asked]
         said = [()] * len(prompts)
-        end = model.config.eos_ids if len(model.config.eos_ids) == 1 else ()  # of several, it is not told which it was
+        end = model.eos_ids if len(model.eos_ids) == 1 else ()  # of several, it is not told which it was
         with tqdm(total=len(prompts), desc="continuations", unit="text") as bar:
             for piece in stream(model, [ids.tolist() for ids in prompts], sampling, max_slots=SLOTS):
                 if (done := piece.completion) is not None:

@@ -95,7 +95,7 @@ class JllmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        ends = self.tokenizer.eos_ids or self._model.config.eos_ids
+        ends = self.tokenizer.eos_ids or self._model.eos_ids
         if not ends:
             raise EvaluationError(f"{self._name} names no end token: give prefix_token_id")
         return ends[0]
@@ -198,9 +198,8 @@ class JllmLM(TemplateLM):
             known = ("until", "max_gen_toks", "do_sample", "temperature", *SAMPLING)
             raise EvaluationError(f"generation option {next(iter(options))!r} is not known; known: {', '.join(known)}")
         return SamplingParams(
-            temperature=temperature, max_new_tokens=tokens, stop=tuple(filter(None, stop)),
-            stop_token_ids=self.tokenizer.eos_ids, seed=seed, **chosen,
-        )  # fmt: skip
+            temperature=temperature, max_new_tokens=tokens, stop=tuple(filter(None, stop)), seed=seed, **chosen
+        )
 
     def _without_lead(self, text: str) -> str:
         """Without the spaces that decoding drops from the start of a text: answers are decoded alone, as in "hf"."""

@@ -113,7 +113,7 @@ def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
     """f64[1, E]: where the first token's stream lies in the middle of the layers."""
     c = model.config
     token = c.bos_id if first_token is None else first_token
-    token = next(iter(c.eos_ids), None) if token is None else token
+    token = next(iter(model.eos_ids), None) if token is None else token
     if token is None:
         raise QuantizationError("the model has neither BOS nor EOS to begin a text with: give first_token")
     middle = np.asarray(list(residuals(model, [token]))[(c.num_layers + 1) // 2], np.float64)

@@ -190,6 +190,8 @@ def add_model(group: Group) -> None:
     group.add_argument(
         "--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: the bundled model)"
     )
+    ends = "token id that ends an answer, in the place of those that the model's files name; may be repeated"
+    group.add_argument("--eos-token-id", type=_some_ids, action="extend", metavar="ID", help=ends)
 
 
 def _token_ids(text: str) -> list[int]:
@@ -197,6 +199,12 @@ def _token_ids(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be token ids like 1 763 912, not {text!r}") from None
+
+
+def _some_ids(text: str) -> list[int]:
+    if not (ids := _token_ids(text)):
+        raise argparse.ArgumentTypeError("must be a token id, or several like 2,7")
+    return ids
 
 
 def _add_what(group: Group) -> None:
@@ -216,8 +224,8 @@ def _add_what(group: Group) -> None:
 
 
 SAMPLING_FLAGS = (
-    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "stop", "ignore_eos", "logprobs"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "n", "seed", "stop", "stop_token_ids"),
+    *("ignore_eos", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 
@@ -238,8 +246,11 @@ def add_sampling(group: Group, max_new_tokens: int = SamplingParams.max_new_toke
     add("--top-p", float, "P", "draw from the most likely tokens that together reach probability P; 1 is off")
     add("--min-p", float, "P", "leave out tokens less than P times as likely as the most likely one; 0 is off")
     add("--seed", int, "S", "makes the run repeatable (see below; default: drawn anew)")
-    stop = "end where the text would contain STR, which is left out; may be given several times"
+    stop = "end where the text would contain STR, or at the special token STR; it is left out; may be repeated"
     group.add_argument("--stop", action="append", default=[], metavar="STR", help=stop)
+    ids = "end at this token id, too, whatever its text is; may be repeated"
+    stop_ids: dict[str, Any] = {"dest": "stop_token_ids", "type": _some_ids, "action": "extend", "default": []}
+    group.add_argument("--stop-token-id", metavar="ID", help=ids, **stop_ids)
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     add("--repetition-penalty", float, "X", "above 1 makes tokens of the prompt and the output less likely")
     add("--presence-penalty", float, "X", "subtracted from the logits of tokens in the output")

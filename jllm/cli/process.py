@@ -79,6 +79,14 @@ def compile_cache(args: Namespace) -> Path | None:
     return find_compile_cache(args.compile_cache)
 
 
+def load_model(folder: Path, args: Namespace) -> "Model":
+    """Loads the model in a folder, as the flags ask for it."""
+    from jllm.pretrained import load
+
+    numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
+    return load(folder, **numbers, eos_token_ids=args.eos_token_id)
+
+
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
     """An engine; or several, each on a device, or on a mesh as the model is."""
     from jllm.engine.engine import Engine

@@ -12,12 +12,12 @@ from jllm.engine.guides import Matcher
 from jllm.engine.live import Live, Samples
 from jllm.engine.metrics import RequestCounts, Times
 from jllm.engine.output import OutputText
-from jllm.engine.request import Event
+from jllm.engine.request import Event, SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.engine.texts import PendingEvent, Texts
 from jllm.errors import RequestError
 from jllm.state import Outputs
-from jllm.tokenizer import Tokenizer
+from jllm.tokenizer import Tokenizer, end_ids
 
 Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence, its number of rows in a step, the first, their tokens
 CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on
@@ -28,7 +28,7 @@ class Ledger:
     counts and times of metrics. Slots and pages are the Scheduler's."""
 
     def __init__(self, config: LlamaConfig, tokenizer: Tokenizer | None):
-        self._config, self._tokenizer = config, tokenizer
+        self._ends, self._tokenizer = end_ids(config, tokenizer), tokenizer
         self.counts, self.times = RequestCounts(), Times()  # for others to read
         self._requests: dict[int, Samples] = {}  # those with unfinished samples
         self._live: dict[Sequence, Live] = {}  # the same samples, by what a step has of each
@@ -50,15 +50,20 @@ class Ledger:
     def add(self, seq: Sequence, matcher: Matcher | None) -> Live:
         """A new sample; its request is a new one, or has others."""
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
-        ends = () if seq.params.ignore_eos else self._config.eos_ids
-        stop_ids = frozenset(ends) | frozenset(seq.params.stop_token_ids)
-        live = Live(seq, OutputText(decoder, seq.params.stop), stop_ids, time.perf_counter(), matcher)
+        live = Live(seq, OutputText(decoder, seq.params.stop), self._stop_ids(seq.params), time.perf_counter(), matcher)
         self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)
         request.unfinished[seq.sample] = live
         self._live[seq] = live
         return live
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end a sample, with those that its stop strings are: no text shows a special token."""
+        found = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
+        if isinstance(self._tokenizer, Tokenizer):
+            found |= {id for stop in params.stop if (id := self._tokenizer.special_id(stop)) is not None}
+        return frozenset(found)
 
     def request(self, request_id: int) -> Samples:
         """A request that has not ended. RequestError for others."""

@@ -61,7 +61,7 @@ class Loop:
         self.ledger = Ledger(config, model.tokenizer)
         self.by_draws = config.mesh is not None and options.acceptance == "equal"  # rejection sampling takes whole rows
         self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
-        self.guides = Guides(model.tokenizer, config.vocab_size, config.eos_ids)
+        self.guides = Guides(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)

@@ -14,7 +14,7 @@ from jllm.cli.display import Speed
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import Interrupt, catch_interrupts
 from jllm.cli.jsonl import NAMES
-from jllm.cli.process import compile_cache, compiled, make_engine, note, open_streams, run_command
+from jllm.cli.process import compile_cache, compiled, load_model, make_engine, note, open_streams, run_command
 from jllm.cli.run import drive, made_with, model_folder, output_file, run_identity, run_queue
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
@@ -151,11 +151,10 @@ def _prepare(
     cache = compile_cache(args)
     from jllm.engine.checks import check_request, token_ids
     from jllm.engine.one_run import options_for_run
-    from jllm.pretrained import load
     from jllm.serve.batch_file import parse
     from jllm.serve.requests import Served
 
-    model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
+    model = load_model(folder, args)
 
     def check(prompt: "Prompt", sampling: SamplingParams) -> list[int]:
         ids = token_ids(prompt, model.tokenizer)

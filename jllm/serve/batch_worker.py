@@ -41,9 +41,8 @@ class Worker:
     """One engine. `folder` is where shards appear; `run` goes into each result."""
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
-        from jllm.cli.process import compile_cache
+        from jllm.cli.process import compile_cache, load_model
         from jllm.cli.run import model_folder
-        from jllm.pretrained import load
         from jllm.serve.arguments import served_name
         from jllm.serve.requests import Served
 
@@ -51,7 +50,7 @@ class Worker:
             raise CheckpointError(f"{model_folder(args)} has another {odd[0]} here than where the job was started")
         self._args, self._run, self._folder = args, run, folder
         self._cache = compile_cache(args)  # that of all workers of this machine, or of all that see the folder
-        model = load(model_folder(args), dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
+        model = load_model(model_folder(args), args)
         self._model = model
         self._engine: Engine | None = None
         self._served = Served(served_name(args), model.tokenizer, model.config.context, MOST_SAMPLES, self._check)

@@ -62,13 +62,13 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
         raise ConfigError(f"{error.name} is not installed: {how_to_install('serve')}") from None
     from jllm.checkpoint_files import find_model
     from jllm.cli.generation_config import warn_of_ignored
-    from jllm.cli.process import compile_cache, make_engine, plain_warnings
-    from jllm.pretrained import BUNDLED, load
+    from jllm.cli.process import compile_cache, load_model, make_engine, plain_warnings
+    from jllm.pretrained import BUNDLED
 
     folder = find_model(BUNDLED if args.model is None else args.model)
     with plain_warnings():
         warn_of_ignored(folder)
-    model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
+        model = load_model(folder, args)
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
     engine = make_engine(model, args.replicas, **options, executables=cache)

@@ -114,6 +114,15 @@ def test_a_turn_costs_its_own_tokens(session):
     assert edited.asked == ("who was old?", "and the sea?", "how?")
 
 
+def test_end_tokens_of_an_answer(chat, model):
+    flags = ("--temperature", "0", "--max-new-tokens", "12")
+    (token,) = same_talk(model, ["a king"], temperature=0.0, max_new_tokens=12).ids[-6:-5]
+    said = chat("a king", flags=(*flags, "--ignore-eos"))[1]
+    for more in (("--stop-token-id", token, "--ignore-eos"), ("--eos-token-id", token)):
+        status, out, _ = chat("a king", flags=(*flags, *more))
+        assert (status, said.startswith(out.rstrip("\n")), len(out) < len(said)) == (0, True, True)
+
+
 def test_penalties_and_speculation_are_passed_on(chat, model):
     flags = (*FLAGS, "--repetition-penalty", 1.5, "--temperature", 0.7, "--top-k", 40)
     want = same_talk(model, ["a king", "the sea"], repetition_penalty=1.5, temperature=0.7, top_k=40)

@@ -3,7 +3,10 @@
 import io
 import json
 import re
+import shutil
 import sys
+
+from sentencepiece import SentencePieceProcessor
 
 import jllm
 from jllm.cli.arguments import make_parser, sampling_params
@@ -111,6 +114,32 @@ def test_without_a_number_of_tokens_a_text_ends_where_the_pool_does(run, tmp_pat
     status, out, _ = run("--input", tmp_path / "in.jsonl", *small)
     assert sorted(len(json.loads(line)["token_ids"]) for line in out.splitlines()) == [20, 31]
     assert "the page pool has 4" in run("--prompt-ids", "5 6", *small, "--max-new-tokens", 40)[2]
+
+
+def test_end_tokens(run, model, folder, tmp_path):
+    """The tokenizer's, though config.json names another; --eos-token-id in their place; --stop-token-id beside them."""
+    free, long = ("--temperature", 0, "--json"), ("--max-new-tokens", 20)
+    (all,) = expected(model, "a king", params(temperature=0.0, max_new_tokens=20))
+    end = all.token_ids[6]
+    ends = {"token_ids": list(all.token_ids[: all.token_ids.index(end)]), "finish_reason": "stop"}
+    on = {"token_ids": list(all.token_ids), "finish_reason": "length"}
+    shutil.copytree(folder, tmp_path / "model")
+    piece = SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).id_to_piece(end)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": piece}}))
+    for flags, want in {
+        ("--model", tmp_path / "model"): ends,
+        ("--model", tmp_path / "model", "--ignore-eos"): on,
+        ("--model", tmp_path / "model", "--eos-token-id", 0): on,
+        ("--eos-token-id", f"{end},0"): ends,
+        ("--eos-token-id", 0, "--eos-token-id", end, "--ignore-eos"): on,
+        ("--ignore-eos", "--stop-token-id", 0, "--stop-token-id", end): ends,
+    }.items():
+        found = json.loads(run("a king", *free, *long, *flags)[1])
+        assert {name: found[name] for name in want} == want, flags
+        asked = {name: value for name, value in found["settings"].items() if name.endswith(("token_id", "token_ids"))}
+        assert bool(asked) == any(str(flag).endswith("-id") for flag in flags)
+    for flag in ("--eos-token-id", "--stop-token-id"):
+        assert run("a king", flag, 10**6)[0] == 2
 
 
 def test_chat(run, model):

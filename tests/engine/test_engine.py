@@ -1,7 +1,7 @@
 """What the engine promises besides the oracle: ends, text, logprobs, penalties, forks, aborts, compilations."""
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
 from jllm.merge_step import STATIC
 from jllm.sampling import STOP_IDS, neutral_sampling, sample
+from jllm.tokenizer import Tokenizer
+from tests.ascii import Ascii
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
@@ -144,6 +146,33 @@ def test_end_token_of_the_config_unless_ignored(model):
     *stopped, ignored = serve(ends, [PROMPTS[0]] * 3, asked, **OPTIONS)
     for done in stopped:
         assert (done.token_ids, done.finish_reason) == (free.token_ids[:cut], "stop")
+    assert ignored.token_ids == free.token_ids
+
+
+@dataclass(frozen=True)
+class OneSpecial(Ascii):
+    """A token a character, and one that is special."""
+
+    special: int = 0
+
+    def encode(self, text):
+        return [self.special] if text == "<end>" else super().encode(text)
+
+    def piece(self, id):
+        return b"" if id == self.special else super().piece(id)
+
+
+def test_ends_that_no_text_shows(model):
+    """The tokenizer's end, which the config does not name, and a stop string that is a special token."""
+    (free,) = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)
+    end = free.token_ids[7]
+    tokenizer = Tokenizer(OneSpecial(special=end), None, (end, 10**6), (), {}, None)
+    named = replace(model, tokenizer=tokenizer)
+    assert named.eos_ids == (*CONFIG.eos_ids, end)  # what the embedding has
+    asked = [greedy(20, ignore_eos=False), greedy(20, stop=("<end>",)), greedy(20, stop=("<end>x", "\ud800"))]
+    *stopped, ignored = serve(named, [PROMPTS[0]] * 3, asked, **OPTIONS)
+    for done in stopped:
+        assert (done.token_ids, done.finish_reason) == (free.token_ids[: free.token_ids.index(end)], "stop")
     assert ignored.token_ids == free.token_ids
 
 

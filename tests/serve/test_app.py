@@ -291,15 +291,17 @@ def test_what_sampling_was_asked_for_is_what_is_done(model):
             {**GREEDY, "logit_bias": {str(free.token_ids[0]): -100}},
             {"top_k": 1, "ignore_eos": True},
             {**GREEDY, "stop_token_ids": [free.token_ids[4]]},
+            {**GREEDY, "stop": ["</s>"], "logit_bias": {"1": 100}},
         ]
         return [(await answer(app, COMPLETIONS, body | change))[1]["choices"][0] for change in changes]
 
-    plain, stopped, biased, first, by_id = run(model, work)
+    plain, stopped, biased, first, by_id, special = run(model, work)
     assert plain["text"] == first["text"] == free.text
     assert (stopped["text"], stopped["finish_reason"]) == (free.text[: free.text.find(free.text[3:5])], "stop")
     assert biased["token_ids"][0] != free.token_ids[0]
     assert by_id["finish_reason"] == "stop"
     assert free.token_ids[4] not in by_id["token_ids"]
+    assert (special["text"], special["finish_reason"]) == ("", "stop")
 
 
 def test_messages_go_through_the_template(model):

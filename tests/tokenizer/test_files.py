@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, processors
+from tokenizers import decoders, normalizers, processors
 
 import jllm.errors
 from jllm.errors import TokenizerError
@@ -72,6 +72,142 @@ def test_sentencepiece_added_tokens(folders, tmp_path):
     write_json(tmp_path / "added_tokens.json", {"<|im_start|>": "one"})
     with pytest.raises(TokenizerError, match="added_tokens.json"):
         load_tokenizer(tmp_path)
+
+
+# Tokens of several files; numbers are those of transformers where it reads such files
+
+IM_END = "a \n<|im_end|> \n b"
+ENDS = {"content": "<|im_end|>", "rstrip": True, "special": True}
+
+
+def added(folder: Path, *tokens: tokenizers.AddedToken, rows: int | None = None, **files) -> Path:
+    """A folder with the 403 ids of byte_level, these tokens, and files by name; rows are those of a model."""
+    made = byte_level()
+    made.add_tokens(list(tokens))
+    made.save(str(folder / "tokenizer.json"))
+    for name, value in (files | ({"config": {"vocab_size": rows}} if rows else {})).items():
+        write_json(folder / f"{name}.json", value)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({}, [66, 403, 67]),
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, [66, 403, 67]),
+        ({"tokenizer_config": {"eos_token": {"__type": "AddedToken", **ENDS}}}, [66, 403, 67]),
+        ({"tokenizer_config": {"additional_special_tokens": ["<|im_end|>"]}}, [66, 403, 67]),
+        ({"tokenizer_config": {"extra_special_tokens": {"turn_token": "<|im_end|>"}}}, [66, 403, 67]),
+        ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, [66, 403, 67]),
+        ({"added_tokens": {"<|im_end|>": 403}}, [66, 403, 67]),
+        ({"tokenizer_config": {"added_tokens_decoder": {"403": ENDS}, "pad_token": "<|im_end|>"}},
+         [66, 222, 200, 403, 67]),
+    ],
+)  # fmt: skip
+def test_flags_of_an_added_token_are_kept(tmp_path, files, ids):
+    """Whoever names it again; added_tokens_decoder may say others."""
+    token = tokenizers.AddedToken("<|im_end|>", lstrip=True, rstrip=True, special=True)
+    tokenizer = load_tokenizer(added(tmp_path, token, **files))
+    assert tokenizer.encode(IM_END) == ids
+    assert tokenizer.decode(ids) == ("ab" if len(ids) == 3 else "a \nb")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "times"),
+    [
+        ({"single_word": True}, "cats cat", 1),
+        ({"single_word": False}, "cats cat", 2),
+        ({"normalized": False}, "CAT cat", 1),
+        ({"normalized": True}, "CAT cat", 2),
+    ],
+)
+def test_whole_words_and_normalized_text(tmp_path, flags, text, times):
+    """As tokenizer.json says of a token that a role names, too."""
+    made = byte_level()
+    made.normalizer = normalizers.Lowercase()
+    made.add_tokens([tokenizers.AddedToken("cat", **flags)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "cat"})
+    assert load_tokenizer(tmp_path).encode(text).count(403) == times
+
+
+@pytest.mark.parametrize(
+    ("files", "eos", "ids"),
+    [
+        ({"tokenizer_config": {"added_tokens_decoder": {"403": ENDS}}}, None, [403]),
+        ({"added_tokens": {"<|x|>": 404, "<|im_end|>": 403}, "special_tokens_map": {"eos_token": "<|im_end|>"}},
+         403, [403, 404]),
+        ({"tokenizer_config": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|x|>"], "bos_token": "<b>"}},
+         404, [404, 405, 403]),
+        ({"tokenizer_config": {"additional_special_tokens": ["<|x|>"], "image_token": {"content": "<b>"}}},
+         None, [404, 403]),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}, "special_tokens_map": {"eos_token": {**ENDS}}}, 403, [403]),
+        ({"tokenizer_config": {"eos_token": "<|end|>", "added_tokens_decoder": {"403": ENDS}},
+          "special_tokens_map": {"eos_token": "<|im_end|>"}}, 1, [403]),
+    ],
+)  # fmt: skip
+def test_tokens_that_other_files_name(tmp_path, files, eos, ids):
+    tokenizer = load_tokenizer(added(tmp_path, **files))
+    assert tokenizer.eos_ids == (() if eos is None else (eos,))
+    assert [id for id in tokenizer.encode("<|im_end|>a<|x|>b<b>") if id >= 403] == ids
+    hidden = {"<|im_end|>", "<|x|>", "<b>"} - ({"<|x|>"} if "added_tokens" in files else set())
+    assert not any(token in tokenizer.decode(ids) for token in hidden)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("tokens", [["<tool>"], [{"content": "<tool>"}], {"tool_token": "<tool>"}])
+def test_special_in_one_file_is_special(tmp_path, file, name, tokens):
+    tokenizer = load_tokenizer(added(tmp_path, **{file: {name: tokens}}))
+    assert tokenizer.encode("a<tool>b") == [66, 400, 67]
+    assert tokenizer.decode([66, 400, 67]) == "ab"
+    assert tokenizer.special_tokens == (tokens if isinstance(tokens, dict) else {})  # for chat templates
+
+
+def test_ids_that_files_disagree_on(tmp_path):
+    """tokenizer.json decides, as in transformers; the token of a stale added_tokens.json is left out."""
+    config = {"added_tokens_decoder": {"450": ENDS}}
+    stale = {"<|gone|>": 450}
+    with pytest.warns(UserWarning, match=r"<\|im_end\|> the id 450, but it is 403 as in transformers"):
+        tokenizer = load_tokenizer(added(tmp_path, tokenizer_config=config, added_tokens=stale))
+    assert tokenizer.encode("<|im_end|>") == [403]
+    assert tokenizer.vocabulary.id("<|gone|>") is None
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
+def test_new_ids_need_rows_of_the_embedding(folders, tmp_path, kind):
+    """What has no id in any file gets the next ones, but none that the model has no row for."""
+    name = "tokenizer.model" if kind == "sentencepiece" else "tokenizer.json"
+    (tmp_path / name).write_bytes((folders[kind] / name).read_bytes())
+    size = load_tokenizer(tmp_path).vocab_size
+    roles = {"eos_token": ENDS, "additional_special_tokens": ["<|x|>", "<|y|>"]}
+    write_json(tmp_path / "special_tokens_map.json", roles)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_ids == (size,)
+    assert [id for id in tokenizer.encode("a<|y|><|im_end|> \n<|x|>b") if id >= size] == [size + 2, size, size + 1]
+    assert tokenizer.decode(tokenizer.encode("a<|y|><|im_end|> \n<|x|>b")) == "ab"
+    write_json(tmp_path / "config.json", {"vocab_size": size + 1})
+    with pytest.warns(UserWarning, match=rf"<\|x\|>, <\|y\|> without an id, .* {size + 1} rows has no room"):
+        tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_ids == (size,)
+    assert max(tokenizer.encode("a<|y|><|im_end|><|x|>b")) == size
+    assert tokenizer.decode(tokenizer.encode("a<|y|>b")) == "a<|y|>b"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token": 2}, "eos_token must be a token's text"),
+        ({"eos_token": {"text": "<s>"}}, "eos_token must be a token's text"),
+        ({"additional_special_tokens": [3]}, "additional_special_tokens must be a token's text"),
+        ({"extra_special_tokens": "<s>"}, "extra_special_tokens must be a list of tokens"),
+        ({"added_tokens_decoder": {"403": {}}}, "added_tokens_decoder must map tokens to ids"),
+        ({"added_tokens_decoder": {"x": ENDS}}, "added_tokens_decoder must map tokens to ids"),
+    ],
+)
+def test_what_can_be_no_token(tmp_path, config, message):
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(added(tmp_path, tokenizer_config=config))
 
 
 def bos_first(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -14,7 +14,7 @@ from jllm.cli.chat.lines import Lines
 from jllm.cli.display import write_stdout
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
-from jllm.cli.process import compile_cache, drafted, note, open_streams, run_command
+from jllm.cli.process import compile_cache, drafted, load_model, note, open_streams, run_command
 from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed, JllmError, OutputError, RequestError
 
@@ -64,11 +64,11 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
     from jllm.checkpoint_files import find_model
     from jllm.cli.chat.session import Session
     from jllm.engine.engine import Engine
-    from jllm.pretrained import BUNDLED, load
+    from jllm.pretrained import BUNDLED
 
     folder = find_model(BUNDLED if args.model is None else args.model)
     warn_of_ignored(folder, sampling)
-    model = load(folder, dtype=args.dtype, quantize=args.quantize, mesh=args.devices)
+    model = load_model(folder, args)
     if model.tokenizer is None:
         raise RequestError(f"a chat needs a tokenizer: put tokenizer.json or tokenizer.model into {folder}")
     if model.tokenizer.chat_template is None:
