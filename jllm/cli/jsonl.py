@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jllm.engine.guide import Guide
+from jllm.engine.guide_schema import read_float
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError
 from jllm.messages import check_messages
@@ -136,7 +137,7 @@ def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> J
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        raw = json.loads(line, object_pairs_hook=_unique)
+        raw = json.loads(line, parse_float=read_float, object_pairs_hook=_unique)
     except InputFileError as error:
         raise InputFileError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:

@@ -4,11 +4,15 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.engine import Engine
+from jllm.engine.guide import Guide
+from jllm.engine.guide_trials import MOST
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import EngineClosed, JllmError, QueueFull, RequestError
@@ -106,6 +110,7 @@ class AsyncEngine:
         self.check, self.metrics = engine.check, engine.metrics
         self.most_tokens = engine.most_tokens  # of one sample, its prompt included
         self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
         self._open: set[Stream] = set()  # whose requests have not ended
         self._refused: str | None = None  # why submit() takes nothing more
         self._changed = threading.Condition()
@@ -139,8 +144,37 @@ class AsyncEngine:
         """Queues a prompt, checked in a thread of its own, as Engine.submit does. RequestError for a bad one, QueueFull
         where too many wait, EngineClosed after close(). ends_only: the stream has the end of each sample and nothing
         before it, which spares the event loop a wake-up for each token."""
-        ids = await asyncio.to_thread(self.check, prompt, sampling)
+        plain = replace(sampling, guide=None) if isinstance(sampling, SamplingParams) else sampling
+        ids = await asyncio.to_thread(self.check, prompt, plain)
+        await self.check_guide(sampling.guide)
         return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline, ends_only=ends_only)
+
+    async def check_guide(self, guide: Guide | None) -> None:
+        """Compiles a guide, if there is one, in threads that nothing else waits for. RequestError for a bad one,
+        QueueFull where too many wait, EngineClosed after close()."""
+        if guide is None:
+            return
+        if self._refused is not None:
+            raise EngineClosed(f"this engine takes no more work: {self._refused}")
+        if self._guides_waiting >= self.limit:
+            raise QueueFull(f"{self._guides_waiting} guides wait to be compiled: try again later")
+        guides = self._engine.guides
+        if guides.has(guide):
+            guides.matcher(guide)
+            return
+        job, self._guides_waiting = self._guides.submit(guides.matcher, guide), self._guides_waiting + 1
+        try:
+            await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if self._stop:  # which dropped what had not begun
+                raise EngineClosed(f"this engine takes no more work: {self._refused}") from None
+            raise
+        finally:
+            self._guides_waiting -= 1
+
+    def prepare_guides(self) -> None:
+        """Begins to make what the first guide needs. Where there can be no guides, each request with one says why."""
+        self._guides.submit(self._engine.guides.prepare)
 
     def submit_all(
         self,
@@ -182,6 +216,7 @@ class AsyncEngine:
             self._wake()
         await self._finished.wait()
         self._thread.join()
+        self._guides.shutdown(wait=False, cancel_futures=True)
         ends = (event.completion for event in self._engine.last_events)  # a step that still ran may have ended others
         return sum(end is not None and end.finish_reason == "abort" for end in ends)
 

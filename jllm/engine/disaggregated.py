@@ -117,7 +117,7 @@ class Disaggregated(Replicas):
         *others, last = self._alive()
         ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
         for other in others:
-            other.engine.check(ids, sampling)
+            other.engine.check(ids, replace(sampling, guide=None))
         return ids
 
     def _call(self, method: str, request_id: int, sample: int) -> Any:

@@ -12,6 +12,7 @@ from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
 from jllm.engine.device import Device
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts
+from jllm.engine.guides import Guides
 from jllm.engine.live import variant_for
 from jllm.engine.loop import DeviceLost, Loop, first_line
 from jllm.engine.metrics import Metrics
@@ -90,6 +91,11 @@ class Engine:
         return self._config.vocab_size
 
     @property
+    def guides(self) -> Guides:
+        """What compiles guides, and has those that were asked for last. Any thread may use it at any time."""
+        return self._loop.guides
+
+    @property
     def last_events(self) -> tuple[Event, ...]:
         """What step() had not returned when the engine closed: each sample that was left has its completion there,
         with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
@@ -156,13 +162,14 @@ class Engine:
         return request_id
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """The prompt's token ids, if submit would take it; else the error that submit would raise."""
+        """The prompt's token ids, if submit would take it; else the error that submit would raise. A guide is compiled,
+        which may take seconds."""
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
         check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
-        if sampling.guide is not None:
-            self._loop.guides.matcher(sampling.guide)
         self._scheduler.check(len(ids), self._max_length(ids, sampling))
+        if sampling.guide is not None:
+            self.guides.matcher(sampling.guide)
         return ids
 
     def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:

@@ -11,7 +11,10 @@ Several processes that share a model each have a compiler, and must take the sam
 once, and their first steps wait (Programs.in_step).
 """
 
+import logging
+import time
 from collections import Counter
+from dataclasses import fields
 from functools import reduce
 from operator import or_
 
@@ -22,6 +25,8 @@ from jllm.engine.sequence import Sequence
 from jllm.sampling import Draws
 from jllm.state import Variant
 
+SLOW = 2.0  # seconds that requests wait, after which the log says so
+LOG = logging.getLogger(__name__)
 PATIENCE = 0.05  # seconds that a step waits for the compiler where there is nothing else to do
 
 
@@ -32,6 +37,7 @@ class Gate:
         self._programs, self._scheduler, self._by_draws = programs, scheduler, by_draws
         self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
         self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
+        self._since, self._told = 0.0, False  # when the first of them came, and whether the log has it
 
     @property
     def inside(self) -> Variant:
@@ -45,6 +51,8 @@ class Gate:
         if self._may_enter(wants):
             self._let_in(seq, wants)
         else:
+            if not self.waiting:
+                self._since, self._told = time.perf_counter(), False
             self.waiting[seq] = wants
 
     def open(self) -> list[tuple[Sequence, BaseException]]:
@@ -66,7 +74,18 @@ class Gate:
                     self._programs.prepare(refused[wants])
             if refused[wants] in errors:
                 failed.append((seq, errors[refused[wants]]))
+        self._tell()
         return failed
+
+    def _tell(self) -> None:
+        """Logs what waits long, once, and that it does no more."""
+        seconds = time.perf_counter() - self._since
+        if self.waiting and not self._told and seconds > SLOW:
+            what = ", ".join(sorted({name for wants in self.waiting.values() for name in _asked(wants)}))
+            LOG.info("requests (%s) wait until their steps are compiled; others go on", what)
+        elif not self.waiting and self._told:
+            LOG.info("the steps that requests waited for are compiled, after %.1f s", seconds)
+        self._told = self._told or seconds > SLOW
 
     def wait(self) -> None:
         """For the compiler, where there is nothing else to do: not for long where requests may come for which all was
@@ -100,3 +119,8 @@ class Gate:
 
     def _wants(self, seq: Sequence) -> Variant:
         return variant_for([seq.params], by_draws=self._by_draws)
+
+
+def _asked(variant: Variant) -> list[str]:
+    """What a variant has beyond plain steps, by the names of its fields."""
+    return [field.name for field in fields(variant) if getattr(variant, field.name) is True] or ["sampling"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jllm.engine import guide_schema
 from jllm.errors import RequestError
 
 KINDS = ("json", "regex", "choice", "grammar")
@@ -39,15 +40,13 @@ class Guide:
     def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Guide":
         """JSON that a schema accepts, given as a mapping or as its text; None: any object."""
         if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except ValueError as error:
-                raise RequestError(f"the JSON schema is not JSON: {error}") from None
+            schema = guide_schema.parse(schema)
         if schema is not None and not isinstance(schema, Mapping | bool):
             raise RequestError(f"a JSON schema must be a mapping, not {schema!r}")
+        guide_schema.served(schema)  # here its numbers are as they were written
         try:
             return cls("json", json.dumps({"type": "object"} if schema is None else schema))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not JSON: {error}") from None
 
     @classmethod

@@ -4,18 +4,23 @@ A sample's matcher is a function of the tokens that it has so far, and takes the
 preempted or forked needs nothing else.
 """
 
-import json
+import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from jllm.engine.grammars import make_matcher
 from jllm.engine.guide import Guide
+from jllm.engine.guide_trials import Trials, Words
 from jllm.errors import RequestError, how_to_install
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
@@ -24,8 +29,10 @@ if TYPE_CHECKING:
     from jllm.tokenizer import Tokenizer
 
 KEPT = 64  # compiled guides, those that came last: clients often ask for the same one
+LARGE = 8 << 20  # characters that they have together; the last one is kept whatever its size
+SLOW = 2.0  # seconds, after which the log says what took so long
+LOG = logging.getLogger(__name__)
 BEFORE = "\x02"  # a text is encoded behind it, so that no tokenizer puts a space before what a guide wants
-SPACES = r"[ \n]{0,20}"  # between the parts of JSON: enough to indent, and no place to stay in for ever
 
 
 @dataclass
@@ -50,14 +57,35 @@ class Guided(NamedTuple):
 
 
 class Guides:
-    """The guides of one engine. Any thread may use it."""
+    """The guides of one model's engines. Any thread may use it."""
 
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._words: Any = None  # llguidance.LLTokenizer
         self._threads: Any = None
-        self._compiled: OrderedDict[Guide, Any] = OrderedDict()
+        self._trials: Trials | None = None
+        self._compiled: OrderedDict[Guide, Any] = OrderedDict()  # LLMatcher, or why there is none
+
+    def prepare(self) -> None:
+        """Has all ready that the first guide needs, which takes seconds for a large vocabulary. Raises RequestError
+        where there can be no guides."""
+        with self._reading:
+            if self._trials is not None:
+                return
+            started = time.perf_counter()
+            words = self._read_words()
+            trials = Trials(Words(words.tokens, self._eos_ids))
+            self._words, self._threads = _tables(words, self._eos_ids)
+            trials.begin()
+            self._trials = trials
+            if (seconds := time.perf_counter() - started) > SLOW:
+                LOG.info("guides are ready after %.1f s: their tables of %d tokens are made", seconds, self._vocab_size)
+
+    def has(self, guide: Guide) -> bool:
+        """Whether a matcher, or the error, is there at once."""
+        with self._lock:
+            return guide in self._compiled
 
     def matcher(self, guide: Guide, after: Sequence[int] = ()) -> Matcher:
         """At the guide's beginning, or after some tokens that a snapshot has of it. Raises RequestError for a guide
@@ -67,10 +95,9 @@ class Guides:
         if made is None:  # without the lock: a large schema does not hold up others' guides
             made = self._compile(guide)
         with self._lock:
-            made = self._compiled.setdefault(guide, made)
-            self._compiled.move_to_end(guide)
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            made = self._keep(guide, made)
+            if isinstance(made, str):
+                raise RequestError(made)
             found = Matcher(made.deep_copy())
         if after and not found.state.consume_tokens(list(after)):
             raise RequestError(
@@ -78,6 +105,15 @@ class Guides:
                 "(to begin it anew: dataclasses.replace(snapshot, guided=None))"
             )
         return found
+
+    def _keep(self, guide: Guide, made: Any) -> Any:
+        """As the one that was asked for last, in place of those that were asked for longest ago."""
+        made = self._compiled.setdefault(guide, made)
+        self._compiled.move_to_end(guide)
+        size = sum(len(each.text) for each in self._compiled)
+        while len(self._compiled) > KEPT or (size > LARGE and len(self._compiled) > 1):
+            size -= len(self._compiled.popitem(last=False)[0].text)
+        return made
 
     def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
         """The tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V / 32)], token
@@ -141,28 +177,34 @@ class Guides:
         return [path for path in paths if path[-1] not in inner]
 
     def _compile(self, guide: Guide) -> Any:
-        try:
-            from llguidance import LLExecutor, LLMatcher
-        except ImportError:
-            raise RequestError(f"a guide needs llguidance: {how_to_install('guided')}") from None
-        with self._reading:
-            if self._words is None:
-                self._words = self._read_words()
-                self._threads = LLExecutor(max(1, (os.cpu_count() or 1) // 2))
-        made = LLMatcher(self._words, _grammar(guide), log_level=0)
-        if made.is_error():
-            raise RequestError(f"the guide ({guide.kind}) is not valid: {_one_line(made.get_error())}")
+        """An LLMatcher, or why there can be none."""
+        self.prepare()
+        assert self._trials is not None
+        started = time.perf_counter()
+        problem, lasting = self._trials.verdict(guide)
+        if problem is not None and not lasting:
+            raise RequestError(problem)
+        made = make_matcher(self._words, guide) if problem is None else problem
+        if (seconds := time.perf_counter() - started) > SLOW:
+            LOG.info("a guide (%s, %d characters) took %.1f s to compile", guide.kind, len(guide.text), seconds)
         return made
 
-    def _read_words(self) -> Any:
-        from llguidance import LLTokenizer, TokenizerWrapper
-
+    def _read_words(self) -> "_Words":
+        if find_spec("llguidance") is None:
+            raise RequestError(f"a guide needs llguidance: {how_to_install('guided')}")
         if self._tokenizer is None:
             raise RequestError("a guide needs a tokenizer, and this model has none")
         if not self._eos_ids:
             raise RequestError("a guide needs an end token, and this model has none")
-        words = _Words(self._tokenizer, self._vocab_size, self._eos_ids)
-        return LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+        return _Words(self._tokenizer, self._vocab_size, self._eos_ids)
+
+
+def _tables(words: "_Words", eos_ids: Sequence[int]) -> tuple[Any, Any]:
+    """llguidance's own tokenizer, and the threads that make masks."""
+    from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+
+    tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=list(eos_ids))
+    return tokenizer, LLExecutor(max(1, (os.cpu_count() or 1) // 2))
 
 
 class _Words:
@@ -182,23 +224,17 @@ class _Words:
         return ids[start:] if ids[:start] == self._before else self._encode(text)
 
 
+def guides_of(tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]) -> Guides:
+    """Those that all engines of one tokenizer share while one of them is there: a guide is compiled once for all."""
+    key = id(tokenizer), vocab_size, tuple(eos_ids)  # the guides keep the tokenizer, so that its id stays its own
+    with _SHARING:
+        return _SHARED.setdefault(key, Guides(tokenizer, vocab_size, eos_ids))
+
+
+_SHARING = threading.Lock()
+_SHARED: WeakValueDictionary[tuple[int, int, tuple[int, ...]], Guides] = WeakValueDictionary()
+
+
 def words(vocab_size: int) -> int:
     """Of 32 bits that a mask of a vocabulary has."""
     return -(-vocab_size // 32)
-
-
-def _grammar(guide: Guide) -> str:
-    from llguidance import LLMatcher
-
-    if guide.kind == "json":
-        return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": SPACES})
-    if guide.kind == "regex":
-        return LLMatcher.grammar_from_regex(guide.text)
-    if guide.kind == "grammar":
-        return LLMatcher.grammar_from_lark(guide.text)
-    texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(guide.text)]
-    return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -16,7 +16,7 @@ import jax
 from jllm.engine.device import Device, Halfway
 from jllm.engine.drafting import drafting_of
 from jllm.engine.gate import Gate
-from jllm.engine.guides import Guides
+from jllm.engine.guides import guides_of
 from jllm.engine.guiding import Proposed, guided_samples
 from jllm.engine.ledger import Ledger
 from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, variant_for
@@ -61,7 +61,7 @@ class Loop:
         self.ledger = Ledger(config, model.tokenizer)
         self.by_draws = config.mesh is not None and options.acceptance == "equal"  # rejection sampling takes whole rows
         self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
-        self.guides = Guides(model.tokenizer, config.vocab_size, model.eos_ids)
+        self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)

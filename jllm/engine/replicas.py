@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
 from jllm.engine.engine import Engine
+from jllm.engine.guides import Guides
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
@@ -123,6 +124,11 @@ class Replicas:
             least = min(self._alive(), key=lambda replica: replica.engine.sizes.limits.num_pages)
             with suppress(EngineClosed):  # it fails just now, and another one knows as well
                 return least.engine.check(prompt, sampling)
+
+    @property
+    def guides(self) -> Guides:
+        """As Engine.guides; all engines of this process have them in common, and the last one is always here."""
+        return self._alive()[-1].engine.guides
 
     def submit(
         self,

@@ -9,12 +9,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jllm.engine.async_engine import AsyncEngine, Stream
-from jllm.errors import JllmError
+from jllm.errors import JllmError, RequestError
 from jllm.serve.answers import Answer
 from jllm.serve.errors import HttpError, http_error
 from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, while_connected
 from jllm.serve.metrics import Exporter
-from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, parse_json, tokenize
+from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, of_guide, parse_json, tokenize
 
 Parse = Callable[[Mapping[str, Any], Served], Wanted]
 MODEL = "/v1/models/"
@@ -54,8 +54,7 @@ class Generate:
         self._deadline, self._limits = deadline, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._limits)
-        wanted = await asyncio.to_thread(lambda: self._parse(parse_json(body), self._served))
+        wanted = await self._wanted(await read_body(scope, receive, self._limits))
         requests = wanted.requests(self._served.context)
         stream = self._engine.submit_all(
             requests, priority=wanted.priority, deadline=self._deadline, ends_only=not wanted.stream or wanted.at_once
@@ -64,6 +63,20 @@ class Generate:
             answer = Answer(wanted, self._served)
             work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)
             await while_connected(receive, work)
+
+    async def _wanted(self, data: bytes) -> Wanted:
+        """What a body asks for, checked; its guide apart from the rest, for that may take long."""
+
+        def parse() -> tuple[dict[str, Any], Wanted]:
+            body = parse_json(data)
+            return body, self._parse(body, self._served)
+
+        body, wanted = await asyncio.to_thread(parse)
+        try:
+            await self._engine.check_guide(wanted.sampling.guide)
+        except RequestError as error:
+            raise of_guide(error, body) from None
+        return wanted
 
     async def _whole(self, stream: Stream, answer: Answer, send: Send) -> None:
         async for event in stream:

@@ -87,11 +87,11 @@ async def _serve(
 
     name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
+    host.prepare_guides()
     served = Served(name, model.tokenizer, host.most_tokens, host.limit, host.check)
     limits = Limits(keep_alive=args.keep_alive)
     app = make_app(host, served, key=key, deadline=args.deadline, limits=limits)
-    if not args.no_access_log:
-        _log_to_stderr()
+    _log_to_stderr(access=not args.no_access_log)
     address = listener.getsockname()
     where = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"serving {name} at http://{where}:{address[1]}/v1"
@@ -100,12 +100,14 @@ async def _serve(
     await run(make_server(host, app, limits, args.grace, lambda: _note(ready)), listener)
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(access: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S"))
-    logger = logging.getLogger("jllm.serve")
+    logger = logging.getLogger("jllm")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+    if not access:
+        logging.getLogger("jllm.serve.access").setLevel(logging.WARNING)
 
 
 def _note(text: str) -> None:

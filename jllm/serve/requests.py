@@ -8,6 +8,7 @@ from typing import Any
 
 from jllm.engine.checks import Prompt, fitted, token_ids
 from jllm.engine.guide import Guide
+from jllm.engine.guide_schema import read_float
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
 from jllm.messages import shown
@@ -95,8 +96,10 @@ NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", 
 def parse_json(data: bytes) -> dict[str, Any]:
     """The object that a body is; fields that are null are as if they were not there."""
     try:
-        body = json.loads(data, parse_constant=_no_constant, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError):  # UnicodeDecodeError too
+        body = json.loads(data, parse_constant=_no_constant, parse_float=read_float, object_pairs_hook=_each_once)
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply") from None
+    except ValueError:  # UnicodeDecodeError too
         raise HttpError(400, "the body is not JSON") from None
     if not isinstance(body, dict):
         raise HttpError(400, "the body must be a JSON object")
@@ -273,7 +276,8 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
 
 
 def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any], field: str, served: Served) -> Wanted:
-    """Returns what is wanted, with the prompts' ids, if the engine takes it all; `field` has the prompts."""
+    """Returns what is wanted, with the prompts' ids, if the engine takes it all but for the guide, which takes longer
+    to check; `field` has the prompts."""
     try:
         ids = tuple(token_ids(prompt, served.tokenizer) for prompt in prompts)
         wanted = replace(wanted, prompts=ids)
@@ -285,13 +289,13 @@ def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any],
         raise HttpError(400, str(error), param=field if alone else tokens, code=TOO_LONG) from None
     except (RequestError, TokenizerError) as error:
         raise _of_field(error, body, field) from None
-    try:
-        if wanted.sampling.guide is not None:
-            served.check(*wanted.requests(served.context)[0])
-    except RequestError as error:
-        given = [name for name in (*GUIDES, "response_format", "structured_outputs") if name in body]
-        raise HttpError(400, str(error), param=given[0]) from None
     return wanted
+
+
+def of_guide(error: RequestError, body: Mapping[str, Any]) -> HttpError:
+    """Returns what is wrong with a guide, with the field of the body that has it."""
+    given = [name for name in (*GUIDES, "response_format", "structured_outputs") if name in body]
+    return HttpError(400, str(error), param=next(iter(given), None))
 
 
 def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> HttpError:

@@ -97,6 +97,24 @@ def test_who_waits_is_overtaken_and_then_takes_its_place():
     assert gate.inside == BOTH
 
 
+def test_who_waits_long_is_in_the_log_once(monkeypatch, caplog):
+    caplog.set_level("INFO", "jllm")
+    monkeypatch.setattr("jllm.engine.gate.SLOW", 60.0)
+    gate = make_gate(PLAIN)
+    newcomer(gate, 0, logprobs=1)
+    gate.open()
+    assert not caplog.records
+    monkeypatch.setattr("jllm.engine.gate.SLOW", 0.0)
+    gate.open()
+    newcomer(gate, 1, logprobs=1)
+    gate.open()
+    gate._programs.there.add(LOGPROBS)
+    gate.open()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "requests (logprobs) wait until their steps are compiled; others go on"
+    assert second.startswith("the steps that requests waited for are compiled, after ")
+
+
 def test_what_is_inside_counts_until_it_ends():
     gate = make_gate(PLAIN, LOGPROBS, PENALTIES)
     one, two = newcomer(gate, 0, logprobs=0), newcomer(gate, 1, logprobs=0)

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import re
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,8 @@ pytest.importorskip("prometheus_client")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"temperature": 0, "ignore_eos": True}
+LINKS = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
+DEEP = {"$ref": "#/$defs/d0", "$defs": {**LINKS, "d5000": {"type": "integer"}}}
 
 
 def run(model, work, **more):
@@ -360,6 +363,17 @@ WRONG = [
     ({"prompt": "a", "guided_regex": "(("}, "guided_regex", "the guide (regex) is not valid"),
     ({"prompt": "a", "guided_json": "{"}, "guided_json", "the JSON schema is not JSON"),
     ({"prompt": "a", "guided_choice": "a"}, "guided_choice", "must be a list"),
+    ({"prompt": "a", "guided_regex": r"[^\s\S]"}, "guided_regex", "allows no text that the model's tokens can write"),
+    ({"prompt": "a", "guided_regex": "(a{1000}){1000}"}, "guided_regex", "the guide (regex) is "),
+    ({"prompt": "a", "guided_json": {"$ref": "#"}}, "guided_json", "allows no text that the model's tokens can write"),
+    ({"prompt": "a", "guided_json": '{"items": ' * 300 + "true" + "}" * 300}, "guided_json", "is nested deeper than"),
+    (
+        {"prompt": "a", "guided_json": {"const": 2**53 + 1}},
+        "guided_json",
+        "const of a JSON schema cannot be 90071992547",
+    ),
+    ({"prompt": "a", "guided_json": DEEP}, "guided_json", "compiling it went deeper than a stack holds"),
+    ({"prompt": "a", "structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "Unimplemented keys"),
     (
         {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
         "guided_choice",
@@ -621,6 +635,73 @@ def test_answers_are_as_long_as_a_small_pool_has_room_for(model, policy):
         assert [len(choice["token_ids"]) for choice in found["choices"]] == [most - 25, 16]
 
     run(model, work, options={"num_pages": 4, "kv_policy": policy})
+@pytest.mark.parametrize("number", ["0.12345678901234567890", "1e400", "1e-400", "-1e999999999999999999999"])
+def test_a_number_is_refused_as_it_was_written(small_app, number):
+    """What a double makes of it is another one, and the client is told of its own."""
+    pytest.importorskip("llguidance")
+    for schema in (f'{{"const": {number}}}', f'{{"items": {{"maximum": {number}}}}}'):
+        status, found = small_app(COMPLETIONS, f'{{"prompt": "a", "guided_json": {schema}}}'.encode())
+        assert (status, found["error"]["param"]) == (400, "guided_json")
+        assert f"cannot be {number}" in one_line(found)
+
+
+def test_a_body_nested_too_deep_is_refused(small_app):
+    status, found = small_app(COMPLETIONS, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert (status, one_line(found)) == (400, "the body is nested too deeply")
+
+
+def test_guides_that_are_compiled_hold_up_no_other_request(model, monkeypatch):
+    """More of them than any pool has threads; those that are known wait for none of them either."""
+    pytest.importorskip("llguidance")
+    from jllm.engine.guides import Guides
+
+    compile_, go_on = Guides._compile, threading.Event()
+
+    def slow(self, guide):
+        assert guide.text == "[a-c]{3}" or go_on.wait(120)
+        return compile_(self, guide)
+
+    def body(i):
+        return {"prompt": "a", "max_tokens": 1, "guided_regex": f"[a-c]{{{i}}}"}
+
+    async def work(engine, app):
+        first = await answer(app, COMPLETIONS, body(3))
+        waiting = [asyncio.create_task(answer(app, COMPLETIONS, body(10 + i))) for i in range(40)]
+        try:
+            while len(engine._guides._threads) < 2:  # both are compiling
+                await asyncio.sleep(0.01)
+            plain = await answer(app, COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+            known = await answer(app, COMPLETIONS, body(3))
+            ids = await answer(app, "/tokenize", {"prompt": "a"})
+            assert not any(task.done() for task in waiting)
+        finally:
+            go_on.set()
+        return [first, plain, known, ids, *await asyncio.gather(*waiting)]
+
+    monkeypatch.setattr(Guides, "_compile", slow)
+    assert {status for status, _ in run(model, work)} == {200}
+
+
+def test_guides_that_wait_at_the_end_are_told(model, monkeypatch):
+    pytest.importorskip("llguidance")
+    from jllm.engine.guides import Guides
+
+    go_on = threading.Event()
+    monkeypatch.setattr(Guides, "_compile", lambda self, guide: go_on.wait(120) and "too late")
+
+    async def work(engine, app):
+        body = {"prompt": "a", "max_tokens": 1}
+        some = [asyncio.create_task(answer(app, COMPLETIONS, {**body, "guided_regex": f"b{i}"})) for i in range(5)]
+        while engine._guides_waiting < 5:
+            await asyncio.sleep(0.01)
+        engine.limit = 5
+        full = await answer(app, COMPLETIONS, {**body, "guided_regex": "c"})
+        await engine.close()
+        go_on.set()
+        late = await answer(app, COMPLETIONS, {**body, "guided_regex": "d"})
+        return full[0], late[0], sorted(status for status, _ in await asyncio.gather(*some))
+
+    assert run(model, work) == (429, 503, [400, 400, 503, 503, 503])
 
 
 def test_the_model_by_its_name(small_app):

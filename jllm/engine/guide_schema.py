@@ -1,0 +1,197 @@
+"""JSON schemas as llguidance takes them. What it would change or ignore without a word is mapped here, or refused.
+
+It reads numbers as doubles, integers as i64, and the steps of multipleOf as u32. It leaves out the keywords that
+`$schema` does not name, so that `$schema` is taken away: then it refuses what it lacks. No JAX is needed here.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from jllm.errors import RequestError
+
+LARGEST = 2**53  # of whole numbers: up to it each has a double
+EXACT_POWER = 22  # of ten, the largest that is a double
+DEEPEST = 120  # objects and lists within each other, of which llguidance reads 128 with its own
+MOST_STEPS = 2**32  # of multipleOf
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # objects whose values are schemas
+ASKS_NOTHING = ("$schema", "default", "examples", "example", "title", "description", "$comment")
+OF_OLD = ("divisibleBy", "disallow", "extends")  # keywords of early drafts, which llguidance does not know
+JOINED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # where schemas are intersected
+
+
+class Changed(float):
+    """A number of JSON that is not its double; `text` is how it was written."""
+
+    text: str
+
+
+def read_float(text: str) -> float:
+    """A decimal of JSON: parse_float of json.loads, for what may hold a schema."""
+    value = float(text)
+    try:
+        same = math.isfinite(value) and Decimal(text) == Decimal(repr(value))
+    except ArithmeticError:  # an exponent beyond Decimal's
+        same = False
+    if same:
+        return value
+    made = Changed(value)
+    made.text = text
+    return made
+
+
+def parse(text: str) -> Any:
+    """A schema's text as an object. Raises RequestError."""
+    try:
+        return json.loads(text, parse_float=read_float)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise RequestError(f"the JSON schema is not JSON: {error}") from None
+
+
+def served(schema: Any) -> Any:
+    """The schema as llguidance is to have it. Raises RequestError for what it would change or ignore."""
+    if schema is False:
+        raise RequestError("the JSON schema false allows nothing")
+    walk = _Walk()
+    made = walk.schema(schema, 1)
+    if walk.joined:
+        _check_steps(walk.steps)
+    if walk.merged:
+        _check_open(walk.open, walk.bounds)
+    return {} if made is True else made
+
+
+class _Walk:
+    """One pass over a schema; `steps` are those of its multipleOf, as whole numbers of 10^-exponent, and `open` the
+    bounds that are left out themselves."""
+
+    def __init__(self) -> None:
+        self.steps: set[tuple[int, int]] = set()
+        self.bounds, self.open = set[float](), set[float]()
+        self.joined = self.merged = False
+
+    def schema(self, given: Any, depth: int) -> Any:
+        if depth > DEEPEST:
+            raise _too_deep()
+        if isinstance(given, list | tuple):
+            return [self.schema(each, depth + 1) for each in given]
+        if not isinstance(given, dict):
+            return given
+        made: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in ASKS_NOTHING or (name == "uniqueItems" and value is False):
+                continue
+            if name == "additionalItems" and not isinstance(given.get("items"), list):
+                continue  # where it says nothing, llguidance would leave prefixItems out for it
+            if name in OF_OLD or (name in BOUNDS[2:] and value is True and name[9:].lower() not in given):
+                raise RequestError(f"{name} of a JSON schema is not served as it stands there")
+            self.joined, self.merged = self.joined or name in JOINED, self.merged or name == "allOf"
+            made[name] = self._keyword(name, value, depth)
+        if made.get("type") != "integer":
+            bounds: dict[str, float] = {name: made[name] for name in BOUNDS if _is_number(made.get(name))}
+            left_out = {bounds[name] for name in BOUNDS[2:] if name in bounds}
+            left_out |= {bounds[name] for name in BOUNDS[:2] if name in bounds and made.get(_exclusive(name)) is True}
+            _check_open(left_out, list(bounds.values()))
+            self.bounds, self.open = self.bounds | {*bounds.values()}, self.open | left_out
+        return made
+
+    def _keyword(self, name: str, value: Any, depth: int) -> Any:
+        if name in ("const", "enum"):
+            _check_instance(name, value, depth + 1)
+            return value
+        if name == "x-guidance":
+            if depth > 1 or not isinstance(value, dict) or value.get("lenient") or value.get("coerce_one_of"):
+                only = "an object at the top, neither lenient nor with coerce_one_of, which ignore keywords"
+                raise RequestError(f"x-guidance of a JSON schema must be {only}")
+            return value
+        if _is_number(value):
+            if name in BOUNDS:
+                _check_number(name, value)
+            elif name == "multipleOf":
+                self.steps.add(_step(value))
+            return int(value) if name in COUNTS and isinstance(value, float) and value.is_integer() else value
+        if name in BY_NAME and isinstance(value, dict):
+            return {each: self.schema(inner, depth + 2) for each, inner in value.items()}
+        return self.schema(value, depth + 1)
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the JSON schema is nested deeper than {DEEPEST} objects and lists")
+
+
+def _check_instance(name: str, value: Any, depth: int) -> None:
+    """Of const or enum."""
+    if depth > DEEPEST:
+        raise _too_deep()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_instance(name, each, depth + 1)
+    elif _is_number(value):
+        _check_number(name, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _exclusive(name: str) -> str:
+    return f"exclusive{name.capitalize()}"
+
+
+def _check_open(left_out: Iterable[float], bounds: Collection[float]) -> None:
+    """llguidance allows a whole number that is left out itself, where another bound is less than 1 from it."""
+    for bound in left_out:
+        if float(bound).is_integer() and any(0 < abs(bound - other) < 1 for other in bounds):
+            name = "exclusiveMinimum or exclusiveMaximum"
+            raise RequestError(f"{name} of a JSON schema cannot be {bound} where another bound is less than 1 from it")
+
+
+def _check_number(name: str, value: int | float) -> None:
+    most = LARGEST - name.startswith("exclusive")  # whose neighbour is held too
+    if isinstance(value, Changed) or not abs(value) <= most or not _is_read_well(value):  # nor is NaN
+        kept = "whole numbers up to 2^53, and decimals of 15 digits"
+        raise RequestError(f"{name} of a JSON schema cannot be {_written(value)}: guides hold {kept}")
+
+
+def _is_read_well(value: int | float) -> bool:
+    """Whether llguidance reads a number right: it multiplies a double of all digits by a power of ten."""
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return int("".join(map(str, digits))) <= LARGEST and isinstance(exponent, int) and exponent >= -EXACT_POWER
+
+
+def _written(value: int | float) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"a number of {value.bit_length()} bits"
+    text = value.text if isinstance(value, Changed) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _step(value: int | float) -> tuple[int, int]:
+    """The step of a multipleOf as llguidance finds it: so many of 10^-exponent."""
+    _check_number("multipleOf", value)
+    steps, exponent = abs(float(value)), 0
+    while not steps.is_integer():
+        steps, exponent = steps * 10, exponent + 1
+    if not 0 < steps < MOST_STEPS or Fraction(repr(abs(value))) * 10**exponent != int(steps) or exponent > 9:
+        raise RequestError(f"multipleOf of a JSON schema cannot be {_written(value)}: guides hold few digits of it")
+    return int(steps), exponent
+
+
+def _check_steps(steps: set[tuple[int, int]]) -> None:
+    """Where llguidance makes one multipleOf of several, it multiplies them in 32 bits, and does not say when they don't
+    fit."""
+    if len(steps) < 2:
+        return
+    most = max(exponent for _, exponent in steps)
+    whole = [count * 10 ** (most - exponent) for count, exponent in steps]
+    if math.lcm(*whole) * max(whole) >= MOST_STEPS:
+        raise RequestError("multipleOf of a JSON schema: several that differ have too many digits together")
