@@ -635,6 +635,8 @@ def test_answers_are_as_long_as_a_small_pool_has_room_for(model, policy):
         assert [len(choice["token_ids"]) for choice in found["choices"]] == [most - 25, 16]
 
     run(model, work, options={"num_pages": 4, "kv_policy": policy})
+
+
 @pytest.mark.parametrize("number", ["0.12345678901234567890", "1e400", "1e-400", "-1e999999999999999999999"])
 def test_a_number_is_refused_as_it_was_written(small_app, number):
     """What a double makes of it is another one, and the client is told of its own."""
