@@ -15,7 +15,7 @@ from jllm.engine.guide import Guide
 from jllm.engine.guide_trials import MOST
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import EngineClosed, JllmError, QueueFull, RequestError
+from jllm.errors import EngineClosed, QueueFull, RequestError
 
 Request = tuple[Prompt, SamplingParams]
 
@@ -31,7 +31,7 @@ class Stream:
         self.samples, self.ends_only = samples, ends_only
         self._engine, self._left = engine, samples
         self._events: deque[Event] = deque()
-        self._error: JllmError | None = None
+        self._error: Exception | None = None
         self._news = asyncio.Event()
 
     @property
@@ -88,7 +88,7 @@ class Stream:
             self._events.append(event)
             self._news.set()
 
-    def _fail(self, error: JllmError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self.ended:
             self._error = error
             self._news.set()
@@ -236,7 +236,7 @@ class AsyncEngine:
         if isinstance(self._engine, Replicas):  # one whose devices are busy would keep idle ones waiting
             self._engine.wake()
 
-    def _deliver(self, news: list[tuple[Stream, Event | JllmError]]) -> None:
+    def _deliver(self, news: list[tuple[Stream, Event | Exception]]) -> None:
         for stream, one in news:
             if isinstance(one, Event):
                 stream._put(one)
@@ -254,12 +254,16 @@ class AsyncEngine:
                     self._hand_over(self._of_streams(self._engine.step()))
             self._engine.close()
             self._hand_over(self._of_streams(self._engine.last_events))
-            reason, cause = "it was closed", None
-        except BaseException as error:  # the engine has closed itself
+            self._call(lambda: self._end_all("it was closed", None))
+        except BaseException as error:  # the engine has closed itself, in most cases
             reason, cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error
-            self._engine.close()
-            self._hand_over(self._of_streams(event for event in self._engine.last_events if _stands(event)))
-        self._call(lambda: self._end_all(reason, cause))
+            try:
+                self._engine.close()
+                self._hand_over(self._of_streams(event for event in self._engine.last_events if _stands(event)))
+            except BaseException as more:
+                cause.add_note(f"and closing failed ({type(more).__name__}: {more})")
+            finally:
+                self._call(lambda: self._end_all(reason, cause))
 
     def _next(self) -> bool:
         """Does what was asked for; waits where there is nothing to do. False once the thread is to end."""
@@ -276,7 +280,7 @@ class AsyncEngine:
         for place, (prompt, sampling) in enumerate(requests):
             try:
                 request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
-            except JllmError as error:
+            except Exception as error:  # of this request alone: the engine goes on
                 self._abort(stream)
                 self._hand_over([(stream, error)])
                 break
@@ -288,7 +292,7 @@ class AsyncEngine:
             with suppress(RequestError):  # it has ended, and its last event is on its way
                 self._engine.abort(request)
 
-    def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | JllmError]]:
+    def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | Exception]]:
         """Events with whose they are; forgets requests that have ended."""
         for event in events:
             request = self._requests[event.id]
@@ -303,7 +307,7 @@ class AsyncEngine:
                     if not self._ids[stream]:
                         del self._ids[stream]
 
-    def _hand_over(self, news: Iterable[tuple[Stream, Event | JllmError]]) -> None:
+    def _hand_over(self, news: Iterable[tuple[Stream, Event | Exception]]) -> None:
         if some := list(news):
             self._call(lambda: self._deliver(some))
 

@@ -23,26 +23,28 @@ NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 class Channel:
     """One end. A message is the length of its JSON in 8 bytes, the JSON, and the bytes of the arrays that it names. All
-    methods but close raise RemoteError once the other end has gone, or says what is no message."""
+    but close raise RemoteError once the other end has gone, or says what is no message."""
 
     def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ALIVE.items():
-            if hasattr(socket, name):  # not on every platform
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in ALIVE.items():
+                if hasattr(socket, name):  # not on every platform
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        except OSError as error:
+            raise RemoteError(f"the other process has gone: {error.strerror or error}") from None
         self._socket = connection
 
     def waiting(self, seconds: float | None) -> bool:
         """Whether a message (or the end) comes within these seconds; None waits for one."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
-    def send(self, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NOTHING) -> None:
-        """Arrays have dtypes that safetensors have."""
-        named = [[name, NAMES[x.dtype], list(x.shape)] for name, x in arrays.items()]
-        text = json.dumps({"message": message, "arrays": named}).encode()
+    def send(self, message: Mapping[str, Any] | bytes, arrays: Mapping[str, np.ndarray] = NOTHING) -> None:
+        """Sends a message, or what `encoded` made of it and the arrays, which have dtypes that safetensors have."""
+        text = message if isinstance(message, bytes) else encoded(message, arrays)
         try:
-            self._socket.sendall(struct.pack("<Q", len(text)) + text)
+            self._socket.sendall(text)
             for x in arrays.values():
                 self._socket.sendall(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
         except OSError as error:
@@ -84,6 +86,20 @@ class Channel:
     def close(self) -> None:
         self.end()
         self._socket.close()
+
+
+def encoded(message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NOTHING) -> bytes:
+    """Returns a message's length and JSON. Raises TypeError for what JSON has no word for."""
+    named = [[name, NAMES[x.dtype], list(x.shape)] for name, x in arrays.items()]
+    text = json.dumps({"message": message, "arrays": named}, default=_plain).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def _plain(value: Any) -> Any:
+    """Returns the number that a scalar of NumPy is."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{value!r} cannot be sent")
 
 
 def connect(address: str, seconds: float) -> Channel:

@@ -7,6 +7,7 @@ from one engine to the other.
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -19,7 +20,7 @@ from jllm.engine.remote import RemotePrefill, identity
 from jllm.engine.replica import Replica, Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import ConfigError, RemoteError, RequestError
+from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
@@ -114,11 +115,13 @@ class Disaggregated(Replicas):
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> list[int]:
         """The prompt's token ids, if submit would take it; else the error that submit would raise. Either engine may
         have to serve it alone."""
-        *others, last = self._alive()
-        ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
-        for other in others:
-            other.engine.check(ids, replace(sampling, guide=None))
-        return ids
+        while True:
+            *others, last = self._alive()
+            with suppress(EngineClosed):  # one fails just now
+                ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
+                for other in others:
+                    other.engine.check(ids, replace(sampling, guide=None))
+                return ids
 
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         try:
@@ -153,15 +156,13 @@ class Disaggregated(Replicas):
         of its samples that cannot."""
         self._reserved = max(0, self._reserved - len(given.samples))  # another process asks for no room
         request, where = self._requests.get(given.id, (None, None))
-        if request is None or where is not self._prefill:
+        if request is None or where is not self._prefill or self._closed is not None:
             return []
         ends = super()._take(where, request.ends_of_forks(self._has_text)) if self._decode.failed else []
         if not request.left:
             return ends
         self._moved[request.id] = len(given.samples)
-        request.moved = True
-        for sent in request.sent.values():
-            sent.begin_again()
+        request.begin_again()
         self._prefill.load.tokens -= request.tokens
         self._prefill.forget(request)
         if self._decode.failed:

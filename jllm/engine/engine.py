@@ -148,14 +148,15 @@ class Engine:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, self._next_id = self._next_id, self._next_id + 1
         first = None
-        for sample in range(sampling.n):
-            seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
-            seq.origin, seq.common, seq.priority = first, len(ids), priority
-            if snapshot is not None and snapshot.length:
-                seq.snapshot, seq.private = snapshot, private
-            seq.guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
-            first = first or seq
-            self._loop.add(seq)
+        with self._loop.all_or_none() as added:
+            for sample in range(sampling.n):
+                seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
+                seq.origin, seq.common, seq.priority = first, len(ids), priority
+                if snapshot is not None and snapshot.length:
+                    seq.snapshot, seq.private = snapshot, private
+                seq.guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
+                first = first or seq
+                added.append(self._loop.add(seq))
         if deadline is not None:
             self._ledger.end_after(request_id, deadline)
         self._ledger.submitted(len(ids))
@@ -187,8 +188,9 @@ class Engine:
         twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided = seq.priority, seq.guided
-        new = self._loop.add(twin)
-        new.carry_on(seq.output, live.logprobs, live.submitted, live.first_token, live.last_token)
+        with self._loop.all_or_none() as added:
+            added.append(self._loop.add(twin))
+            added[0].carry_on(seq.output, live.logprobs, live.submitted, live.first_token, live.last_token)
         return index
 
     @in_turn

@@ -225,8 +225,7 @@ class PrefillEngine(Engine):
         seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
         kv = self._kv_of_prompt(seq)
         for live in lives:
-            self._loop.gate.finish(live.seq, MOVED)
-            self._ledger.forget(live)
+            self._loop.drop(live, MOVED)
         samples = tuple(map(_begun, lives))
         return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
 
@@ -268,7 +267,8 @@ class Joining(Scheduler):
 
 
 class JoiningLoop(Loop):
-    """Keeps no pages that came from elsewhere once they are in its own: who loses these computes its prompt."""
+    """Keeps no pages that came from elsewhere once they are in its own: who loses these computes its prompt. So does
+    who waits when the device fails, since a copy from another device that has failed would make it fail again."""
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """As Loop.dispatch."""
@@ -277,6 +277,13 @@ class JoiningLoop(Loop):
             if not seq.private:
                 seq.snapshot = None
         return step
+
+    def recover(self, error: Exception) -> None:
+        """As Loop.recover."""
+        for seq in (*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting):
+            if isinstance(seq.snapshot, DevicePages):
+                seq.snapshot = None
+        super().recover(error)
 
 
 def joining_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
@@ -324,15 +331,17 @@ class DecodeEngine(Engine):
             self._device.check_snapshot(given.kv)
         request_id, self._next_id = self._next_id, self._next_id + 1
         first, longest = None, self._max_length(given.prompt, given.sampling)
-        for begun in given.samples:
-            seq = Sequence(request_id, begun.sample, given.prompt, given.sampling, given.seed, longest)
-            seq.output += begun.output
-            seq.origin, seq.common, seq.priority, seq.guided = first, len(given.prompt), priority, given.guided
-            seq.snapshot = given.kv if first is None else None
-            first = first or seq
-            live = self._loop.add(seq)
-            live.carry_on(begun.output, begun.logprobs, begun.submitted, begun.first_token, begun.last_token)
-            live.prompt_scores = dict(begun.scores)
+        with self._loop.all_or_none() as added:
+            for begun in given.samples:
+                seq = Sequence(request_id, begun.sample, given.prompt, given.sampling, given.seed, longest)
+                seq.output += begun.output
+                seq.origin, seq.common, seq.priority, seq.guided = first, len(given.prompt), priority, given.guided
+                seq.snapshot = given.kv if first is None else None
+                first = first or seq
+                live = self._loop.add(seq)
+                added.append(live)
+                live.carry_on(begun.output, begun.logprobs, begun.submitted, begun.first_token, begun.last_token)
+                live.prompt_scores = dict(begun.scores)
         self._ledger.request(request_id).started = given.started
         if deadline is not None:
             self._ledger.end_after(request_id, deadline)

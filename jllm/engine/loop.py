@@ -5,8 +5,9 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import batched, chain
 from typing import TYPE_CHECKING
@@ -78,10 +79,31 @@ class Loop:
     def add(self, seq: Sequence) -> Live:
         guide = seq.params.guide
         matcher = None if guide is None else self.guides.matcher(guide, seq.prompt[seq.guided :])
-        self.gate.add(seq)
+        live = self.ledger.add(seq, matcher)
+        try:
+            self.gate.add(seq)
+        except BaseException:
+            self.ledger.forget(live)
+            raise
         if self.trace:
             self.trace.request(seq)
-        return self.ledger.add(seq, matcher)
+        return live
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[list[Live]]:
+        """Drops the samples that a block adds, and puts into this list, where it raises: nobody would know of them."""
+        added: list[Live] = []
+        try:
+            yield added
+        except BaseException:
+            for live in added:
+                self.drop(live, "error")
+            raise
+
+    def drop(self, live: Live, reason: str) -> None:
+        """Ends a sample of which no event tells."""
+        self.gate.finish(live.seq, reason)
+        self.ledger.forget(live)
 
     def cut(self, request: Samples, reason: str) -> None:
         """Ends all samples of a request."""

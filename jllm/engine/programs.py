@@ -62,6 +62,7 @@ class Programs:
         self._made: set[Key] = set()
         self._permitted: set[Key] = set()  # those that a step may wait for
         self._jobs: dict[Key, Future] = {}
+        self._beside: list[tuple[Variant, Future]] = []  # what is prepared to run between a variant's steps
         self._failed: dict[Variant, BaseException] = {}
         self._kept: dict[Key, jax.stages.Compiled] = {}  # those that were made, unless packed_step has them
         self._loaded: set[Path] = set()
@@ -145,8 +146,7 @@ class Programs:
         """Begins to compile, in the background, what it takes to serve a variant: what runs between its steps, and the
         program that holds every step."""
         if self._jobs.keys().isdisjoint(keys := _parts(self._buckets[0], variant)) and not self._made.issuperset(keys):
-            for recipe in self._between(variant):
-                self._compiling().add(recipe)
+            self._beside += [(variant, self._compiling().add(recipe)) for recipe in self._between(variant)]
         self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:
@@ -179,6 +179,7 @@ class Programs:
             self._compiler.close()
         self._collect()
         self._jobs.clear()
+        self._beside.clear()
         self._compiler = None
 
     def close(self) -> None:
@@ -244,6 +245,10 @@ class Programs:
     def _collect(self) -> None:
         """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
         it, and raises there."""
+        for variant, job in [beside for beside in self._beside if beside[1].done()]:
+            self._beside.remove((variant, job))
+            if not job.cancelled() and (error := job.exception()):
+                self._failed[variant] = error
         for key in [key for key, job in self._jobs.items() if job.done()]:
             job, (bucket, variant, _) = self._jobs.pop(key), key
             error = CancelledError() if job.cancelled() else job.exception()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jllm import fingerprint
-from jllm.engine.channel import Channel, connect
+from jllm.engine.channel import Channel, connect, encoded
 from jllm.engine.guide import Guide
 from jllm.engine.handover import Begun, Handover, PrefillEngine
 from jllm.engine.options import EngineSizes
@@ -45,20 +45,18 @@ def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
             connection, _ = listener.accept()
         except OSError:
             return
-        channel = Channel(connection)
         known: dict[int, int] = {}  # requests of the engine: what the other process calls them
-        try:
-            _serve(engine, about, channel, known)
-        except RemoteError as error:
-            if known:
-                warnings.warn(f"{error}; {len(known)} requests of it end", stacklevel=2)
-        finally:
-            channel.close()
-            for own in known:
-                with suppress(RequestError):
-                    engine.abort(own)
-            while engine.has_work:
-                engine.step()
+        with connection:
+            try:
+                _serve(engine, about, Channel(connection), known)
+            except RemoteError as error:
+                if known:
+                    warnings.warn(f"{error}; {len(known)} requests of it end", stacklevel=2)
+        for own in known:
+            with suppress(RequestError):
+                engine.abort(own)
+        while engine.has_work:
+            engine.step()
 
 
 def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known: dict[int, int]) -> None:
@@ -74,12 +72,17 @@ def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known
             elif "forget" in message:
                 engine.reset_prefix_cache()
             else:
+                name = message.get("id", -1)
                 try:
-                    params = _params(message["sampling"])
-                    own = engine.submit(message["prompt"], params, priority=message["priority"])
-                    known[own], left_of[own] = message["id"], params.n
-                except JllmError as error:
-                    channel.send({"refused": message["id"], "why": str(error)})
+                    prompt, params, priority = _asked(message)
+                    own = engine.submit(prompt, params, priority=priority)
+                    known[own], left_of[own] = name, params.n
+                except RemoteError:
+                    raise
+                except Exception as error:  # of this request alone
+                    channel.send({"refused": name, "why": f"{type(error).__name__}: {error}"})
+                    if not isinstance(error, JllmError):
+                        warnings.warn(f"a request is refused ({type(error).__name__}: {error})", stacklevel=2)
         for one in engine.step():
             if isinstance(one, Event) and one.id not in known:
                 continue  # text that came late: whoever goes on makes it again
@@ -97,6 +100,16 @@ def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known
                 left_of[one.id] -= 1
                 if not left_of[one.id]:
                     del known[one.id], left_of[one.id]
+
+
+def _asked(message: dict[str, Any]) -> tuple[list[int], SamplingParams, int]:
+    """Returns the prompt, the sampling parameters and the priority that a message asks for."""
+    try:
+        return message["prompt"], _params(message["sampling"]), message["priority"]
+    except JllmError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise RemoteError(f"the other process says what is no message: {error!r}") from error
 
 
 def identity(engine: Any) -> dict[str, Any]:
@@ -131,8 +144,9 @@ class RemotePrefill:
         self._left: dict[int, int] = {}  # samples that have not ended
         self._next_id = 0
         # A thread of its own sends: one that did both would wait here while the other process waits to be read.
-        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=_send_all, args=(self._channel, self._outbox), daemon=True)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._unsent: BaseException | None = None  # why nothing more is sent
+        self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
 
     @property
@@ -149,11 +163,13 @@ class RemotePrefill:
 
     def submit(self, prompt: Any, sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None) -> int:
         """As Engine.submit. A deadline holds where the request is decoded."""
+        self._check_open()
         name, self._next_id = self._next_id, self._next_id + 1
+        given = {"id": name, "prompt": list(prompt), "sampling": _said(sampling), "priority": priority}
+        text = encoded(given)  # here, where the caller is told what is wrong with it
         self._known[name] = tuple(prompt), sampling, time.perf_counter()
         self._left[name] = sampling.n
-        given = {"id": name, "prompt": list(prompt), "sampling": _said(sampling), "priority": priority}
-        self._outbox.put(given)
+        self._outbox.put(text)
         return name
 
     def resume(self, snapshot: Any, *given: Any, **more: Any) -> int:
@@ -166,10 +182,10 @@ class RemotePrefill:
         raise RequestError(f"request {request_id} is with another process until its first token has come")
 
     def abort(self, request_id: int) -> None:
-        self._outbox.put({"abort": request_id})
+        self._outbox.put(encoded({"abort": request_id}))
 
     def reset_prefix_cache(self) -> None:
-        self._outbox.put({"forget": True})
+        self._outbox.put(encoded({"forget": True}))
 
     def compile_ahead(self, samplings: Any = (), *, wait: bool = True) -> int:
         """The other process has its own steps."""
@@ -189,8 +205,7 @@ class RemotePrefill:
 
     def step(self) -> list[Any]:
         """News of the other process, if there are some within a moment."""
-        if self.closed:
-            raise EngineClosed("this process computes no more prompts: it has gone, or was closed")
+        self._check_open()
         try:
             news: list[Any] = []
             wait = POLL
@@ -200,7 +215,22 @@ class RemotePrefill:
             return news
         except (JllmError, LookupError, TypeError, ValueError) as error:
             self.close()
-            raise RemoteError(f"{self.address}: {error}") from None
+            why = self._unsent or error
+            raise RemoteError(f"{self.address}: {why}") from why
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineClosed("this process computes no more prompts: it has gone, or was closed")
+
+    def _send_all(self) -> None:
+        """Sends until there is None. An error ends the connection, and the next step raises it."""
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._channel.send(message)
+        except BaseException as error:
+            self._unsent = error
+        finally:
+            self._channel.end()
 
     def _take(self, message: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Any]:
         if "event" in message:
@@ -243,16 +273,6 @@ class RemotePrefill:
             if not self._left[name]:
                 del self._left[name], self._known[name]
         return Event(name, sample, text, tuple(ids), end, tuple(_logprob(*one) for one in logprobs))
-
-
-def _send_all(channel: Channel, outbox: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
-    """Sends until there is None. An error ends the connection, which the next step says."""
-    try:
-        with suppress(RemoteError):
-            while (message := outbox.get()) is not None:
-                channel.send(message)
-    finally:
-        channel.end()
 
 
 # Values as JSON

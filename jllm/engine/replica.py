@@ -3,19 +3,29 @@
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
 from jllm.engine.routing import Load
-from jllm.errors import RequestError
+from jllm.errors import EngineClosed, RequestError
 from jllm.snapshot import Snapshot
 
-News = tuple["Replica", list[Event] | BaseException]  # what a step made, under the ids of Replicas, or how it failed
+
+class Refused(NamedTuple):
+    """What an engine was asked for a request, and could not do."""
+
+    id: int  # of Replicas
+    error: BaseException
+
+
+# What a step made, under the ids of Replicas, or how it failed; or what it was asked for that failed.
+News = tuple["Replica", list[Event] | Refused | BaseException]
 
 
 @dataclass
@@ -60,6 +70,7 @@ class Request:
     tokens: int = 0  # that are still to be computed, at most
     moved: bool = False  # whether it has begun again
     unwanted: bool = False  # whether it was aborted
+    awaited: bool = False  # whether a caller waits for its beginning, and is told there how that fails
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
 
     def urgency(self) -> dict[str, Any]:
@@ -68,6 +79,12 @@ class Request:
         if deadline is not None:
             deadline = max(0.0, self.submitted + deadline - time.perf_counter())
         return {"priority": self.priority, "deadline": deadline}
+
+    def begin_again(self) -> None:
+        """Makes it one that begins in another engine: what was sent of it comes no second time."""
+        self.moved, self.awaited = True, False
+        for sent in self.sent.values():
+            sent.begin_again()
 
     def take(self, event: Event) -> Event:
         """An event as the caller gets it."""
@@ -84,7 +101,8 @@ class Request:
 
     def end(self, sample: int, reason: str, with_text: bool) -> Event:
         """The end of a sample that no engine has."""
-        timings = Timings(None, time.perf_counter() - self.submitted, len(self.prompt), 0)
+        first, total = self.sent[sample].first, time.perf_counter() - self.submitted
+        timings = Timings(None if first is None else first - self.submitted, total, len(self.prompt), 0)
         text, seed = "" if with_text else None, self.sampling.seed or 0
         return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
 
@@ -102,11 +120,12 @@ class Replica:
         self.load = Load(limits.page_size, limits.num_pages)  # which the others may read at any time
         self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
         self._names: dict[int, int] = {}  # the other way
-        self._news, self._stepping = news, False
+        self._news, self._stepping, self._closing = news, False, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
-        done = self._thread.submit(self._submit, request)
+        """Begins a request. What that raises, in the thread, is news too."""
+        done = self._ask(partial(self._submit, request), request)
         if request.unwanted:  # where it was before, which did not come to it
             self.abort(request)
         return done
@@ -114,9 +133,9 @@ class Replica:
     def abort(self, request: Request) -> None:
         def abort() -> None:
             with suppress(RequestError):  # it has ended, and its last event is on its way
-                self.engine.abort(self._ids[request.id])
+                self.engine.abort(self._ids.get(request.id, -1))
 
-        self._thread.submit(abort)
+        self._ask(abort, request)
 
     def fork(self, request: Request, sample: int) -> int:
         """Engine.fork. The new sample is the request's before it can have an event, whoever takes that meanwhile."""
@@ -126,28 +145,41 @@ class Replica:
             request.left.add(index)
             return index
 
-        return self._thread.submit(fork).result()
+        return self._ask(fork).result()
 
     def snapshot(self, request: Request, sample: int) -> Snapshot:
         """Engine.snapshot."""
-        return self._thread.submit(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
-
-    def forget_prefixes(self) -> None:
-        self.load.forget_prefixes()
-        self.engine.reset_prefix_cache()
+        return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
 
     def forget(self, request: Request) -> None:
         """Once it has ended."""
-        self._thread.submit(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
+        with suppress(EngineClosed):
+            self._ask(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
 
     def named(self, events: Iterable[Event]) -> list[Event]:
-        """Events of the engine, under the ids of Replicas."""
-        return [event._replace(id=self._names[event.id]) for event in events]
+        """Events of the engine, under the ids of Replicas; those of forgotten requests are dropped."""
+        return [event._replace(id=self._names[event.id]) for event in events if event.id in self._names]
 
     def close(self, reason: str) -> None:
-        """Once all that it was asked for before has been done."""
-        self._thread.submit(self.engine.close, reason)
+        """Closes the engine, once all that it was asked for before has been done. Raises what closing it raises."""
+        self._closing = True
+        done = self._thread.submit(self.engine.close, reason)
         self._thread.shutdown()
+        done.result()
+
+    def _ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
+        """Has the thread do something. What it raises is the Future's, and news where it was for a request."""
+        try:
+            done = self._thread.submit(work)
+        except RuntimeError as error:  # close() is under way
+            raise EngineClosed(f"{self.name} takes no more work: {error}") from error
+        if request is not None:
+            done.add_done_callback(partial(self._tell, request.id))
+        return done
+
+    def _tell(self, name: int, done: Future[Any]) -> None:
+        if error := done.exception():
+            self._news.put((self, Refused(name, error)))
 
     def _submit(self, request: Request) -> None:
         if request.snapshot is None:
@@ -162,7 +194,7 @@ class Replica:
 
     def _step(self) -> None:
         """One step; and the next one, after whatever it was asked for meanwhile."""
-        if self.engine.closed:
+        if self._closing:
             return
         try:
             if events := self.named(self.engine.step()):

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,7 +19,7 @@ from jllm.engine.guides import Guides
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords, EngineSizes
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
-from jllm.engine.replica import News, Replica, Request
+from jllm.engine.replica import News, Refused, Replica, Request
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.routing import route
 from jllm.errors import ConfigError, EngineClosed, RequestError
@@ -37,7 +37,8 @@ class Replicas:
     cache there should have don't count. Each engine steps in a thread of its own while it has work; step() waits until
     one has news. When a step fails for good, that engine's requests begin again on the others, with the seeds that they
     had: what step() had returned of them comes no second time, and but for near ties the tokens are the same. Samples
-    that fork() made end with "error" then. step() raises only when the last engine has failed.
+    that fork() made end with "error" then, and so does a request that an engine could not begin or abort. step() raises
+    only when the last engine has failed.
 
     Threads: as with an Engine.
     """
@@ -155,13 +156,18 @@ class Replicas:
         """As Engine.resume."""
         check_urgency(priority, deadline)
         ids = [int(token) for token in snapshot.tokens]
-        name, done = self._begin(ids, sampling, priority, deadline, snapshot, share)
+        name, done = self._begin(ids, sampling, priority, deadline, snapshot, share, awaited=True)
         try:
-            done.result()
+            with suppress(EngineClosed):  # its engine has just failed, and step() begins it on another
+                done.result()
         except BaseException:
             with self._lock:
-                self._drop(*self._requests.pop(name))
+                if name in self._requests:
+                    self._drop(*self._requests.pop(name))
             raise
+        with self._lock:
+            if name in self._requests:
+                self._requests[name][0].awaited = False
         return name
 
     def fork(self, request_id: int, sample: int = 0) -> int:
@@ -191,26 +197,28 @@ class Replicas:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; what runs goes on."""
         for replica in self._alive():
-            replica.forget_prefixes()
+            with self._lock:  # in which requests are routed
+                replica.load.forget_prefixes()
+            replica.engine.reset_prefix_cache()
 
     def step(self) -> list[Event]:
         """Waits until an engine has something new, or for wake(), and returns what all have. After an exception all
         are closed, and last_events has the ends of all requests."""
         self._check_open()
+        events: list[Event] = []
         try:
-            events: list[Event] = []
             woken = False
             while self.has_work and not events and not woken:
                 for replica, news in itertools.chain([self._news.get()], self._waiting()):
                     woken = woken or news == []
-                    events += (
-                        self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
-                    )
+                    events += self._hear(replica, news)
             return events
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             what = "was interrupted" if interrupted else f"failed ({_line(error)})"
-            self._close(f"a step {what} half-way", "abort" if interrupted else "error")
+            for more in self._close(f"a step {what} half-way", "abort" if interrupted else "error"):
+                error.add_note(f"and closing failed ({_line(more)})")
+            self._last = (*events, *self._last)
             raise
 
     def wake(self) -> None:
@@ -234,26 +242,35 @@ class Replicas:
             replica.engine.reset_metrics()
 
     def close(self, reason: str = "it was closed") -> None:
-        """Closes all engines, and ends all requests (see last_events). To close again is no mistake."""
-        self._close(reason, "abort")
+        """Closes all engines, and ends all requests (see last_events). To close again is no mistake. Raises, once all
+        of that is done, what went wrong meanwhile."""
+        for error in self._close(reason, "abort"):
+            raise error
 
-    def _close(self, reason: str, ended: str) -> None:
-        if self._closed is not None:
-            return
-        self._closed = reason
-        for replica in self._all:
-            replica.close(reason)
+    def _close(self, reason: str, ended: str) -> list[Exception]:
+        """Returns what went wrong; the rest is done all the same. `ended`: the finish reason of what is left."""
+        with self._lock:
+            if self._closed is not None:
+                return []
+            self._closed = reason
         events: list[Event] = []
-        for replica, news in self._waiting():
-            events += [] if isinstance(news, BaseException) else self._take(replica, news)
+        failed: list[Exception] = []
         for replica in self._all:
-            events += self._take(replica, replica.named(replica.engine.last_events))
+            with _noted(failed):
+                replica.close(reason)
+        for replica, news in self._waiting():
+            with _noted(failed):
+                events += self._take(replica, news) if isinstance(news, list) else []
+        for replica in self._all:
+            with _noted(failed):
+                events += self._take(replica, replica.named(replica.engine.last_events))
         for request, _ in self._requests.values():
             events += [request.end(sample, ended, self._has_text) for sample in sorted(request.left)]
         self._requests.clear()
         self._last = tuple(events)
         if self._all:
             self.wake()
+        return failed
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -289,13 +306,15 @@ class Replicas:
         deadline: float | None,
         snapshot: Snapshot | None = None,
         share: bool = False,
+        awaited: bool = False,
     ) -> tuple[int, Future]:
-        self._check_open()
         if sampling.seed is None:  # drawn here, so that it is the same wherever the request runs
             sampling = replace(sampling, seed=secrets.randbits(32))
         with self._lock:
+            self._check_open()
             name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
             request = Request(name, tuple(ids), sampling, snapshot, share, now, left, priority, deadline)
+            request.awaited = awaited
             return name, self._place(request)
 
     def _place(self, request: Request) -> Future:
@@ -307,6 +326,30 @@ class Replicas:
         best = alive[index]
         self._requests[request.id] = request, best
         return best.submit(request)
+
+    def _hear(self, replica: Replica, news: list[Event] | Refused | BaseException) -> list[Event]:
+        """Takes in what an engine has to say; returns what step() does of it."""
+        if isinstance(news, Refused):
+            return self._refuse(replica, news)
+        return self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
+
+    def _refuse(self, replica: Replica, refused: Refused) -> list[Event]:
+        """Ends a request of which an engine could not do what it was asked for; the ends of its samples."""
+        with self._lock:
+            request, where = self._requests.get(refused.id, (None, None))
+            if request is None or where is not replica:
+                return []  # it has ended, or goes on elsewhere
+            if replica.engine.closed:  # and all else there ends with it
+                return self._move(replica, refused.error)
+            if request.awaited:
+                return []  # whoever waits for it ends it
+            self._drop(*self._requests.pop(request.id))
+            warnings.warn(
+                f"request {request.id} ends: {replica.name} failed at it ({_line(refused.error)})",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return [request.end(sample, "error", self._has_text) for sample in sorted(request.left)]
 
     def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
         """Events of an engine, as step() returns them."""
@@ -336,10 +379,12 @@ class Replicas:
         """Begins the requests of an engine that failed again on the others, and returns the ends of those that cannot.
         Raises the error if there are no others."""
         with self._lock:
-            replica.failed = True
+            known, replica.failed = replica.failed, True
             mine = [request for request, where in self._requests.values() if where is replica]
             if all(one.engine.closed for one in self._all):
                 raise error
+            if known and not mine:
+                return []
             last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
             forked = [end for r in mine for end in r.ends_of_forks(self._has_text)]
             ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
@@ -347,11 +392,18 @@ class Replicas:
             what = f"what ran there, {len(mine)} requests, begins again elsewhere"
             warnings.warn(f"{replica.name} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
             for request in mine:
-                request.moved = True
-                for sent in request.sent.values():
-                    sent.begin_again()
+                request.begin_again()
                 self._place(request)
             return ends
+
+
+@contextmanager
+def _noted(failed: list[Exception]) -> Iterator[None]:
+    """Goes on behind a block that raises; `failed` has what."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(error)
 
 
 def _line(error: BaseException) -> str:

@@ -76,7 +76,7 @@ class Tracers:
             tracer.stdin.write(job)
             tracer.stdin.flush()
             exported, why = pickle.load(tracer.stdout)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:  # ValueError: of a closed pipe
+        except Exception as error:  # pickle alone names eight kinds, and what follows such an answer has no meaning
             self._check_open()
             if tracer is not None:
                 self._end(tracer)

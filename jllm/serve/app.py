@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jllm.engine.async_engine import AsyncEngine, Stream
-from jllm.errors import JllmError, RequestError
+from jllm.errors import RequestError
 from jllm.serve.answers import Answer
 from jllm.serve.errors import HttpError, http_error
 from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, while_connected
@@ -84,7 +84,8 @@ class Generate:
         await send_json(send, answer.whole())
 
     async def _stream(self, stream: Stream, answer: Answer, wanted: Wanted, send: Send) -> None:
-        """Status and headers go out with the first events, so that an error before them has its own status."""
+        """Status and headers go out with the first events, so that an error before them has its own status. A later one
+        is the last event."""
         started = False
         try:
             while events := await stream.take():
@@ -97,10 +98,10 @@ class Generate:
                     started = True
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             data = (_event(answer.last_chunk()) if wanted.usage else b"") + b"data: [DONE]\n\n"
-        except JllmError as error:
-            if not started:
-                raise
-            data = _event(http_error(error).body())
+        except Exception as error:
+            if started:
+                await send({"type": "http.response.body", "body": _event(http_error(error).body())})
+            raise  # to be logged, or answered
         await send({"type": "http.response.body", "body": data})
 
 

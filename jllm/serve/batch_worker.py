@@ -103,6 +103,7 @@ class Worker:
             priority = 0 if wanted is None else wanted.priority
             for place, (ids, sampling) in enumerate(prompts):
                 running[engine.submit(ids, sampling, priority=priority)] = row, place
+        wrong = len(found)
         for event in engine.run():
             if event.completion is None:
                 continue
@@ -110,8 +111,9 @@ class Worker:
             ends[row.id].append(event._replace(id=place))
             left[row.id] -= 1
             if not left[row.id]:
-                found[row.id] = self._result_lines(row, ends.pop(row.id), ready[row.id][2])
-        wrong = len(found) - sum(id in left for id in found)
+                its = ends.pop(row.id)
+                wrong += any(end.completion is not None and end.completion.finish_reason == "error" for end in its)
+                found[row.id] = self._result_lines(row, its, ready[row.id][2])
         return [line for row in rows for line in found[row.id]], wrong
 
     def _prepare(self, row: Row) -> tuple[Prompts, "Wanted | None"]:

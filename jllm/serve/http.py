@@ -135,8 +135,7 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        (task if task.done() else watcher).result()  # raises what went wrong
     finally:
         for each in (task, watcher):
             each.cancel()

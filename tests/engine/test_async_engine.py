@@ -246,17 +246,53 @@ def test_what_had_ended_before_a_failure_arrives(model):
     run(work, model)
 
 
-def test_another_error_of_a_request_ends_that_request_alone(model, monkeypatch):
+def test_all_who_wait_are_told_though_closing_fails_too(model):
+    async def work(engine):
+        def fail(*args):
+            raise ZeroDivisionError("the step broke")
+
+        def fail_too(*args):
+            raise KeyError("closing broke")
+
+        engine._engine._device.run, engine._engine._loop.close = fail, fail_too
+        with pytest.raises(EngineClosed, match="the step broke|closing broke"):
+            await anext(engine.submit_all([(PROMPT, greedy(9))]))
+        assert engine.unfinished == 0
+        return await engine.close()
+
+    assert run(work, model) == 0
+
+
+@pytest.mark.parametrize("where", ["close", "last_events"])
+def test_a_close_that_fails_ends_who_waits_and_who_closes(model, monkeypatch, where):
+    async def work(engine):
+        def fail(*args):
+            raise ZeroDivisionError("closing broke")
+
+        stream = await engine.submit(PROMPT, greedy(100))
+        await anext(stream)
+        monkeypatch.setattr(Engine, where, property(fail) if where == "last_events" else fail)
+        closing = asyncio.ensure_future(engine.close())
+        with pytest.raises(EngineClosed, match="closing broke"):
+            await completions(stream)
+        monkeypatch.undo()
+        await closing
+
+    run(work, model)
+
+
+@pytest.mark.parametrize("error", [TokenizerError("it cannot be encoded"), ZeroDivisionError("nobody expects this")])
+def test_another_error_of_a_request_ends_that_request_alone(model, monkeypatch, error):
     async def work(engine):
         def fail(*args, **more):
-            raise TokenizerError("it cannot be encoded")
+            raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._engine, "submit", fail)
             stream = engine.submit_all([(PROMPT, greedy(3))])
             while not stream.ended:
                 await asyncio.sleep(0.001)
-        with pytest.raises(TokenizerError):
+        with pytest.raises(type(error)):
             await completions(stream)
         (done,) = await completions(await engine.submit(PROMPT, greedy(3)))
         return done.finish_reason

@@ -13,6 +13,7 @@ from jllm.api import as_prompts
 from jllm.batch import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
+from jllm.engine.live import Live
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
@@ -49,6 +50,34 @@ def test_bad_requests_are_named_and_leave_the_engine_alone(model, prompt, params
     with pytest.raises(RequestError, match=says):
         engine.submit(prompt, params)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("call", ["submit", "fork"])
+def test_what_could_not_be_added_as_a_whole_is_not_there(model, monkeypatch, call):
+    """And what runs goes on, since nobody would know whose the rest is."""
+    engine = Engine(model, **OPTIONS)
+    name = engine.submit(PROMPTS[0], greedy(9))
+    engine.step()
+    lives, add, carry_on = [], engine._loop.gate.add, Live.carry_on
+
+    def fails(seq):
+        lives.append(seq)
+        if len(lives) == 2:
+            raise ZeroDivisionError
+        add(seq)
+
+    def carries_on(live, *given):
+        carry_on(live, *given)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._loop.gate, "add", fails)
+        patch.setattr(Live, "carry_on", carries_on)
+        with pytest.raises(ZeroDivisionError):
+            engine.submit(PROMPTS[2], greedy(9, n=3)) if call == "submit" else engine.fork(name)
+    ends = [(e.id, e.sample, e.completion.token_ids) for e in engine.run() if e.completion]
+    assert ends == [(name, 0, serve(model, PROMPTS[:1], [greedy(9)], **OPTIONS)[0].token_ids)]
+    assert engine.metrics()["pages_used"] == engine.metrics()["waiting"] == 0
 
 
 def test_an_array_of_token_ids_is_a_prompt(model):

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.compiling import Compiler
+from jllm.engine.compiling import Compiler, Recipe
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
@@ -183,6 +183,24 @@ def test_only_where_none_is_delayed_steps_wait_for_the_compiler(busy):
     newcomer(gate, 1, logprobs=1)
     assert bool(gate.waiting) == (busy is not None)
     assert (LOGPROBS in gate._programs.there) == (busy is None)
+
+
+def test_what_runs_between_steps_and_cannot_be_compiled_ends_who_asked(engine, monkeypatch):
+    def broken():
+        raise ValueError("the compiler fell over")
+
+    behind, opened = Compiler._behind, threading.Event()
+
+    def held(compiler, recipe, settings):
+        return behind(compiler, recipe, settings) if recipe.name == "masks" else opened.wait(60)
+
+    monkeypatch.setattr(Compiler, "_behind", held)
+    monkeypatch.setattr(engine._device.programs, "_between", lambda variant: [Recipe(broken, name="masks")])
+    asking = engine.submit([9, 8], greedy(3, logprobs=0))
+    with pytest.warns(UserWarning, match=r"could not be compiled \(ValueError: the compiler fell over\)"):
+        done = run(engine, lambda done: done)
+    opened.set()
+    assert done[asking, 0].finish_reason == "error"
 
 
 # Which program a step takes

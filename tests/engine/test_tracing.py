@@ -166,6 +166,18 @@ def test_a_process_that_dies_is_replaced(tracers):
     assert tracers.lower(*job()).as_text() == first
 
 
+def test_an_answer_that_cannot_be_read_is_of_a_process_that_is_replaced(tracers, monkeypatch):
+    def fails(file):
+        raise AttributeError("a class that is not here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing.pickle, "load", fails)
+        with pytest.raises(TracingFailed, match="AttributeError"):
+            tracers.lower(*job())
+    assert not tracers._all
+    assert tracers.lower(*job()).as_text()
+
+
 def test_closing_ends_who_waits():
     tracers = Tracers(1)
     with ThreadPoolExecutor(2) as pool:

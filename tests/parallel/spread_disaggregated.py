@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 import jax
+import numpy as np
 import pytest
 
 from jllm.batch import Bucket
-from jllm.engine.channel import Channel
+from jllm.engine.channel import Channel, encoded
 from jllm.engine.disaggregated import Disaggregated
+from jllm.engine.guide import Guide
 from jllm.engine.handover import DecodeEngine, DevicePages, Handover, Joining, PrefillEngine
 from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
@@ -29,7 +31,7 @@ from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
 from jllm.quant.quantize import quantize
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
-from tests.parallel.spread_replicas import JOBS, SIZES, alone, finish, same, until
+from tests.parallel.spread_replicas import JOBS, SIZES, alone, broken, finish, in_time, rest, same, until
 from tests.tiny import tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -297,6 +299,209 @@ def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model)
     engine.close()
 
 
+# What goes along, and what fails on the way
+
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+LITTLE = {"max_slots": 1, "num_pages": 12, "prefix_cache": False, "buckets": (Bucket(1, 13, 1),)}
+
+
+def hand_overs(engine, count):
+    """The next requests that an engine lets go."""
+    found = []
+
+    def step():
+        while len(found) < count:
+            found.extend(one for one in engine.step() if isinstance(one, Handover))
+
+    in_time(step)
+    return found
+
+
+def rest_of(engine, given):
+    """The end of a request of one sample that an engine goes on with."""
+    name = engine.resume(given)
+    return rest(engine)[name, 0]
+
+
+@pytest.fixture(params=["device", "process"])
+def pair(request, model):
+    """What lets requests go, on another device or over a socket; the engine that goes on with them; and the one that
+    computes their prompts."""
+    engine = apart(model)
+    first, second = (replica.engine for replica in engine._all)
+    if request.param == "device":
+        yield first, second, first
+        engine.close()
+        return
+    first.room = lambda samples: True
+    first._to = first._loop._to = None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve_prefills, args=(first, listener), daemon=True).start()
+        prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
+        yield prefill, second, first
+        prefill.close()
+
+
+def test_a_fork_gets_an_index_that_no_sample_of_its_request_ever_had(model, pair):
+    """Two of three samples end with their first token, before the request goes on elsewhere."""
+    first, second, _ = pair
+    params = SamplingParams(temperature=1.2, max_new_tokens=9, n=3, ignore_eos=True)
+    for seed in range(20):
+        one = replace(params, seed=seed, max_new_tokens=1)
+        goes_on, *stop = (end.token_ids[0] for end in alone(model, [((5, 6, 7), one)]))
+        if goes_on not in stop:
+            break
+    first.submit((5, 6, 7), replace(params, seed=seed, stop_token_ids=tuple(stop)))
+    (given,) = hand_overs(first, 1)
+    assert ([begun.sample for begun in given.samples], given.started) == ([0], 3)
+    assert second.fork(second.resume(given)) == 3
+
+
+def test_a_guide_goes_on_where_it_began(model, pair):
+    first, second, computing = pair
+    for engine in (second, computing):
+        engine._loop.guides._tokenizer = TOKENIZER
+    guide = Guide.choice(["a wolf and a wolf", "a girl and a girl"])
+    prompt, params = tuple(TOKENIZER.encode("it was")), SamplingParams(seed=3, max_new_tokens=30, guide=guide)
+    text = replace(model, tokenizer=TOKENIZER)
+    (wanted,) = alone(text, [(prompt, params)])
+    assert TOKENIZER.decode(wanted.token_ids[:-1]) in guide.text
+    first.submit(prompt, params)
+    assert rest_of(second, *hand_overs(first, 1)).token_ids == wanted.token_ids
+    if first is computing:  # and a snapshot's begins before the end of what is its prompt
+        name, computing.room = first.submit(prompt, params), lambda samples: False
+        while not any(len(event.token_ids) and event.id == name for event in first.step()):
+            pass
+        first.step()
+        value, computing.room = first.snapshot(name), lambda samples: True
+        first.abort(name)
+        assert value.guided == len(prompt) < len(value.tokens)
+        more = len(value.tokens) - len(prompt)
+        first.resume(value, params)
+        assert rest_of(second, *hand_overs(first, 1)).token_ids == wanted.token_ids[more:]
+
+
+def test_times_and_urgency_go_along(pair):
+    first, second, _ = pair
+    for _ in range(2):
+        first.submit((5, 6, 7), GREEDY)
+    late, given = hand_overs(first, 2)
+    name = second.resume(late, priority=-3, deadline=0.0)
+    assert second._ledger.find(name, 0).seq.priority == -3
+    end = rest(second)[name, 0]
+    assert (end.finish_reason, end.token_ids) == ("deadline", late.samples[0].output)
+    (begun,) = given.samples
+    begun = begun._replace(submitted=begun.submitted - 1000.0, first_token=7.0)
+    end = rest_of(second, given._replace(samples=(begun,)))
+    assert (end.timings.first_token, len(end.token_ids)) == (7.0, 20)
+    assert end.timings.total > 1000.0
+
+
+def test_what_is_asked_of_the_one_engine_is_asked_of_the_other(model, pair):
+    first, second, computing = pair
+    engine, asked = apart(model), []
+    if first is not computing:
+        engine = Disaggregated.over(first, second)
+    else:
+        computing, second = (replica.engine for replica in engine._all)
+    for one, method in ((computing, "submit"), (second, "resume")):
+        call = getattr(one, method)
+        setattr(one, method, lambda *args, to=call, **more: asked.append(more) or to(*args, **more))
+    name = engine.submit((5, 6, 7), GREEDY, priority=-2, deadline=900.0)
+    request = engine._requests[name][0]
+    request.submitted -= 500.0
+    end = rest(engine)[name, 0]
+    assert [more["priority"] for more in asked] == [-2, -2]
+    assert 0 < asked[1]["deadline"] <= 400.0, "what is left of it"
+    assert end.timings.total > 500.0
+    assert 500.0 < end.timings.first_token < end.timings.total
+    engine.close()
+
+
+def test_no_more_first_tokens_of_one_step_go_on_than_there_is_room_for(model):
+    prefill = {name: SIZES[name] for name in ("max_slots", "num_pages", "buckets")}
+    engine = Disaggregated(model, jax.devices()[2:4], prefill=prefill, **(SIZES | LITTLE))
+    first, second = (replica.engine for replica in engine._all)
+    most, resume = [], second.resume
+
+    def count(*args, **more):
+        name = resume(*args, **more)
+        most.append(len(second._scheduler.waiting) + len(second._scheduler.running))
+        return name
+
+    second.resume = count
+    with first._turns.take():  # so that all three are there before its first step
+        names = [engine.submit((5, 6, token), GREEDY) for token in (7, 8, 9)]
+    ends = in_time(lambda: finish(engine))
+    assert {name for name, _ in ends} == set(names)
+    assert most == [1] * len(most) != []
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["resume", "second sample", "abort"])
+def test_what_the_decoding_engine_cannot_do_ends_that_request_alone(model, what):
+    jobs = [((5, 6, 7), replace(GREEDY, n=2, max_new_tokens=60)), ((8, 9), GREEDY)]
+    engine = apart(model)
+    second = engine._decode.engine
+    resume, add, step = second.resume, second._loop.add, second.step
+    second.step = lambda: (time.sleep(0.02), step())[1]  # so that it runs when it is aborted
+    bad, good = (engine.submit(*job) for job in jobs)
+    if what == "resume":
+        second.resume = lambda given, *args, **more: (
+            broken() if isinstance(given, Handover) and len(given.samples) == 2 else resume(given, *args, **more)
+        )
+    elif what == "second sample":
+        second._loop.add = lambda seq: broken() if seq.sample == 1 else add(seq)
+    else:
+        second.abort = broken
+    events = []
+
+    def run():
+        for event in engine.run():
+            events.append(event)
+            there = event.id == bad and engine._requests.get(bad, (None, None))[1] is engine._decode
+            if what == "abort" and there and not any(e.completion for e in events if e.id == bad):
+                engine.abort(bad)
+
+    with pytest.warns(RuntimeWarning, match=rf"request {bad} ends: .*ZeroDivisionError: this is broken"):
+        in_time(run)
+    ends = {(event.id, event.sample): event.completion for event in events if event.completion}
+    assert [ends[bad, sample].finish_reason for sample in (0, 1)] == ["error", "error"]
+    assert ends[good, 0].token_ids == alone(model, jobs[1:])[0].token_ids
+    assert (engine._moved, engine._reserved) == ({}, 0)
+    assert [replica.load.tokens for replica in engine._all] == [0, 0]
+    if what != "abort":  # whose engine has it still
+        assert second.metrics()["pages_used"] == 0
+    engine.close()
+
+
+def test_a_copy_of_pages_that_failed_is_computed_where_it_should_have_come(model, monkeypatch):
+    """The device that it was for goes on, though the one that sent it has failed."""
+    engine = apart(model)
+    first, second = (replica.engine for replica in engine._all)
+
+    def fails(pages, snapshot):
+        raise jax.errors.JaxRuntimeError("INTERNAL: what the copy comes from has failed")
+
+    monkeypatch.setattr(second._device, "load", fails)
+    first.submit(list(range(3, 30)), GREEDY)
+    end = rest_of(second, *hand_overs(first, 1))
+    assert end.token_ids == alone(model, [(list(range(3, 30)), GREEDY)])[0].token_ids
+    engine.close()
+
+
+def test_a_close_while_a_request_is_between_the_engines_ends_it(model):
+    engine = apart(model)
+    name, end = engine.submit((5, 6, 7), GREEDY), time.monotonic() + 60
+    while not engine._reserved or engine._prefill.engine.has_work:  # nobody steps: it stays there
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    in_time(engine.close)
+    ends = [event for event in engine.last_events if event.completion]
+    assert [(event.id, event.completion.finish_reason) for event in ends] == [(name, "abort")]
+
+
 def test_wrong_devices_and_options(model):
     for devices in (jax.devices()[:1], jax.devices()[:3]):
         with pytest.raises(ConfigError, match=f"take two devices, not {len(devices)}"):
@@ -484,6 +689,48 @@ def test_closing_wakes_who_sends_and_a_host_that_vanishes_is_noticed(other_end):
     prefill.close()
     sender.join(60)
     assert not sender.is_alive()
+
+
+def test_what_fails_while_it_is_sent_is_told_by_the_next_step(other_end):
+    prefill, _ = other_end
+    prefill._channel.send = broken
+    prefill.submit([5, 6], SamplingParams())
+    with pytest.raises(RemoteError, match="this is broken") as error:
+        in_time(lambda: [prefill.step() for _ in iter(int, 1)])
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    with pytest.raises(EngineClosed):
+        prefill.submit([5], SamplingParams())
+
+
+def test_numbers_of_numpy_are_sent_and_what_cannot_be_is_told_at_once(other_end):
+    prefill, channel = other_end
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), stop_token_ids=(np.int32(4),))
+    prefill.submit([np.int64(5), 6], params, priority=np.int8(-1))
+    message, _ = channel.receive()
+    assert message["prompt"] == [5, 6]
+    assert message["sampling"] == {"temperature": 0.5, "seed": 3, "stop_token_ids": [4]}
+    with pytest.raises(TypeError, match="cannot be sent"):
+        prefill.submit([object()], params)
+    assert len(prefill._known) == 1
+
+
+def test_a_process_that_computes_prompts_outlives_bad_requests_and_bad_clients(model, wanted):
+    """What it cannot do is done where it is decoded, and who says nonsense is let go."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        computing = PrefillEngine(model, **SIZES)
+        threading.Thread(target=serve_prefills, args=(computing, listener), daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        bad = RemotePrefill(address)
+        bad._outbox.put(encoded({"id": 0, "prompt": [5]}))
+        with pytest.raises(RemoteError, match="has gone"):
+            in_time(lambda: [bad.step() for _ in iter(int, 1)])
+        engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
+        computing.submit = broken
+        name = engine.submit(*SEEDED[0])
+        with pytest.warns(UserWarning, match="a request is refused .ZeroDivisionError: this is broken"):
+            ends = in_time(lambda: finish(engine))
+        same([ends[name, 0]], wanted[:1])
+        engine.close()
 
 
 def test_a_mesh_and_one_device_share_a_store_of_the_same_quantized_weights(model, tmp_path):

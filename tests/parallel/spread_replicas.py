@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -90,24 +91,45 @@ class Failing(Slow):
 
 def finish(engine):
     """What was streamed, and the completions, by (id, sample)."""
-    streamed, texts, ends = defaultdict(tuple), defaultdict(str), {}
+    streamed, texts, scored, ends = defaultdict(tuple), defaultdict(str), defaultdict(list), {}
     for event in engine.run():
         key = event.id, event.sample
         assert key not in ends
         streamed[key] += event.token_ids
         texts[key] += event.text
+        scored[key] += [one.token_id for one in event.logprobs]
         if event.completion is not None:
             ends[key] = event.completion
     for key, completion in ends.items():
         assert streamed[key][: len(completion.token_ids)] == completion.token_ids
         assert completion.text is None or texts[key] == completion.text
+        assert scored[key] == list(completion.token_ids if completion.logprobs else ()), "each once"
         times = completion.timings
         assert times.first_token is None or 0 < times.first_token <= times.total
     return ends
 
 
-def completions(ends):
-    return [replace(ends[key], timings=None) for key in sorted(ends)]
+def in_time(work, seconds=120.0):
+    """What work gives, in a thread, since it might wait for ever."""
+    done = Future()
+
+    def run():
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(seconds)
+
+
+def rest(engine):
+    """The completions that are still to come."""
+    return {(event.id, event.sample): event.completion for event in engine.run() if event.completion}
+
+
+def broken(*args, **more):
+    raise ZeroDivisionError("this is broken")
 
 
 def same(found, wanted):
@@ -341,6 +363,134 @@ def test_an_abort_that_a_failed_device_did_not_come_to_holds_on_the_next(model):
     with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
         ends = finish(engine)
     assert ends[name, 0].finish_reason == "abort"
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["submit", "resume", "abort"])
+def test_what_an_engine_cannot_do_for_a_request_ends_it_alone(model, what):
+    greedy = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    engine = Replicas(model, 2, make=Slow, **SIZES)
+    good, bad = engine.submit((5, 6, 7), greedy), engine.submit((8, 9), replace(greedy, n=2))
+    while not any(event.id == good and event.token_ids for event in engine.step()):
+        pass
+    value = engine.snapshot(good)
+    for replica in engine._all:
+        setattr(replica.engine, what, broken)
+    if what == "resume":  # whose caller waits
+        with pytest.raises(ZeroDivisionError):
+            in_time(lambda: engine.resume(value, greedy))
+        assert in_time(lambda: rest(engine)).keys() == {(good, 0), (bad, 0), (bad, 1)}
+    else:
+        bad = engine.submit((8, 9), replace(greedy, n=2)) if what == "submit" else bad
+        if what == "abort":
+            engine.abort(bad)
+        with pytest.warns(RuntimeWarning, match=rf"request {bad} ends: .*ZeroDivisionError: this is broken"):
+            ends = in_time(lambda: rest(engine))
+        assert {sample: ends[bad, sample].finish_reason for sample in (0, 1)} == {0: "error", 1: "error"}
+        assert ends[good, 0].token_ids == serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
+    assert not engine.has_work
+    assert [replica.load.tokens for replica in engine._all] == [0, 0]
+    for replica in engine._all:
+        replica.engine.__dict__.pop(what)
+    assert len(in_time(lambda: (engine.submit((5,), greedy), finish(engine))[1])) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["submit", "resume", "abort"])
+def test_an_engine_that_turns_out_to_be_closed_has_failed(model, what):
+    """Nothing ran there that would have told so."""
+    greedy = SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    engine = Replicas(model, 2, **SIZES)
+    name = engine.submit((5, 6, 7), greedy)
+    value = engine.snapshot(name)
+    if what != "abort":
+        in_time(lambda: finish(engine))
+    first = engine._all[0].engine
+    call = getattr(first, what)
+
+    def closed(*args, **more):
+        first.close("just now")
+        return call(*args, **more)
+
+    setattr(first, what, closed)
+    asks = {
+        "submit": lambda: engine.submit((5, 6, 7), greedy),
+        "resume": lambda: engine.resume(value, greedy),
+        "abort": lambda: engine.abort(name) or name,
+    }
+    name = in_time(asks[what])
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        ends = in_time(lambda: finish(engine))
+    assert ends.keys() == {(name, 0)}
+    assert ends[name, 0].finish_reason == ("abort" if what == "abort" else "length")
+    engine.close()
+
+
+def test_a_close_that_fails_raises_once_all_the_rest_is_closed(model):
+    engine = Replicas(model, 2, **SIZES)
+    engine._all[0].engine.close = broken
+    names = [engine.submit(*JOBS[i]) for i in (0, 5)]
+    with pytest.raises(ZeroDivisionError):
+        in_time(engine.close)
+    assert {event.id for event in engine.last_events if event.completion} == set(names)
+    assert engine._all[1].engine.closed
+    in_time(engine.close)
+
+
+def test_what_was_there_when_the_last_engine_failed_is_in_the_last_events(model):
+    engine = Replicas(model, 1, **SIZES)
+    name, replica = engine.submit(*JOBS[5]), engine._all[0]
+    end = time.monotonic() + 60
+    while not engine._news.qsize():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    replica.close("gone")
+    engine._news.put((replica, RuntimeError("this device is gone")))
+    engine._all[0].close = lambda reason: None
+    with pytest.raises(RuntimeError, match="this device is gone"):
+        engine.step()
+    assert [event.completion.finish_reason for event in engine.last_events if event.completion] == ["length"]
+    assert {event.id for event in engine.last_events} == {name}
+
+
+def test_a_seed_that_was_drawn_stays_where_a_request_begins_again(model):
+    """Else what was streamed would be two continuations, one behind the other."""
+    sampled = SamplingParams(temperature=1.2, max_new_tokens=24, ignore_eos=True)
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 10}), **SIZES)
+    name = engine.submit((40,), sampled)
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        end = finish(engine)[name, 0]
+    same([end], alone(model, [((40,), replace(sampled, seed=end.seed))]))
+    engine.close()
+
+
+def test_times_are_those_of_the_first_beginning(model):
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 10}), **SIZES)
+    name = engine.submit((5, 6, 7), SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True))
+    request = engine._requests[name][0]
+    request.submitted -= 1000.0
+    while not any(event.token_ids for event in engine.step()):
+        pass
+    request.sent[0].first -= 500.0
+    first = request.sent[0].first - request.submitted
+    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
+        times = until(engine, (name, 0))[name, 0].timings
+    assert times.first_token == first
+    assert times.total > 1000.0
+    engine.close()
+
+
+def test_prefixes_that_were_forgotten_draw_no_request(model):
+    engine = Replicas(model, 2, **SIZES)
+    one = SamplingParams(max_new_tokens=1, temperature=0.0)
+    places = []
+    for prompts in [((50,), PREFIX), ((*PREFIX, 30),), ((*PREFIX, 31),)]:
+        if prompts[0][-1] == 31:
+            engine.reset_prefix_cache()
+        names = [engine.submit(prompt, one) for prompt in prompts]
+        places.append(engine._all.index(engine._requests[names[-1]][1]))
+        finish(engine)
+    assert places == [1, 1, 0], "where it was computed, and then the first of two that know nothing"
     engine.close()
 
 

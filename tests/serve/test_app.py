@@ -118,6 +118,49 @@ def message(text, role="user"):
     return {"role": role, "content": text}
 
 
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event_and_is_logged(model, monkeypatch, caplog):
+    """Whatever raises it: a client that sees no end takes what it has for the whole."""
+    chunk, made = answers.Answer.chunk, []
+
+    def fails(self, event):
+        made.append(event)
+        if len(made) > 1:
+            raise ZeroDivisionError("nobody expects this")
+        return chunk(self, event)
+
+    monkeypatch.setattr(answers.Answer, "chunk", fails)
+    body = {"prompt": "the wolf", "max_tokens": 9, "stream": True, **GREEDY}
+    status, _, content = run(model, lambda engine, app: ask(app, COMPLETIONS, body))
+    assert status == 200
+    first, last, _ = content.decode().split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["choices"]
+    found = json.loads(last.removeprefix("data: "))
+    assert one_line(found) == "the server failed: ZeroDivisionError"
+    assert "nobody expects this" in caplog.text
+
+
+def test_an_error_of_who_watches_the_client_is_answered(model, caplog):
+    async def work(engine, app):
+        sent, body = [], json.dumps({"prompt": "the wolf", "max_tokens": 90, **GREEDY}).encode()
+        given = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": given}
+        parts = [{"type": "http.request", "body": body}]
+
+        async def receive():
+            if not parts:
+                raise ZeroDivisionError("nobody expects this")
+            return parts.pop()
+
+        async def send(message):
+            sent.append(message)
+
+        await app(scope, receive, send)
+        return sent[0]["status"]
+
+    assert run(model, work) == 500
+    assert "nobody expects this" in caplog.text
+
+
 def test_a_stream_decodes_its_prompt_once(model, monkeypatch):
     """Not for each of its chunks, of which a second has thousands."""
     made = []
