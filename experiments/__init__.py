@@ -19,3 +19,26 @@ What commands share is in rooms: steps/ (the step timer, floors, costs, devices,
 runs), accuracy/, baselines/ (what the engine is measured against), simulation/, training/, texts/, report/ (the pages).
 workloads/ has requests and peers' figures, LOG.md what was learned.
 """
+
+from jllm.errors import how_to_install
+from pallas_kernels.starting import need_gpu, need_package
+
+SMALLER = ("--config", "--layers")
+# Options that do without a GPU, by command; others than these commands run anywhere.
+NEED_GPU = {
+    "experiments.ceilings": ("--keep",),
+    "experiments.decode_step": SMALLER,
+    "experiments.disaggregation": ("--simulate", *SMALLER),
+    "experiments.kv_measured": ("--config",),
+    "experiments.measure_all": ("--list",),
+    "experiments.qps": ("--config", "--model", "--url", "--host-only"),
+    "experiments.quant_steps": ("--draw", *SMALLER),
+    "experiments.sanitizer": (),
+    "experiments.speculation steps": SMALLER,
+    "experiments.start_up": ("--config", "--model"),
+    "experiments.step_profile": (),
+    "experiments.throughput": SMALLER,
+}
+TRAINING = tuple(f"experiments.train_{name}" for name in ("small", "needle", "heads", "drafters", "length_predictor"))
+need_gpu(NEED_GPU)
+need_package("optax", TRAINING, how_to_install("learn"))

@@ -37,7 +37,7 @@ from experiments.report.svg import heading, svg, without_matplotlib_said
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, between
 from jllm.model import head
 from jllm.pretrained import BUNDLED, Model
 from pallas_kernels.bench.bars import bar
@@ -255,12 +255,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--model", default=BUNDLED, help="of perplexity: directory or Hub id (default: the bundled one)"
     )
     parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
-    parser.add_argument("--windows", type=positive, default=6, help="of the text, at most")
+    parser.add_argument("--windows", type=positive, default=6, help="of the text, at most; 2 or more")
     parser.add_argument("--seed", type=seed_number, default=0, help="of contexts, outliers and intervals")
     add_result_options(parser)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
+    if args.windows < 2:
+        parser.error(f"--windows {args.windows}: an interval over windows takes at least 2")
     return args
 
 
@@ -271,7 +273,7 @@ def check(model: Model, args: argparse.Namespace) -> None:
     least, most = 2 * (2 * DEPTHS) + 1, min(model.config.context, 2 * (KEYS + DEPTHS) + 1)
     for size in args.sizes:
         if not least <= size <= most:
-            raise ConfigError(f"--sizes {size}: a context has {least} to {most} tokens")
+            raise ConfigError(f"--sizes {size}: a context has {between(least, most)} tokens")
     if args.positions < BIN:
         raise ConfigError(f"--positions {args.positions}: a window has at least {BIN} tokens")
 

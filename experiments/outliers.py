@@ -34,7 +34,7 @@ from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import evaluate, record
 from jllm.analysis.outliers import plant
 from jllm.analysis.own_tokens import own_tokens
-from jllm.errors import InputFileError
+from jllm.errors import InputFileError, between
 from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
@@ -208,7 +208,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     model = jllm.load(args.model, dtype=args.dtype)
     if not 0 <= args.layer < model.config.num_layers:
-        raise InputFileError(f"--layer must be in 0 .. {model.config.num_layers - 1}, not {args.layer}")
+        there = between(0, model.config.num_layers - 1, "in {} .. {}")
+        raise InputFileError(f"--layer must be {there}, not {args.layer}")
     how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
     result = ResumedFile(args.results, "outliers", command_line("outliers", argv), args.label, **how)
     result.go_on(partial(rows, model, args), bars, hidden=["absmax"])

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from experiments.needles import VOCAB, draw, questions
 from experiments.result_file import ResultFile, make_folder
+from experiments.training.later import optax
 from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import JllmError, OutputError
@@ -96,7 +96,7 @@ def batch(key: jax.Array, rows: int, pairs: int, count: int) -> jax.Array:
     return jax.vmap(one)(jax.random.split(key, rows))
 
 
-def optimizer(lr: float, steps: int) -> optax.GradientTransformation:
+def optimizer(lr: float, steps: int) -> "optax.GradientTransformation":
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, min(20, steps // 2), steps, 0.02 * lr)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 

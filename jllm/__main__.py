@@ -3,9 +3,8 @@
 import runpy
 import sys
 from difflib import get_close_matches
-from importlib.util import find_spec
 
-from jllm.errors import how_to_install
+from pallas_kernels.starting import end_at_interrupts
 
 COMMANDS = {
     "generate": ("jllm.generate", "continue prompts of the command line, of standard input or of a file"),
@@ -26,6 +25,7 @@ jllm COMMAND --help says more. Each is also a module: python -m {", ".join(modul
 def main() -> None:
     """Runs the command that sys.argv names, as `python -m` would, but for its name; ends with its exit status, or 2 for
     none."""
+    end_at_interrupts()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):
         print(USAGE, end="")
@@ -36,8 +36,6 @@ def main() -> None:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
         sys.exit(_error(f"no command {name!r}: {hint}" if name else f"no command given: {hint}"))
-    if name == "eval" and find_spec("lm_eval") is None:
-        sys.exit(_error(f"lm-eval is not installed: {how_to_install('eval')}"))
     sys.argv[:2] = [f"jllm {name}"]
     # lm-eval starts processes, which look for the command in sys.modules.
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=name == "eval")

@@ -13,7 +13,7 @@ from jllm.engine.executables import jax_cache_is_on
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams
-from jllm.errors import RequestError
+from jllm.errors import RequestError, counted
 from jllm.pretrained import Model
 
 
@@ -60,7 +60,9 @@ def stream(
     if not isinstance(sampling, Sequence) or not all(isinstance(s, SamplingParams) for s in sampling):
         raise RequestError(f"sampling must be SamplingParams, or a list of them, not {sampling!r}")
     if len(sampling) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts need one SamplingParams or {len(prompts)}, not {len(sampling)}")
+        raise RequestError(
+            f"{len(sampling)} SamplingParams for {counted(len(prompts), 'prompt')}: give one, or one a prompt"
+        )
     requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
     if "executables" not in options:
         options["executables"] = _compile_cache()

@@ -2,6 +2,7 @@
 way is checkpoint_saving.py."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 
 from jllm.checkpoint_files import BLOCK, stored_tensors
 from jllm.config import LlamaConfig, load_quantization
-from jllm.errors import CheckpointError, QuantizationError
+from jllm.errors import CheckpointError, QuantizationError, counted
 from jllm.fit import check_weights
 from jllm.parallel.mesh import ranks_of
 from jllm.parallel.shares import share
@@ -25,7 +26,8 @@ from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that
 from jllm.quant.schemes import Formats, Scheme
 from jllm.quant.stored import StoredWeight
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
-from jllm.safetensors_io import StoredTensor, read_as_stored, read_tensor
+from jllm.safetensors_io import StoredTensor, read_as_stored, read_bytes, read_tensor
+from jllm.stored_names import modules_renamed
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.quantized_weights import QuantizedWeight
 
@@ -108,12 +110,15 @@ def _quantized_weights(
     raw = load_quantization(path)
     if raw is None:
         return {}, ()
-    from jllm.quant.importers import has_kv_scales, stored_weights
+    from jllm.quant.importers import has_kv_scales, stored_weights, warn_of_unknown
 
     vectors = {name for leaf in jax.tree.leaves(param_specs(config)) if leaf.weight is None for name, _ in leaf.parts}
     with _named(path):
+        raw = modules_renamed(raw, stored)
         others = {name: tensor for name, tensor in stored.items() if name not in vectors}
-        return stored_weights(raw, weight_specs(config), others), scale_names(stored) if has_kv_scales(raw) else ()
+        found = stored_weights(raw, weight_specs(config), others), scale_names(stored) if has_kv_scales(raw) else ()
+    warn_of_unknown(raw, str(path))
+    return found
 
 
 def _build(
@@ -174,7 +179,8 @@ def _check_tensors(
         raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing{by}, the first is {missing[0]}")
     ignored = ("rotary_emb.inv_freq", f"{HEAD}.weight") if specs.head is None else ("rotary_emb.inv_freq",)
     if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
-        raise CheckpointError(f"{path}: {len(extra)} tensors that its config has no use for, the first is {extra[0]}")
+        few = counted(len(extra), "tensor")
+        raise CheckpointError(f"{path}: {few} that its config has no use for, the first is {extra[0]}")
     for name, (dtype, shape) in wanted.items():
         found, config = stored[name], "config" if dtype is None else "quantization_config"
         if found.shape != shape:
@@ -190,17 +196,27 @@ def _check_tensors(
 
 def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int], object]) -> None:
     """A tied model may store its head as well, but it has to be the embedding."""
-    same = (embed.dtype, embed.shape) == (head.dtype, head.shape)
-    if same:
-        with embed.path.open("rb") as one, head.path.open("rb") as other:
-            one.seek(embed.offset)
-            other.seek(head.offset)
-            for start in range(0, embed.nbytes, BLOCK):
-                count = min(BLOCK, embed.nbytes - start)
-                same = same and one.read(count) == other.read(count)
-                advance(count)
-    if not same:
-        raise CheckpointError(
-            f"{head.path}: lm_head.weight is not the embedding, though config.json ties them; "
-            "set tie_word_embeddings to false"
-        )
+    if _holds(head, embed, advance):
+        return
+    cut = "" if head.shape == embed.shape else f", and cut the tensor from {list(head.shape)} to {list(embed.shape)}"
+    raise CheckpointError(
+        f"{head.path}: {head.name} is not the embedding, though config.json ties them: remove the tensor, or set "
+        f"tie_word_embeddings to false{cut}"
+    )
+
+
+def _holds(head: StoredTensor, embed: StoredTensor, advance: Callable[[int], object]) -> bool:
+    """Tells whether a head has the embedding's rows, as they are or rounded to either's dtype; more rows, of no token,
+    may follow."""
+    if head.dtype not in STORED_DTYPES or head.shape[1:] != embed.shape[1:] or head.shape < embed.shape:
+        return False
+    one, other = STORED_DTYPES[embed.dtype], STORED_DTYPES[head.dtype]
+    size, step = math.prod(embed.shape), BLOCK // 8
+    for start in range(0, size, step):
+        count = min(step, size - start)
+        x = np.frombuffer(read_bytes(embed, start * one.itemsize, count * one.itemsize), one)
+        y = np.frombuffer(read_bytes(head, start * other.itemsize, count * other.itemsize), other)
+        advance(y.nbytes)
+        if x.tobytes() != y.astype(one).tobytes() and x.astype(other).tobytes() != y.tobytes():
+            return False
+    return True

@@ -10,7 +10,8 @@ from typing import BinaryIO
 
 from jllm.errors import CheckpointError, OutputError
 from jllm.params import layer_prefix
-from jllm.safetensors_io import StoredTensor, read_header
+from jllm.safetensors_io import StoredTensor, check_fetched, read_header
+from jllm.stored_names import by_our_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 64 << 20  # bytes that are read or written at a time
@@ -28,6 +29,7 @@ def find_model(path_or_id: str | Path) -> Path:
     if not name.strip():
         raise CheckpointError("the model's name is empty: give a directory, or an id of the Hugging Face Hub")
     if path.is_dir():
+        _check_folder(path)
         return path
     if path.exists():
         raise CheckpointError(f"{name}: is not a directory; a model is a directory with config.json and {WEIGHTS}")
@@ -54,8 +56,35 @@ def find_model(path_or_id: str | Path) -> Path:
     raise CheckpointError(f"{name}: no such directory; as a Hub id it {problem}")
 
 
+def _check_folder(path: Path) -> None:
+    """Raises CheckpointError for a folder that only has a model within it, as one of the Hub's cache has, and for files
+    that Git LFS has not fetched."""
+    vocabulary = "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
+    for file in (path / "config.json", path / vocabulary):
+        if file.is_file():
+            check_fetched(file)
+    if (path / "config.json").exists():
+        return
+    with contextlib.suppress(OSError):
+        newest = path / "snapshots" / (path / "refs" / "main").read_text().strip()
+        if newest.is_dir():
+            raise CheckpointError(f"{path}: is a folder of the Hub's cache: the model is in {newest}")
+    for pattern in ("snapshots/*/config.json", "*/config.json", "*/snapshots/*/config.json"):
+        if inner := sorted(path.glob(pattern)):
+            raise CheckpointError(f"{path}: has no config.json: did you mean the model in {inner[0].parent}?")
+
+
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory by name, from its one file or from the shards that its index lists."""
+    """All tensors of a checkpoint directory by the names that Params has for them, whatever its files put before them,
+    from its one file or from the shards that its index lists."""
+    stored = _tensors_of(path)
+    try:
+        return by_our_names(stored)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: {'is not a directory' if path.exists() else 'no such directory'}")
     names = sorted(file.name for file in path.iterdir())
@@ -98,6 +127,7 @@ def count_layers(stored: Iterable[str]) -> int:
 
 def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
     index = path / name
+    check_fetched(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         files = sorted(set(weight_map.values()))

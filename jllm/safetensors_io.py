@@ -35,6 +35,7 @@ CODES = {  # what quantized checkpoints hold besides
 }
 STORED = DTYPES | CODES
 NAMES = {dtype: name for name, dtype in STORED.items()}
+LFS = b"version https://git-lfs.github.com/spec/"  # how the stand-in begins that Git leaves for a large file
 _MAX_HEADER = 100_000_000  # the format's own limit
 _PIECE = 16 << 20  # bytes read at a time when they must be converted
 
@@ -94,9 +95,19 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        check_fetched(path)
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise CheckpointError(f"{path}: not a safetensors file, or truncated within its header ({size} bytes)")
         return json.loads(file.read(length)), length, size
+
+
+def check_fetched(path: Path) -> None:
+    """Raises CheckpointError for the pointer that Git leaves in place of a file that Git LFS has not fetched."""
+    with path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise CheckpointError(
+                f"{path}: is a git-LFS pointer, not the file itself: run `git lfs pull` in its folder"
+            )
 
 
 def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.errors import CheckpointError, SnapshotError
+from jllm.errors import CheckpointError, SnapshotError, counted
 from jllm.model import Cache
 from jllm.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
 from pallas_kernels.kv_formats import Kivi, KVFormat, dim_of, parse_format
@@ -174,7 +174,8 @@ def _check_blocks(cache: Cache, length: int) -> None:
 def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
     size, count = cache[0].k.page_size, cache[0].k.num_pages
     if len(pages) * size < length:
-        raise SnapshotError(f"{length} tokens need {-(-length // size)} pages of {size}, not {len(pages)}")
+        need = counted(-(-length // size), "page")
+        raise SnapshotError(f"{counted(length, 'token')} need {need} of {size}, not {len(pages)}")
     if len(set(pages)) != len(pages) or not all(0 <= page < count for page in pages):
         raise SnapshotError(f"pages must be different ones in [0, {count}), not {list(pages)}")
 

@@ -5,11 +5,13 @@ import dataclasses
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,6 +21,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import jllm
+from jllm import fingerprint
 from jllm.chat_template import find_chat_template, read_json
 from jllm.checkpoint import load_params
 from jllm.checkpoint_files import find_model
@@ -192,6 +196,84 @@ def test_json_with_a_byte_order_mark_is_read(saved):
     assert find_scheme(folder / "scheme.toml").name == "scheme"
 
 
+def renamed(directory, rename):
+    """The checkpoint, every tensor under another name, in its files and their index."""
+    for file in directory.glob("*.safetensors"):
+        tensors = safetensors.numpy.load_file(file)
+        safetensors.numpy.save_file({rename(name): tensor for name, tensor in tensors.items()}, file)
+    index = directory / INDEX
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        index.write_text(json.dumps({"weight_map": {rename(name): file for name, file in weight_map.items()}}))
+
+
+RENAMED = {
+    "bare": lambda name: name.removeprefix("model."),
+    "module": lambda name: f"module.{name}",
+    "part": lambda name: f"language_model.{name}",
+    "newer part": lambda name: name.replace("model.", "model.language_model."),
+    "part, bare": lambda name: f"language_model.{name.removeprefix('model.')}",
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled within": lambda name: name.replace("model.", "model._orig_mod."),
+    "compiled layers": lambda name: re.sub(r"(layers\.\d+)", r"\1._orig_mod", name),
+    "all": lambda name: f"module._orig_mod.language_model.{name.replace('layers.1', 'layers.1._orig_mod.module')}",
+    "all, bare": lambda name: f"_orig_mod.module.{name.removeprefix('model.')}",
+    "any part": lambda name: f"text.decoder.{name.removeprefix('model.')}",
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_names_that_others_wrap_are_found(saved, name):
+    path, config = saved
+    plain = load_params(path / "one", config)
+    for directory in (path / "one", path / "many"):
+        renamed(directory, RENAMED[name])
+        assert_same_bits(load_params(directory, config), plain)
+    assert fingerprint.of_files(path / "one") == fingerprint.of_files(path / "many")
+
+
+def test_two_tensors_of_one_name_are_refused(saved):
+    path, config = saved
+    rewrite(path / "one" / WEIGHTS, lambda t: t.update({"module.model.norm.weight": t["model.norm.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"one: tensors .*model\.norm\.weight and .* both stand for model\.norm"):
+        load_params(path / "one", config)
+
+
+def test_a_tied_head_may_be_rounded_or_padded(tmp_path):
+    config = make_config(tie_embeddings=True)
+    params = random_params(config)
+    save(tmp_path, params, config)
+    embed = np.asarray(params.embed)
+    more = np.ones((8, 16), np.float32)
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.float64):
+        for rows in (embed, np.concatenate([embed, more])):
+            rewrite(tmp_path / WEIGHTS, partial(dict.update, **{"lm_head.weight": rows.astype(dtype)}))
+            assert_same_bits(load_params(tmp_path, config), params)
+    rewrite(tmp_path / WEIGHTS, lambda t: t.update({"model.embed_tokens.weight": embed.astype(ml_dtypes.bfloat16)}))
+    rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": embed}))
+    load_params(tmp_path, config)  # the embedding is the one that was rounded
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("rows", "cut"), [(24, ""), (32, ", and cut the tensor from [32, 16] to [24, 16]"), (20, None)]
+)
+def test_what_is_said_of_another_tied_head_is_right(tmp_path, rows, cut, dtype):
+    config = make_config(tie_embeddings=True)
+    save(tmp_path, random_params(config), config)
+    head = np.random.default_rng(1).standard_normal((rows, 16)).astype(dtype)
+    rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": head}))
+    with pytest.raises(CheckpointError, match=r"is not the embedding, though config\.json ties them: remove") as error:
+        load_params(tmp_path, config)
+    if cut is not None:  # the other way out, as it says
+        assert str(error.value).endswith(f"or set tie_word_embeddings to false{cut}")
+        rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:24]}))
+        found = load_params(tmp_path, make_config(tie_embeddings=False)).head
+        np.testing.assert_array_equal(found, head[:24].astype(np.float32))
+    rewrite(tmp_path / WEIGHTS, lambda t: t.pop("lm_head.weight"))
+    load_params(tmp_path, config)
+
+
 def test_known_superfluous_tensors_are_ignored(tmp_path):
     config = make_config(tie_embeddings=True)
     params = random_params(config)
@@ -203,9 +285,6 @@ def test_known_superfluous_tensors_are_ignored(tmp_path):
 
     rewrite(tmp_path / WEIGHTS, add)
     assert_same_bits(load_params(tmp_path, config), params)
-    rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, though config\.json ties them"):
-        load_params(tmp_path, config)
 
 
 def test_saving_replaces_the_checkpoint_that_was_there(tmp_path):
@@ -336,6 +415,40 @@ def test_find_model(tmp_path, monkeypatch):
         "org/model: no such directory; as a Hub id it is not in the local cache, "
         "and the Hugging Face Hub cannot be reached (Name not known)"
     )
+
+
+def test_folders_around_a_model_name_it(tmp_path):
+    folder = tmp_path / "hub" / "models--org--name"
+    for commit in ("aaaa", "bbbb"):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").write_text("{}")
+    inner = folder / "snapshots" / "bbbb"
+    for path in (folder, folder / "snapshots", tmp_path / "hub"):  # without refs, any of them
+        with pytest.raises(CheckpointError, match=rf"{path}: has no config\.json: did you mean the model in .*/aaaa\?"):
+            find_model(path)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("bbbb")
+    with pytest.raises(CheckpointError, match=rf"name: is a folder of the Hub's cache: the model is in {inner}$"):
+        find_model(folder)
+    assert find_model(inner) == inner
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "tokenizer.model"])
+def test_git_lfs_pointers_are_named(saved, name):
+    folder = saved[0] / "one"
+    (folder / name).write_bytes(POINTER)
+    with pytest.raises(CheckpointError, match=rf"{folder / name}: is a git-LFS pointer, .*`git lfs pull`"):
+        jllm.load(folder)
+
+
+def test_a_git_lfs_pointer_that_nobody_reads_is_no_error(saved):
+    folder = saved[0] / "one"
+    for name in ("consolidated.safetensors", "image.png"):
+        (folder / name).write_bytes(POINTER)
+    jllm.load(folder)
 
 
 def test_hub_failure_is_one_line():

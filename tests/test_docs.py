@@ -1,11 +1,14 @@
 """README.md and docs/ say what runs: their blocks of Python do, and their commands exist and take their options."""
 
 import argparse
+import builtins
+import contextlib
 import importlib
 import importlib.util
 import re
 import runpy
 import shlex
+import symtable
 import sys
 from pathlib import Path
 
@@ -41,10 +44,35 @@ def commands(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
     for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
+        exec(compile(block, str(page), "exec"), {})
     assert SAID.get(page.stem, "") in capsys.readouterr().out
+
+
+def undefined(code: str) -> set[str]:
+    """The names that a block takes from elsewhere."""
+    table = symtable.symtable(code, "block", "exec")
+    tables = [table]
+    for each in tables:
+        tables += each.get_children()
+    used = {
+        s.get_name() for t in tables for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is table)
+    }
+    made = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return used - made - {*dir(builtins)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_that_need_other_machines_can_be_pasted_alone(page):
+    for block in blocks(page, ""):
+        with contextlib.suppress(SyntaxError):  # of another language
+            assert not undefined(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_is_to_be_installed_goes_into_an_environment_of_uv(page):
+    for block in blocks(page, "sh"):
+        assert not re.findall(r"^pip install", block, re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # another test imported it

@@ -100,6 +100,7 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (step_tracing.main, ["--tokens", "2", "--chunks", "4"], "--tokens and --chunks belong together"),
         (meshes.main, ["--models", "llama-2-7b", "--ranks", "3"], "--ranks 3 fits none of --models"),
         (ptq_methods.main, ["--name", ""], "must be letters, digits"),
+        (long_context.main, ["--windows", "1"], "--windows 1: an interval over windows takes at least 2"),
     ],
 )
 def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main, options, says, capsys):

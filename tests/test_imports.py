@@ -14,8 +14,8 @@ PURE = {
 }  # fmt: skip
 FILES = {
     "chat_template", "tokenizer", "vocabulary", "safetensors_io", "checkpoint", "checkpoint_files",
-    "checkpoint_saving", "fingerprint", "fit", "pretrained", "compile_cache", "run_identity", "snapshot",
-    "drafter_files", "messages",
+    "checkpoint_saving", "stored_names", "fingerprint", "fit", "pretrained", "compile_cache", "run_identity",
+    "snapshot", "drafter_files", "messages",
 }  # fmt: skip
 BELOW_ENGINE = PURE | FILES | {"quant"}
 MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself

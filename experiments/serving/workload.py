@@ -46,7 +46,7 @@ class Served:
 def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
     """The first `count` requests of a file, with arrivals. Raises InputFileError where it is not a workload."""
     try:
-        lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8"))["requests"]]
+        lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8-sig"))["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
     lengths = lengths[:count]

@@ -42,7 +42,7 @@ def read_workload(name: str) -> Workload:
     found = [path for suffix in (".json", ".jsonl") if (path := WORKLOADS / f"{name}{suffix}").exists()]
     path = found[0] if found else Path(name)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputFileError(f"{path}: no such workload, or not readable: {error}") from None
     if path.suffix == ".jsonl":

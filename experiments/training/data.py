@@ -33,7 +33,7 @@ Book = list[str]  # paragraphs; "" marks where a chapter ends
 def read_books(file: str | Path) -> list[Book]:
     """The books of a corpus, headings, tables of contents and editors' notes dropped. Raises InputFileError."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputFileError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tqdm import tqdm
 
+from experiments.training.later import optax
 from jllm.errors import ConfigError
 from jllm.params import Params
 
@@ -32,7 +32,7 @@ class Recipe:
     seed: int
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
     """AdamW on matrices (norms and biases are not decayed), gradients clipped to norm 1."""
     warmup = min(50, recipe.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, warmup, recipe.steps, 0.02 * recipe.lr)

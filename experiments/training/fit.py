@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments.training.data import Book, Rows, batches, cut_passages, encode, pack
+from experiments.training.later import optax
 from experiments.training.resume import Kept
 from jllm.config import LlamaConfig
 from jllm.model import Packed, packed_logits
@@ -55,7 +55,7 @@ class TrainState:
     key: jax.Array
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
     """AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, recipe.warmup, recipe.steps, 0.02 * recipe.lr)
     adamw = optax.adamw(

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from experiments.length_data import Request
+from experiments.training.later import optax
 from jllm.kv_policies.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned, features
 
 Weights = dict[str, jax.Array]
@@ -104,7 +104,7 @@ def nats(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Ar
     return -jnp.where(x.ended, here, jax.nn.logsumexp(jnp.where(later, logs, -jnp.inf).at[:, -1].set(logs[:, -1]), 1))
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
     """AdamW; the tables of hashed tokens are decayed and learn slowly, since they could know each text by heart."""
     schedule = optax.cosine_decay_schedule(recipe.lr, recipe.steps, 0.05)
 

@@ -18,18 +18,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jllm.errors import EvaluationError, JllmError, between, how_to_install
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(f"{__doc__}\nlm-eval is not installed here, which has the options: {how_to_install('eval')}")
+        sys.exit(0)
+    print(f"error: lm-eval is not installed ({error}): {how_to_install('eval')} (see --help)", file=sys.stderr)
+    sys.exit(2)
+
 import jax
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
-from jllm.errors import EvaluationError, JllmError
 from jllm.pretrained import BUNDLED, Model, load
+from pallas_kernels.starting import INTERRUPTED, raise_interrupts
 
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SCORE = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True, prompt_logprobs=True)
@@ -152,9 +164,8 @@ class JllmLM(TemplateLM):
         prompts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                raise EvaluationError(
-                    f"a continuation must have 1 .. {self.max_length} tokens (max_length), not {len(continuation)}"
-                )
+                most = between(1, self.max_length, "{} .. {}")
+                raise EvaluationError(f"a continuation must have {most} tokens (max_length), not {len(continuation)}")
             prompts.append((context + continuation)[-(self.max_length + 1) :])
         done = self._run(prompts, [SCORE] * len(prompts), "loglikelihood", disable_tqdm)
         answers = []
@@ -225,7 +236,7 @@ class JllmLM(TemplateLM):
 def _check_in(name: str, value: object, low: int, high: int, what: str) -> None:
     """Values of --model_args are whatever they look like. Raises EvaluationError."""
     if not isinstance(value, int) or not low <= value <= high:
-        raise EvaluationError(f"{name} must be in {low} .. {high}, {what}, not {value!r}")
+        raise EvaluationError(f"{name} must be {between(low, high, 'in {} .. {}')}, {what}, not {value!r}")
 
 
 def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
@@ -241,8 +252,12 @@ def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
 def main() -> int:
     from lm_eval.__main__ import cli_evaluate
 
+    raise_interrupts()
     try:
         cli_evaluate()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (JllmError, NotImplementedError) as error:  # the latter: a backend that lacks a dtype or format
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -143,7 +143,7 @@ def guide_of(args: argparse.Namespace) -> Guide | None:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{flag}: cannot read {path}: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from jllm.engine.request import Event
-from jllm.errors import OutputError
+from jllm.errors import OutputError, counted
 
 Key = tuple[int, int]  # prompt and sample
 
@@ -101,4 +101,4 @@ class Speed:
         seconds = time.perf_counter() - self.submitted
         notes = [] if self.first is None else [f"first token after {self.first:.2f} s"]
         notes += [f"ready after {self.submitted - self.started:.1f} s", *self.notes, *more]
-        return f"{self.tokens} tokens in {seconds:.2f} s: {self.rate:.1f} tokens/s ({', '.join(notes)})"
+        return f"{counted(self.tokens, 'token')} in {seconds:.2f} s: {self.rate:.1f} tokens/s ({', '.join(notes)})"

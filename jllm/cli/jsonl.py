@@ -1,5 +1,6 @@
 """Input lines in, result lines out, and taking up an interrupted run."""
 
+import codecs
 import contextlib
 import json
 import math
@@ -100,6 +101,7 @@ def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             for index, line in enumerate(file):
+                line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     where = f"{name}, line {index + 1}"
                     empty = False

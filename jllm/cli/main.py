@@ -60,7 +60,8 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         done = Done({}, 0) if file is None else read_results(args.output, jobs)
         todo = done.missing(jobs)
         if not todo:
-            note(Speed(started).line(f"all {len(jobs)} prompts were done before"))
+            all_jobs = "the prompt was" if len(jobs) == 1 else f"all {len(jobs)} prompts were"
+            note(Speed(started).line(f"{all_jobs} done before"))
             return 0
         engine, requests, slots = _prepare(args, model, todo)
         from jllm.cli.sinks import Lines, Screen
@@ -97,6 +98,7 @@ def _stdin_prompt() -> str:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise InputFileError(f"standard input is not UTF-8 text: {error}") from None
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as of a text file
     text = text.removesuffix("\n")  # the one that echo adds
     if not text:
         raise RequestError("no prompt: standard input is empty, and no argument gives one (--help shows examples)")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.cli.display import one_line
 from jllm.cli.interrupt import INTERRUPTED
-from jllm.errors import JllmError
+from jllm.errors import JllmError, counted
 
 if TYPE_CHECKING:
     from jllm.engine.engine import Engine
@@ -98,7 +98,7 @@ def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine
 def compiled(engine: "Engine | Replicas") -> str:
     """What compiling ahead took."""
     m = engine.metrics()
-    programs = f"{m['compile_programs']} programs compiled in {m['compile_seconds']:.1f} s"
+    programs = f"{counted(m['compile_programs'], 'program')} compiled in {m['compile_seconds']:.1f} s"
     return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 

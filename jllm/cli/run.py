@@ -12,6 +12,7 @@ from jllm.cli.interrupt import INTERRUPTED, Interrupt
 from jllm.cli.jsonl import ResultsFile
 from jllm.cli.process import drafted, note
 from jllm.engine.request import SamplingParams
+from jllm.errors import counted
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
@@ -108,5 +109,6 @@ def drive[J](
         sink.close()
     note(speed.line(*drafted(engine), *sink.notes(), *(["interrupted"] if interrupt.asked else [])))
     if broken:
-        note(f"error: the logits of {broken} completions were not finite; another --dtype or --kv-cache may help")
+        some = counted(broken, "completion")
+        note(f"error: the logits of {some} were not finite; another --dtype or --kv-cache may help")
     return INTERRUPTED if interrupt.asked else 2 if broken else 0

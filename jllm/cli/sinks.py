@@ -10,6 +10,7 @@ from tqdm import tqdm
 from jllm.cli.display import InOrder, Speed, in_colour, write_stdout
 from jllm.cli.jsonl import Done, Job, ResultsFile, record, to_json
 from jllm.engine.request import Event
+from jllm.errors import counted
 
 PROMPT, TITLE, PLAIN = "\x1b[36m", "\x1b[1m", "\x1b[0m"  # cyan, bold
 
@@ -108,5 +109,5 @@ class Lines:
         self._bar.close()
 
     def notes(self) -> Sequence[str]:
-        done = f"{self._total - len(self._left)} of {self._total} prompts done"
+        done = f"{self._total - len(self._left)} of {counted(self._total, 'prompt')} done"
         return (done, f"{self._before} of them before") if self._before else (done,)

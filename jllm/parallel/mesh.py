@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jllm.config import LlamaConfig
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, between, counted
 from jllm.memory import free_memory, is_host
 from pallas_kernels.all_reduce import MeshAxis
 
@@ -26,7 +26,8 @@ def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
     found = jax.devices()
     if isinstance(devices, int):
         if not 1 <= devices <= len(found):
-            raise ConfigError(f"{devices} devices asked for, and there are {len(found)}: ask for 1 to {len(found)}")
+            there = f"there {'is' if len(found) == 1 else 'are'} {len(found)}: ask for {between(1, len(found))}"
+            raise ConfigError(f"{counted(devices, 'device')} asked for, and {there}")
         devices = found[:devices]
     if not devices or len(set(devices)) != len(devices):
         raise ConfigError("a mesh needs at least one device, and each but once")
@@ -47,7 +48,8 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
     if mesh.size not in fitting(config):
         sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns"
         fits = ", ".join(map(str, fitting(config)))
-        raise ConfigError(f"{mesh.size} devices cannot share {sizes} evenly; these numbers of devices can: {fits}")
+        devices = counted(mesh.size, "device")
+        raise ConfigError(f"{devices} cannot share {sizes} evenly; these numbers of devices can: {fits}")
     return replace(config, mesh=mesh)
 
 

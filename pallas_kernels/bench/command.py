@@ -14,11 +14,13 @@ from typing import Any
 
 from pallas_kernels.bench.numbers import positive
 from pallas_kernels.bench.result_file import RECORD, ResultFile
+from pallas_kernels.starting import INTERRUPTED as INTERRUPTED
+from pallas_kernels.starting import raise_interrupts
 
 Row = dict[str, Any]
 LOCAL = Path("results")  # in the working directory
 RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # what is committed and shown by the results page
-INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
+UNREAD = 141  # what shells report for SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,6 +93,7 @@ def interruptible(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
+        raise_interrupts()
         try:
             try:
                 return main(*args, **options)

@@ -30,7 +30,9 @@ from tests.tiny import tiny_model
 EXACT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}\n{% endfor %}<assistant>"
 SIZES = ("--max-slots", "4", "--max-step-tokens", "32", "--no-compile-cache")
 FLAGS = ("--max-new-tokens", "8", "--ignore-eos", "--seed", "5")
-SUMMARY = re.compile(r"(\d+) turns: (\d+) tokens, (\d+) of (\d+) prompt tokens computed, the others were there(, .*)?")
+SUMMARY = re.compile(
+    r"(\d+) turns?: (\d+) tokens?, (\d+) of (\d+) prompt tokens computed, the others were there(, .*)?"
+)
 
 
 @pytest.fixture
@@ -145,6 +147,12 @@ def test_the_system_message_stays(chat, model, monkeypatch):
     assert chat("a king", "/reset", "the sea", flags=(*FLAGS, "--system", "be brief"))[0] == 0
     texts = [model.tokenizer.decode(prompt) for prompt in prompts]
     assert texts == [f"<system> be brief <user> {text} <assistant>" for text in ("a king", "the sea")]
+
+
+def test_a_line_may_come_from_windows_and_one_turn_is_one(chat):
+    plain, theirs = chat("a king"), chat("\ufeffa king\r")
+    assert theirs[1] == plain[1]
+    assert plain[2].splitlines()[-1].startswith("1 turn: 8 tokens, ")
 
 
 def keep(prompts, submit):

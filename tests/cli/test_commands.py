@@ -1,5 +1,6 @@
 """`jllm COMMAND` is `python -m` of the command's module."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -50,14 +51,21 @@ def test_eval_is_the_command_of_lm_eval():
     assert "Language Model Evaluation Harness" in jllm("eval", "--help").stdout
 
 
-def test_eval_without_lm_eval(monkeypatch, capsys):
-    from jllm import __main__ as module
+@pytest.mark.parametrize("command", [["-m", "jllm.analysis.lm_eval"], ["-m", "jllm", "eval"]])
+def test_eval_without_lm_eval(command, tmp_path):
+    (tmp_path / "lm_eval.py").write_text("raise ImportError('it is not there')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["jllm", "eval"])
-    with pytest.raises(SystemExit) as end:
-        module.main()
-    assert (end.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+    def run(*words):
+        words = [sys.executable, *command, *words]
+        return subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+
+    shown, refused = run("--help"), run("run", "--tasks", "x")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--model_args" in shown.stdout
+    assert "uv pip install -e '.[eval]'" in shown.stdout
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "lm-eval is not installed (it is not there): uv pip install -e '.[eval]'" in refused.stderr
 
 
 KNOWN = "known are generate, chat, serve, batch, eval (see --help)"

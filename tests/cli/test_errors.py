@@ -128,7 +128,7 @@ def test_logits_that_are_not_finite_are_an_error(run, folder, tmp_path):
     shutil.copy(folder / "tokenizer.model", tmp_path)
     status, _, err = run("a king", model=tmp_path)
     assert status == 2
-    assert err.splitlines()[-1].startswith("error: the logits of 1 completions were not finite")
+    assert err.splitlines()[-1].startswith("error: the logits of 1 completion were not finite")
 
 
 def test_a_model_that_does_not_fit_says_what_would(run, monkeypatch):

@@ -66,6 +66,12 @@ def test_a_guide_comes_and_goes_as_json(tmp_path):
         read_jobs(write(tmp_path / "bad.jsonl", {"prompt": "a", "guide": "[0-9]"}), BASE)
 
 
+def test_files_of_windows_are_read(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf\r\n\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b\\r\\n"}\r\n')
+    jobs = read_jobs(tmp_path / "in.jsonl", SamplingParams())
+    assert [(job.index, job.given["prompt"]) for job in jobs] == [(1, "a"), (2, "b\r\n")]
+
+
 def test_nth_seed():
     assert nth_seed(None, 5) is None
     assert [nth_seed(7, i) for i in range(3)] == [7, 8, 9]

@@ -83,7 +83,15 @@ def test_in_order():
 
 def test_prompt_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("once upon a time\n"))
-    assert run(*FLAGS)[:2] == run("once upon a time", *FLAGS)[:2]
+    plain = run("once upon a time", *FLAGS)[:2]
+    assert run(*FLAGS)[:2] == plain
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffonce upon a time\r\n"))  # from Windows
+    assert run(*FLAGS)[:2] == plain
+    lines = []
+    for text in ("once\nupon", "once\r\nupon\r\n", "once\rupon\r"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        lines.append(run(*FLAGS)[:2])
+    assert lines[0] == lines[1] == lines[2]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     message = "error: no prompt: standard input is empty, and no argument gives one (--help shows examples)\n"
     assert run(*FLAGS) == (2, "", message)

@@ -285,7 +285,7 @@ def test_what_a_guide_needs(model64, monkeypatch):
     with pytest.raises(RequestError, match="needs an end token, and this model has none"):
         Guides(TOKENIZER, 97, []).matcher(guide)
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"needs llguidance: pip install '\.\[guided\]'"):
+    with pytest.raises(RequestError, match=r"needs llguidance: uv pip install -e '\.\[guided\]'"):
         Guides(TOKENIZER, 97, [2]).matcher(guide)
 
 

@@ -147,6 +147,60 @@ def test_weights_are_those_of_the_definition(name, tmp_path):
         assert jnp.array_equal(getattr(params, field), getattr(layouts.small_model().params, field))
 
 
+OTHER_NAMES = {
+    "gptq": gptq,
+    "awq": partial(awq, plain=("model.layers.0.self_attn.o_proj",)),
+    "compressed": partial(compressed, ignore=("lm_head", "model.layers.0.self_attn.o_proj")),
+    "nf4": nf4,
+}
+
+
+@pytest.mark.parametrize("before", ["language_model.model.", "_orig_mod.model.", ""])
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_modules_may_be_named_as_in_the_files(name, before, tmp_path):
+    """Those that a config excepts, too."""
+
+    def named(text):
+        return before + text.removeprefix("model.") if text.startswith("model.") else f"{before[:-6]}{text}"
+
+    def layout(weights):
+        written = OTHER_NAMES[name](weights)
+        for key, value in written.config.items():
+            written.config[key] = [*map(named, value)] if isinstance(value, list) else value
+        return written
+
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    layouts.write(plain, layouts.small_model(), OTHER_NAMES[name])
+    written = layouts.write(other, layouts.small_model(), layout)
+    layouts.save_file(other / "model.safetensors", {named(name): array for name, array in written.tensors.items()})
+    one, two = (jax.tree.leaves(jllm.load(path).params) for path in (plain, other))
+    assert all(jnp.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "unknown"),
+    [
+        (gptq, {"rotation": "hadamard", "meta": {}}, "rotation"),
+        (gptq, {"dynamic": {"+:nothing": {"bits": 8, "rotation": 1}}}, r"dynamic\.\+:nothing\.rotation"),
+        (awq, {"pre_scale": True}, "pre_scale"),
+        (compressed, {"transform_config": {"config_groups": {}}, "version": "0.12"}, "transform_config"),
+        (saying(compressed, hadamard=1), {"transform_config": {}}, r"config_groups\.group_0\.weights\.hadamard"),
+        (layouts.autofp8, {"rotation": "a", "other": 1}, "other, rotation"),
+        (layouts.modelopt, {"pre_quant_scale": True}, "pre_quant_scale"),
+        (nf4, {"rotation": [1]}, "rotation"),
+    ],
+)
+def test_unknown_fields_are_named_in_a_warning(layout, change, unknown, tmp_path):
+    def changed(weights):
+        written = layout(weights)
+        written.config |= change
+        return written
+
+    layouts.write(tmp_path / "m", layouts.small_model(), changed)
+    with pytest.warns(UserWarning, match=f"^{tmp_path / 'm'}: quantization_config: unknown fields .*: {unknown}$"):
+        jllm.load(tmp_path / "m")
+
+
 def swapped(module, x, *rest):
     """Two codes of a byte, exchanged."""
     return codes.group_weight(module, x.reshape(len(x), -1, 2)[..., ::-1].reshape(x.shape), *rest)

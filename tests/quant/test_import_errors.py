@@ -50,6 +50,10 @@ def inputs(**fields):
     return lambda written: written.config["config_groups"]["group_0"]["input_activations"].update(fields)
 
 
+def without(*names):
+    return lambda written: [written.config.pop(name) for name in names]
+
+
 def drop(name):
     return lambda written: written.tensors.pop(name)
 
@@ -135,6 +139,14 @@ DISAGREE = {
     "gptq-sym": (partial(gptq, sym=False), config(sym=True), r"\.qzeros holds zero point \d+, but sym = true"),
     "gptq-v2": (partial(gptq, form="gptq_v2"), config(checkpoint_format="gptq"), "zero point 9, .* is it gptq_v2?"),
     "gptq-v1": (gptq, config(checkpoint_format="gptq_v2"), "zero point 7, .* is it gptq?"),
+    "gptq-v2-without-sym": (
+        partial(gptq, form="gptq_v2"), without("checkpoint_format", "sym"), 'zero point 9 .* to "gptq_v2", or sym'
+    ),
+    "gptq-v1-without-sym": (
+        partial(gptq, bits=8),
+        lambda written: [config(checkpoint_format="gptq_v2")(written), without("sym")(written)],
+        'zero point 127 .* to "gptq", or sym',
+    ),
     "gptq-bias": (gptq, put(f"{O}.bias", np.ones(64, np.float16)), f"{O}.bias is not zero, but the model has no such"),
     "gptq-nan": (gptq, edit(f"{O}.scales", first(np.nan)), f"{O}: its scales hold NaN or infinity"),
     "gptq-lm_head": (gptq, config(lm_head=True), "tensor lm_head.qweight is missing"),

@@ -228,7 +228,7 @@ def test_wrong_flags(capsys, flags, says):
 
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setattr("jllm.serve.batch_rows.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=re.escape("a .parquet file needs pyarrow: pip install '.[ray]'")):
+    with pytest.raises(ConfigError, match=re.escape("a .parquet file needs pyarrow: uv pip install -e '.[ray]'")):
         read_rows(tmp_path / "rows.parquet", {})
 
 
@@ -243,7 +243,7 @@ def test_without_ray(capsys, tmp_path, monkeypatch):
     command = ["--input", write(tmp_path / "in.jsonl", ROWS), "--output", tmp_path / "out", "--workers", "local"]
     assert main([str(each) for each in command]) == 2
     err = capsys.readouterr().err
-    assert err == "error: --workers needs Ray: pip install '.[ray]' in the folder of jllm's sources\n"
+    assert err == "error: --workers needs Ray: uv pip install -e '.[ray]' in the folder of jllm's sources\n"
 
 
 # Clusters

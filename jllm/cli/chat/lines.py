@@ -45,7 +45,7 @@ class Lines:
             line = "" if sys.stdin is None else sys.stdin.readline()
         except UnicodeDecodeError as error:
             raise InputFileError(f"standard input is not UTF-8 text: {error}") from None
-        return line.rstrip("\r\n") if line else None
+        return line.removeprefix("\ufeff").rstrip("\r\n") if line else None
 
     def _from_terminal(self, before: str) -> str | None:
         lines: list[str] = []

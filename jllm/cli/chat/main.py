@@ -16,7 +16,7 @@ from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import INTERRUPTED, Interrupt, catch_interrupts
 from jllm.cli.process import compile_cache, drafted, load_model, note, open_streams, run_command
 from jllm.engine.request import SamplingParams
-from jllm.errors import EngineClosed, JllmError, OutputError, RequestError
+from jllm.errors import EngineClosed, JllmError, OutputError, RequestError, counted
 
 if TYPE_CHECKING:
     from jllm.cli.chat.session import Session
@@ -169,7 +169,7 @@ class Chat:
 
         with self.interrupt.noted():
             tokens = save(self.session, conversation, _path("save", file))
-        note(f"saved {len(conversation.asked)} messages and K and V of {tokens} tokens to {file}")
+        note(f"saved {counted(len(conversation.asked), 'message')} and K and V of {counted(tokens, 'token')} to {file}")
         return conversation
 
     def _load(self, conversation: Conversation, file: str) -> Conversation:
@@ -177,13 +177,14 @@ class Chat:
 
         with self.interrupt.noted():
             loaded = load(self.session, _path("load", file))
-        note(f"loaded {len(loaded.asked)} messages and {len(loaded.ids)} tokens from {file}")
+        note(f"loaded {counted(len(loaded.asked), 'message')} and {counted(len(loaded.ids), 'token')} from {file}")
         return loaded
 
     def _summary(self) -> str:
         m = self.session.engine.metrics()
         prompts = f"{m['prefill_tokens']} of {m['prompt_tokens']} prompt tokens computed, the others were there"
-        return ", ".join([f"{self.turns} turns: {m['output_tokens']} tokens", prompts, *drafted(self.session.engine)])
+        said = f"{counted(self.turns, 'turn')}: {counted(m['output_tokens'], 'token')}"
+        return ", ".join([said, prompts, *drafted(self.session.engine)])
 
 
 def _takes_nothing(name: str, rest: str) -> None:

@@ -5,6 +5,7 @@ tensors make it up; checkpoint.py checks them against the files, reads them one 
 weight's `build`. A weight that the importer leaves out is an ordinary one, in 16 or 32 bits.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jllm.quant import files
 from jllm.quant.importers import bitsandbytes, foreign
 from jllm.quant.importers.awq import AWQ
 from jllm.quant.importers.compressed_tensors import FP8, CompressedTensors
+from jllm.quant.importers.fields import UNDERSTOOD, unknown_fields
 from jllm.quant.importers.gptq import GPTQ
 from jllm.quant.importers.modelopt import ModelOpt
 from jllm.quant.stored import StoredWeight
@@ -59,3 +61,10 @@ def stored_weights(
         known = ", ".join(IMPORTERS)
         raise CheckpointError(f"quantization_config: quant_method {method!r} is not supported; supported are {known}")
     return IMPORTERS[method](raw, specs, stored)
+
+
+def warn_of_unknown(raw: Mapping[str, Any], source: str) -> None:
+    """Warns of the fields of a quantization_config of a known method that nothing is known of."""
+    if unknown := unknown_fields(raw, UNDERSTOOD[raw["quant_method"]]):
+        text = f"{source}: quantization_config: unknown fields are ignored: {', '.join(sorted(unknown))}"
+        warnings.warn(text, stacklevel=5)

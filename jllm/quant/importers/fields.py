@@ -9,6 +9,66 @@ from typing import Any
 from jllm.errors import CheckpointError
 
 
+def names(text: str) -> dict[str, Any]:
+    """Fields, of which nothing is said but their names."""
+    return dict.fromkeys(text.split())
+
+
+ANY = "*"  # a key of an object that names its entries itself
+_CODES = names("num_bits type strategy group_size symmetric dynamic actorder")
+# What importers read, by quant_method: an object of objects has the fields of these.
+UNDERSTOOD: dict[str, dict[str, Any]] = {
+    "jllm": names("version name rules"),
+    "gptq": names(
+        "bits group_size desc_act sym lm_head checkpoint_format format pack_dtype is_marlin_format "
+        "modules_in_block_to_quantize"
+    )
+    | {"dynamic": {ANY: names("bits group_size desc_act sym")}},
+    "awq": names(
+        "bits w_bit group_size q_group_size zero_point version checkpoint_format format modules_to_not_convert "
+        "sym desc_act lm_head pack_dtype"
+    ),
+    "compressed-tensors": names("format ignore kv_cache_scheme sparsity_config")
+    | {
+        "config_groups": {
+            ANY: names("targets format output_activations") | {"weights": _CODES, "input_activations": _CODES}
+        }
+    },
+    "fp8": names("activation_scheme kv_cache_scheme weight_block_size ignored_layers modules_to_not_convert fmt"),
+    "modelopt": names(
+        "quant_algo kv_cache_quant_algo kv_cache_scheme group_size ignore exclude_modules quantization config_groups"
+    ),
+    "bitsandbytes": names(
+        "load_in_4bit load_in_8bit llm_int8_skip_modules llm_int8_threshold bnb_4bit_quant_type "
+        "bnb_4bit_use_double_quant bnb_4bit_quant_storage"
+    ),
+}
+# How weights were rounded, by what, and how others run them: what they are is the same.
+_HARMLESS = names(
+    "quant_method version quantization_status global_compression_ratio observer observer_kwargs block_structure "
+    "scale_dtype zp_dtype producer meta provider autoround_version model_name_or_path model_file_base_name "
+    "base_model_name_or_path damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse "
+    "dataset tokenizer nsamples seqlen iters lr minmax_lr batch_size train_bs pad_token_id amp data_type backend "
+    "block_name_to_quantize to_quant_block_names module_name_preceding_first_block use_cuda_fp16 model_seqlen "
+    "max_input_length cache_block_outputs use_exllama disable_exllama exllama_config enable_quanted_input "
+    "enable_minmax_tuning low_gpu_mem_usage low_cpu_mem_usage gradient_accumulate_steps parallel_packing device "
+    "offload_to_disk do_fuse fuse_max_seq_len modules_to_fuse dequantize bnb_4bit_compute_dtype "
+    "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight run_compressed"
+)
+
+
+def unknown_fields(raw: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> list[str]:
+    """The fields of an object and those within it that nothing is known of, as paths; not those that hold nothing."""
+    found: list[str] = []
+    for key, value in raw.items():
+        fields = known.get(key, known.get(ANY))
+        if isinstance(fields, dict) and isinstance(value, dict):
+            found += unknown_fields(value, fields, f"{before}{key}.")
+        elif key not in known and ANY not in known and key not in _HARMLESS and not key.startswith("_"):
+            found += [] if value in (None, False, {}, []) else [f"{before}{key}"]
+    return found
+
+
 def refuse(raw: Mapping[str, Any], key: str, supported: str) -> CheckpointError:
     """The error for a field whose value is not supported."""
     value = json.dumps(raw.get(key))

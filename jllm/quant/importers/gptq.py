@@ -37,7 +37,7 @@ class GPTQ:
     bits: int
     group: int  # -1: one for all inputs
     desc_act: bool
-    sym: bool
+    sym: bool | None  # None: not said
     version: int  # of qzeros
     lm_head: bool
     modules: tuple[str, ...]  # ends of the names of what is quantized; (): all linear layers of the blocks
@@ -57,7 +57,7 @@ class GPTQ:
             bits=read_choice(raw, "bits", None, (4, 8)),
             group=read_group(raw, "group_size", -1),
             desc_act=read_flag(raw, "desc_act", False),
-            sym=read_flag(raw, "sym", False),  # absent: whatever the zero points are
+            sym=read_choice(raw, "sym", None, (None, False, True)),
             version=2 if read_choice(raw, key, "gptq", ("gptq", "gptq_v2")) == "gptq_v2" else 1,
             lm_head=read_flag(raw, "lm_head", False),
             modules=read_names({**raw, "modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize"),
@@ -76,7 +76,7 @@ class GPTQ:
             bits=read_choice(raw, "bits", self.bits, (4, 8)),
             group=read_group(raw, "group_size", self.group),
             desc_act=read_flag(raw, "desc_act", self.desc_act),
-            sym=read_flag(raw, "sym", self.sym),
+            sym=read_choice(raw, "sym", self.sym, (None, False, True)),
         )
 
     def _of(self, module: str) -> "GPTQ | None":
@@ -113,8 +113,7 @@ class GPTQ:
         codes = unpack_words(tensors["qweight"].T, own.bits)
         words = tensors["qzeros"].view(np.uint32)
         zeros = unpack_words(words + np.uint32(_ONES[own.bits] if own.version == 1 else 0), own.bits)
-        if own.sym:
-            _check_symmetric(module, zeros, own)
+        _check_zeros(module, zeros, own)
         order = None
         if "g_idx" in tensors:
             order = input_order(f"{module}.g_idx", tensors["g_idx"], shape[1] // tensors["scales"].shape[0])
@@ -132,12 +131,19 @@ class GPTQ:
         )
 
 
-def _check_symmetric(module: str, zeros: np.ndarray, config: GPTQ) -> None:
+def _check_zeros(module: str, zeros: np.ndarray, config: GPTQ) -> None:
+    """Raises CheckpointError for zero points other than the middle where sym says that, and for all of them one beside
+    it where sym says nothing: those of another version."""
     middle, version = 1 << (config.bits - 1), f"gptq{'_v2' * (config.version - 1)}"
-    odd = zeros[zeros != middle]
-    if odd.size:
-        other = {(1, 1): "; is it gptq_v2?", (2, -1): "; is it gptq?"}.get((config.version, int(odd[0]) - middle), "")
+    first = zeros[zeros != middle][:1]
+    other, beside = ("gptq_v2", 1) if config.version == 1 else ("gptq", -1)
+    if not first.size or config.sym is False or (config.sym is None and not (zeros == middle + beside).all()):
+        return
+    found = f"tensor {module}.qzeros holds zero point {first[0]}"
+    if config.sym is None:
         raise CheckpointError(
-            f"tensor {module}.qzeros holds zero point {odd[0]}, but sym = true implies {middle} everywhere "
-            f"(in checkpoint_format {version}{other})"
+            f"{found} everywhere, by checkpoint_format {version}, and {middle} by {other}: set checkpoint_format to "
+            f'"{other}", or sym to false'
         )
+    hint = f"; is it {other}?" if first[0] == middle + beside else ""
+    raise CheckpointError(f"{found}, but sym = true implies {middle} everywhere (in checkpoint_format {version}{hint})")
