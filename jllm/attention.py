@@ -8,7 +8,7 @@ param_specs.layer_types, and its block, registered here by that type.
 """
 
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.kv_tail import settle, with_row_map
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.one_order import fenced
 from pallas_kernels.rotary import rotate
 
 
@@ -106,17 +107,18 @@ def _(
         qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
     qkv = tap.pass_on("qkv", qkv)
     edited = kept = None
+    split = partial(fenced, backend, lambda rows: _split_qkv(p, rows, config), qkv)
     if tap.edits_any("q", "k", "v"):
-        q, k, v = _split_qkv(p, qkv, config)
+        q, k, v = split()
         edited = tap.pass_on("q", rotate(q, cos, sin)), tap.pass_on("k", rotate(k, cos, sin)), tap.pass_on("v", v)
     else:
-        tap("q", lambda: rotate(_split_qkv(p, qkv, config)[0], cos, sin))
-        tap("k", lambda: rotate(_split_qkv(p, qkv, config)[1], cos, sin))
-        tap("v", lambda: _split_qkv(p, qkv, config)[2])
+        tap("q", lambda: rotate(split()[0], cos, sin))
+        tap("k", lambda: rotate(split()[1], cos, sin))
+        tap("v", lambda: split()[2])
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     if pages is None:
         assert isinstance(batch, Packed), "without a cache, the batch is Packed"
-        q, k, v = _split_qkv(p, qkv, config) if edited is None else edited
+        q, k, v = split() if edited is None else edited
         if edited is None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         tap("weights", lambda: packed_weights(q, k, batch.segments, scale=options["scale"], window=window))
@@ -130,7 +132,7 @@ def _(
         elif p.q_norm is None:
             q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
         else:
-            q, k, v = _split_qkv(p, qkv, config)
+            q, k, v = split()
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         tap("weights", lambda: paged_weights(q, pages, batch, scale=options["scale"], window=window))
         out = paged_attention(q, pages, inputs, **options)

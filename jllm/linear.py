@@ -30,6 +30,7 @@ from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.one_order import fenced
 from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.quantized_weights import QuantizedWeight, decode, take_rows
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
@@ -62,7 +63,7 @@ def linear(
     if axis is not None:
         rows = axis.name if backend == DETERMINISTIC else None
         if isinstance(w, QuantizedWeight) and w.columns is not None:
-            x, w = _in_order(x, w, axis, rows)
+            x, w = _in_order(x, w, axis, rows, backend)
         part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, rows=rows)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
@@ -76,11 +77,11 @@ def embed(
     if axis is not None:
         own = tokens - jax.lax.axis_index(axis.name) * w.shape[0]
         here = (own >= 0) & (own < w.shape[0])
-        rows = embed(w, own, dtype)
+        rows = embed(w, own, dtype, backend=backend)
         rows = jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype))
         return all_reduce(rows, axis, backend=where_faster(backend))
     if isinstance(w, QuantizedWeight):
-        return take_rows(w, tokens, dtype)
+        return fenced(backend, lambda tokens: take_rows(w, tokens, dtype), tokens)
     return jnp.take(w, tokens, axis=0, mode="clip")
 
 
@@ -131,10 +132,10 @@ def multiply(
                 added["residual"] = added["residual"].reshape(-1, w.shape[0])
             y = of_plain_rows(flat, w.values, w.scales, **added, out_dtype=out_dtype, backend=backend)
             return y.reshape(*x.shape[:-1], w.shape[0])
-        codes = row_codes(x, w.format, w.input_scale, rows)
+        codes = fenced(backend, lambda x: row_codes(x, w.format, w.input_scale, rows), x)
         return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
-        x = input_blocks(x, w.format, w.input_scale, rows, parts)
+        x = fenced(backend, lambda x: input_blocks(x, w.format, w.input_scale, rows, parts), x)
         w = replace(w, format=replace(w.format, rotated=False))  # as x is now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
@@ -187,13 +188,15 @@ def straight_through(
     return y.astype(x.dtype if out_dtype is None else out_dtype)
 
 
-def _in_order(x: Rows, w: QuantizedWeight, axis: MeshAxis, rows: str | None) -> tuple[jax.Array, QuantizedWeight]:
+def _in_order(
+    x: Rows, w: QuantizedWeight, axis: MeshAxis, rows: str | None, backend: str | None
+) -> tuple[jax.Array, QuantizedWeight]:
     """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
     of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats are
     of inputs as they come, and rounded before; rows as rounded_inputs has it."""
     assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
     assert w.columns is not None
-    x = rounded_inputs(x, w.format, w.input_scale, rows=rows)
+    x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, rows=rows), x)
     every = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
     return jnp.take(every, w.columns, axis=-1), replace(w, columns=None, format=replace(w.format, activations=None))
 

@@ -29,6 +29,7 @@ from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.one_order import fenced
 
 Taps = dict[str, jax.Array]  # by names of jllm.taps
 
@@ -109,7 +110,7 @@ def run_layers(
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     found: Taps = {}
-    cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
+    cos, sin = fenced(backend, lambda at: angles(config, at, compute_dtype(x.dtype)), batch.positions)
     rows = (batch, cos, sin, None if cache is None else cache[0], x.dtype)
     options: dict[str, Any] = {"config": config, "backend": backend}
     windows = dict.fromkeys(config.windows or (None,))

@@ -19,6 +19,7 @@ from jllm.params import Params
 from jllm.rows import Rows, lay_out
 from jllm.sampling import TokenCounts, count_tokens, token_logprobs, token_ranks
 from jllm.state import SPREAD, Guidance, Slots, State, Variant
+from pallas_kernels.one_order import fenced
 
 PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
 
@@ -180,7 +181,8 @@ def _score_prompt(
         own = None if edits is None else replace(edits, rows=replace(x[2], user=edits.rows.user))
         logits = head(params, config, x[0], backend=backend, edits=own)
         best = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        return token_logprobs(logits, x[1]), token_ranks(logits, x[1]), best, token_logprobs(logits, best)
+        logprobs, of_best = (fenced(backend, token_logprobs, logits, tokens) for tokens in (x[1], best))
+        return logprobs, token_ranks(logits, x[1]), best, of_best
 
     rows = None if edits is None else jax.tree.map(blocks, replace(edits.rows, user=None))
     found = jax.lax.map(one, (blocks(hidden), blocks(jnp.maximum(targets, 0)), rows))

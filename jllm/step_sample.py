@@ -20,6 +20,7 @@ from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Outputs, Slots, State, 
 from jllm.step_forward import Logits
 from pallas_kernels.backends import or_xla
 from pallas_kernels.move_tokens import move_tokens
+from pallas_kernels.one_order import fenced
 
 Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
 
@@ -58,7 +59,8 @@ def sample(
         given = hooks.process(raw, logits.hook_rows, drafts=rows.tree.size > 1)
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
-        given = penalize(given, each.penalties, rows.spread(rows.of_slots(counts)), rows.drafts_before())
+        of_rows = each.penalties, rows.spread(rows.of_slots(counts)), rows.drafts_before()
+        given = fenced(backend, penalize, given, *of_rows)
     possible = None
     if variant.guided:
         assert state.guidance is not None
@@ -77,7 +79,7 @@ def sample(
         counts = count_tokens(counts, slot.reshape(-1), drawn.reshape(-1), valid.reshape(-1))
     outputs = Outputs(
         tokens=rows.flat(jnp.where(valid, jnp.where(sound, drawn, NOT_FINITE), -1)),
-        **_logprobs(rows, raw, tokens, nodes, variant),
+        **_logprobs(rows, raw, tokens, nodes, variant, backend),
         prompt_logprobs=logits.prompt_logprobs,
         prompt_ranks=logits.prompt_ranks,
         prompt_best=logits.prompt_best,
@@ -119,11 +121,13 @@ def _end(
     return total, done
 
 
-def _logprobs(rows: Rows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant) -> dict[str, Any]:
+def _logprobs(
+    rows: Rows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant, backend: str | None
+) -> dict[str, Any]:
     if not variant.logprobs:
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
-    ids, values = top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1]))
-    found = {"logprobs": token_logprobs(raw, tokens), "top_ids": ids, "top_logprobs": values}
+    ids, values = fenced(backend, lambda raw: top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1])), raw)
+    found = {"logprobs": fenced(backend, token_logprobs, raw, tokens), "top_ids": ids, "top_logprobs": values}
     return {name: rows.flat(rows.by_sequence(value, nodes)) for name, value in found.items()}
 
 

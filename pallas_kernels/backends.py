@@ -13,7 +13,8 @@ that registry. The `backend` of an operation is one of
 - "training": as XLA, whose gradients JAX knows, but for attention in 16 bits, which cuDNN takes on a GPU;
 - None: the kind of the device that computes;
 - "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
-  choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py).
+  choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py). An entry may
+  stand for xla alone, where the kernels have one order themselves.
 
 A model hands its `backend` to each of its operations. A Hopper GPU is meant to use XLA's own products of 16 bits for
 many rows, and mosaic has no kernel for those: so for operations whose operands all have 16 bits (the plain product,
@@ -61,6 +62,7 @@ class Backend:
     check_unasked: Callable[..., None] | None = None  # that, and what it should not run unless named; None: the same
     plan: Callable[..., Any] | None = None  # what all layers of a step share
     unasked_on: tuple[str, ...] = tuple(DEVICES)  # kinds of devices on which it runs without being named
+    for_xla: bool = False  # of the entry DETERMINISTIC: it runs where None stands for xla, and no check is its own
 
     def supports(self, *args: Any, unasked: bool = False) -> str | None:
         """The reason why the backend does not run these arguments; None if it does."""
@@ -79,8 +81,10 @@ def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Bac
     known = (*OF_MODELS, *DEVICES, *(each for each in backends if each not in OF_MODELS))
     if name is not None and name not in known:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(known)}")
-    if name == DETERMINISTIC and DETERMINISTIC not in backends:
-        name = None
+    one_order = backends.get(DETERMINISTIC) if name == DETERMINISTIC else None
+    if name == DETERMINISTIC and (one_order is None or one_order.for_xla):
+        chosen = choose(backends, None, *args)
+        return one_order if one_order is not None and chosen is backends["xla"] else chosen
     if name == DETERMINISTIC:
         if (reason := backends[name].supports(*args)) is not None:
             raise NotImplementedError(reason)

@@ -133,3 +133,16 @@ def gather(pages: Pages, page: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     scales = None if pages.scales is None else load(pages.scales)
     return decode(load(pages.values), scales, pages.format, dtype)
+
+
+def gather_tokens(pages: Pages, table: jax.Array, index: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The tokens at cache indices i32[W, t] of sequences with page tables i32[W, M], decoded: [W, K, t, D] of `dtype`.
+    Indices past a table are any token's."""
+    num_pages, num_heads, page_size, _ = pages.values.shape
+    heads = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
+    page = jnp.take_along_axis(table, index // page_size, axis=1, mode="clip")
+    at = page[:, None, :], heads, (index % page_size)[:, None, :]
+    scales = None
+    if pages.scales is not None:
+        scales = pages.scales.reshape(num_pages, num_heads, page_size, -1).at[at].get(mode="clip")
+    return decode(pages.values.at[at].get(mode="clip"), scales, pages.format, dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_formats import Kivi, KVFormat, encode
 from pallas_kernels.kv_pages import KVPages, Pages, RowMap, Tail, store, write
+from pallas_kernels.one_order import Run, plainly
 
 
 def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:
@@ -26,10 +27,12 @@ def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt
     return Tail(ring(), ring())
 
 
-def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array) -> KVPages:
+def update(
+    pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array, apart: Run = plainly
+) -> KVPages:
     """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]):
-    groups that they complete are stored there, and the rows are beside the tail. ValueError without a tail and the
-    map of the step's rows."""
+    groups that they complete are stored there, and the rows are beside the tail. `apart` runs what is each group's own.
+    ValueError without a tail and the map of the step's rows."""
     fmt, tail = pages.k.format, pages.tail
     if tail is None or tail.row_map is None:
         raise ValueError(f"K stored as {fmt.name} needs a tail for the newest tokens, and a map of the step's rows")
@@ -48,7 +51,7 @@ def update(pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: 
     at = (offset.at[last].get(mode="clip")[:, None] - (group - 1) + token).reshape(-1)
 
     def put(part: Pages, x: jax.Array) -> Pages:  # x [n, K, g, D]
-        values, scales = encode(x, part.format)
+        values, scales = apart(lambda x: encode(x, part.format), x)
         return store(part, _flat(values), None if scales is None else _flat(scales), to, at)
 
     whole_k, whole_v = newest(tail, last, index)

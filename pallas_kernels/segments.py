@@ -31,6 +31,13 @@ def depths(ancestors: jax.Array) -> jax.Array:
     return jnp.maximum(bits, 1) - 1
 
 
+def related(ancestors: jax.Array) -> jax.Array:
+    """Which rows each row is or comes after: u32[R, Q, words] -> bool[R, Q, Q]."""
+    bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
+    bits = ((ancestors[..., None] >> bit) & jnp.uint32(1)).reshape(*ancestors.shape[:2], -1)
+    return bits[:, :, : ancestors.shape[1]] == 1
+
+
 def within(ancestors: jax.Array, window: int) -> jax.Array:
     """The masks u32[R, Q, words] without the ancestors whose positions a window of `window` of them does not hold."""
     R, Q, words = ancestors.shape

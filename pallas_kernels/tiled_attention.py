@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hadamard import turn
-from pallas_kernels.kv_pages import KVPages, gather
+from pallas_kernels.kv_pages import KVPages, gather, gather_tokens
 from pallas_kernels.kv_tail import is_new, newest
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.segments import WORD
@@ -32,6 +32,13 @@ class Trees(NamedTuple):
     depth: jax.Array  # i32[W, Q], position of row j: start + depth
 
 
+class Moved(NamedTuple):
+    """Where keys of each tile's sequence lie that are not in the order of their positions."""
+
+    start: jax.Array  # i32[W], the first one's position
+    nodes: jax.Array  # i32[W, n], the key at position start + d has cache index start + nodes[d]
+
+
 def attend(
     q: jax.Array,
     pages: KVPages,
@@ -41,13 +48,15 @@ def attend(
     window: int | None,
     trees: Trees | None = None,
     own_row: jax.Array | None = None,
+    moved: Moved | None = None,
 ) -> jax.Array:
     """Attention of W tiles of Q query rows: q [W, Q, H, D] -> [W, Q, H, D].
 
     tables i32[W, M] is the page table of each tile's sequence, positions i32[W, Q] each row's own position in it, -1
     for an unused row, which comes out zero. A row sees the keys up to its own position; with trees, those before
     `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile. Pages with a
-    tail need own_row i32[W], a row of the step that is of each tile's sequence.
+    tail need own_row i32[W], a row of the step that is of each tile's sequence. With `moved` keys are read from
+    elsewhere, one by one, of pages without a tail.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.k.values.shape[1:3]
@@ -81,7 +90,11 @@ def attend(
             mask = (key <= positions[:, :, None]) & (key >= first[:, :, None])  # [W, Q, t]
         else:
             mask = _visible(key, trees, first) & used[:, :, None]
-        k, v = (gather(part.as_stored, page, compute) for part in (pages.k, pages.v))  # [W, K, t, D]
+        if moved is None:
+            k, v = (gather(part.as_stored, page, compute) for part in (pages.k, pages.v))  # [W, K, t, D]
+        else:
+            index = _index(jnp.broadcast_to(key[0], (num_tiles, KV_BLOCK)), moved)
+            k, v = (gather_tokens(part.as_stored, tables, index, compute) for part in (pages.k, pages.v))
         new = None
         if pages.tail is not None:
             assert own_row is not None
@@ -112,6 +125,13 @@ def attend(
     if pages.v.format.hadamard:
         out = turn(out)
     return out.transpose(0, 2, 1, 3, 4).reshape(num_tiles, rows, num_heads, head_dim)
+
+
+def _index(position: jax.Array, moved: Moved) -> jax.Array:
+    """The cache indices of keys at positions i32[W, t]."""
+    start = moved.start[:, None]
+    depth = jnp.clip(position - start, 0, moved.nodes.shape[1] - 1)
+    return jnp.where(position < start, position, start + jnp.take_along_axis(moved.nodes, depth, axis=1))
 
 
 def _visible(key: jax.Array, trees: Trees, first: jax.Array) -> jax.Array:

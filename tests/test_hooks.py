@@ -10,13 +10,15 @@ from jax.tree_util import Partial
 
 import jllm
 from jllm.analysis.activations import tap
-from jllm.batch import Packed
+from jllm.batch import Packed, PromptChunk, ragged_batch
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Hooks
+from jllm.merge_step import step
 from jllm.model import packed_logits
 from jllm.speculative.ngram import NGram
+from jllm.state import NOT_FINITE, init_state
 from jllm.taps import LAYER, TOP
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.tiny import greedy, one_size, serve, tiny_model
@@ -110,6 +112,24 @@ def test_user_state_makes_a_repetition_penalty(model, company):
     hooks = Hooks(logits_processor=penalize_seen, observe=seen_before, user=np.zeros(V, bool))
     for completion, want in zip(play(model, jobs, COMPANY[company] | {"hooks": hooks}), wants, strict=True):
         assert_same(completion, want, False)
+
+
+def test_tokens_of_logits_that_are_not_finite_are_not_observed(model):
+    """They are none: the sequence ends with an error."""
+
+    def counted(user, slot, index, token):
+        return user.at[slot, token].add(1, mode="drop")
+
+    def spoilt(logits, rows):
+        return jnp.where((rows.slot == 1)[:, None], jnp.nan, logits)
+
+    hooks = Hooks(edit={"logits": spoilt}, observe=counted, user=np.zeros(model.config.vocab_size, np.int32))
+    state = init_state(model.config, slots=2, num_pages=4, page_size=8, dtype="float64")
+    state = replace(state, user=hooks.start(2))
+    chunks = [PromptChunk(slot, [5, 6, 7], pages=[slot], sampling={"max_length": 9}) for slot in range(2)]
+    state, outputs = step(model.params, state, ragged_batch(chunks), hooks=hooks, config=model.config)
+    assert outputs.tokens[1] == NOT_FINITE != outputs.tokens[0]
+    assert state.user.sum(axis=1).tolist() == [4, 3]
 
 
 def forked(model, params: SamplingParams, **options) -> list[tuple[int, ...]]:

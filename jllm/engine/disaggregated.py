@@ -65,7 +65,6 @@ class Disaggregated(Replicas):
             return DecodeEngine(here, **{**given, "buckets": given.get("buckets") or joining_buckets(slots, tokens)})
 
         super().__init__(model, chosen, make=make, **options)
-        self._shares_files = False  # the two have other steps
         self._link()
 
     @classmethod

@@ -45,8 +45,9 @@ UNKEPT = (  # what serializing raises: among others for programs that call back 
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs of one module's function under `folder`, for one device, or for all of a mesh together. Files
-    are pickles: whoever can write to the folder can run code here, as with JAX's own cache."""
+    """Compiled programs of one module's function under `folder`, for one device, or for all of a mesh together. JAX
+    loads a program on the devices alone that it was compiled for: replicas have files of their own. Files are pickles:
+    whoever can write to the folder can run code here, as with JAX's own cache."""
 
     folder: Path
     devices: tuple[jax.Device, ...]  # in a mesh's order
@@ -70,7 +71,8 @@ class Executables:
         try:
             check_unedited(self.sources.values())
             of_arguments = arguments_content(arguments, self.devices, self.sources)
-            key = repr((self.basis, settings(), of_arguments, content(static, self.sources)))
+            places = [device.id for device in self.devices]
+            key = repr((self.basis, places, settings(), of_arguments, content(static, self.sources)))
         except NoKey as why:
             warnings.warn(f"a compiled step is not kept in {self.folder}: {why}", stacklevel=2)
             return None

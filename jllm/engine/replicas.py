@@ -57,8 +57,7 @@ class Replicas:
         placements = find_placements(devices, model.config)
         if options.get("trace") is not None:
             raise ConfigError("a trace is of one engine: leave it out with replicas")
-        shares_files = options.get("executables") is not None and model.config.mesh is None  # a mesh has its own
-        self._begin_empty(model.tokenizer is not None, shares_files)
+        self._begin_empty(model.tokenizer is not None)
         try:
             given = with_drafter(options, model)
             for where in placements:
@@ -67,7 +66,7 @@ class Replicas:
             self.close()
             raise
 
-    def _begin_empty(self, has_text: bool, shares_files: bool = False) -> None:
+    def _begin_empty(self, has_text: bool) -> None:
         """Without an engine."""
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -76,7 +75,7 @@ class Replicas:
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
         self._all: list[Replica] = []
-        self._shares_files, self._has_text = shares_files, has_text
+        self._has_text = has_text
 
     @property
     def has_work(self) -> bool:
@@ -108,15 +107,14 @@ class Replicas:
         return self._last
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
-        """As Engine.compile_ahead, on all devices at once. With files of compiled steps the first makes them."""
+        """As Engine.compile_ahead, on all devices at once."""
         samplings, alive = list(samplings), self._alive()
 
         def compile_one(replica: Replica) -> int:
             return replica.engine.compile_ahead(samplings, wait=wait)
 
-        found = [compile_one(alive.pop(0))] if self._shares_files else []
-        with ThreadPoolExecutor(max(1, len(alive))) as threads:
-            return max([*found, *threads.map(compile_one, alive)])
+        with ThreadPoolExecutor(len(alive)) as threads:
+            return max(threads.map(compile_one, alive))
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
         """The prompt's token ids, if submit would take it; else the error that submit would raise. It has to fit the

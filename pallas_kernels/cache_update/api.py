@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.cache_update import xla
 from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.one_order import in_tiles
 
 
 def cache_update(
@@ -119,18 +120,23 @@ def _in_place(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num
     return run(qkv, qkv, qkv, *args, first=first, num_heads=num_heads)
 
 
-def _xla_fused(qkv: jax.Array, num_heads: int, *args) -> tuple[jax.Array, KVPages]:
+def _split(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num_heads: int, *args):
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
-    return xla.cache_update(*jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1), *args)
+    return run(*jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1), *args)
+
+
+_one_order = partial(xla.cache_update, apart=in_tiles)
 
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.cache_update),
+    DETERMINISTIC: Backend(_one_order, for_xla=True),
 }
 FUSED = {
     "mosaic": Backend(partial(_in_place, _mosaic), check_supported),
     "triton": Backend(partial(_in_place, _triton), check_triton),
-    "xla": Backend(_xla_fused),
+    "xla": Backend(partial(_split, xla.cache_update)),
+    DETERMINISTIC: Backend(partial(_split, _one_order), for_xla=True),
 }

@@ -1,15 +1,19 @@
 """cache_update in plain jnp: one scatter a pool, in place where the caller donates the pages."""
 
+from functools import partial
+from typing import Any
+
 import jax
 
 from pallas_kernels import kv_tail
-from pallas_kernels.kv_formats import Kivi
-from pallas_kernels.kv_pages import KVPages, write
+from pallas_kernels.kv_formats import Kivi, encode
+from pallas_kernels.kv_pages import KVPages, store
 from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.one_order import Run, plainly
 from pallas_kernels.rotary import rotate
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="apart")
 def cache_update(
     q: jax.Array,
     k: jax.Array,
@@ -19,10 +23,21 @@ def cache_update(
     pages: KVPages,
     page: jax.Array,
     offset: jax.Array,
+    apart: Run = plainly,
 ) -> tuple[jax.Array, KVPages]:
-    """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py."""
+    """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py. `apart` runs
+    what is each row's own."""
     compute = compute_dtype(k.dtype)
-    k = rotate(k, cos, sin, compute)
+
+    def turned(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rotate(q, cos, sin), rotate(k, cos, sin, compute)
+
+    def encoded(q: jax.Array, k: jax.Array, v: jax.Array, *angles: jax.Array) -> Any:
+        q, k = turned(q, k, *angles)
+        return q, encode(k, pages.k.format), encode(v, pages.v.format)
+
     if isinstance(pages.k.format, Kivi):
-        return rotate(q, cos, sin), kv_tail.update(pages, k, v, page, offset)
-    return rotate(q, cos, sin), KVPages(write(pages.k, k, page, offset), write(pages.v, v, page, offset))
+        q, k = apart(turned, q, k, cos, sin)
+        return q, kv_tail.update(pages, k, v, page, offset, apart)
+    q, of_k, of_v = apart(encoded, q, k, v, cos, sin)
+    return q, KVPages(store(pages.k, *of_k, page, offset), store(pages.v, *of_v, page, offset))

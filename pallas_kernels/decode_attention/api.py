@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import Backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -137,6 +137,10 @@ def _xla(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax
     return _of_own_rows(xla.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
+def _one_order(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
+    return _of_own_rows(xla.in_one_order, q, pages, page_table, lengths, scale, window, segments, rows)
+
+
 def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows) -> jax.Array:
     """With zeros for the others."""
     own = lengths.shape[0] * rows
@@ -148,4 +152,5 @@ BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, plan=_mosaic_plan),
     "triton": Backend(_triton, check_triton),
     "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
+    DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

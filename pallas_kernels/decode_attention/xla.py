@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import Segments, depths
-from pallas_kernels.tiled_attention import Trees, attend
+from pallas_kernels.one_order import in_tiles
+from pallas_kernels.segments import Segments, depths, related
+from pallas_kernels.tiled_attention import Moved, Trees, attend
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))
@@ -39,3 +40,37 @@ def decode_attention(
     positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1)
     out = attend(tiles, pages, page_table, positions, scale, window, trees, own_row)
     return out.reshape(q.shape).astype(q.dtype)
+
+
+@partial(jax.jit, static_argnames=("scale", "window"))
+def in_one_order(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    scale: float,
+    window: int | None,
+    segments: Segments | None = None,
+) -> jax.Array:
+    """The same, each row of a segment by itself: its bits are those of plain decoding. In a tree a row reads its
+    ancestors' keys in the order of their positions, as those of a chain lie."""
+    if q.shape[0] == 0:
+        return q
+    R = lengths.shape[0]
+    Q = q.shape[0] // R
+    if segments is None:
+        segments = Segments(jnp.where(lengths > 0, Q, 0))
+    row, start = jnp.arange(Q, dtype=jnp.int32)[None, :], lengths - segments.rows
+    depth, moved = row, None
+    if segments.ancestors is not None:
+        depth = depths(segments.ancestors)
+        on_path = related(segments.ancestors)[:, :, None, :] & (depth[:, None, None, :] == row[:, None, :, None])
+        nodes = jnp.sum(jnp.where(on_path, row[:, None, None, :], 0), axis=3, dtype=jnp.int32)  # [R, Q, depth]
+        moved = Moved(jnp.repeat(start, Q), nodes.reshape(R * Q, Q))
+    positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1).reshape(-1, 1)
+
+    def tile(q: jax.Array, table: jax.Array, position: jax.Array, own: jax.Array, moved: Moved | None) -> jax.Array:
+        return attend(q[:, None], pages, table, position, scale, window, moved=moved, own_row=own)[:, 0].astype(q.dtype)
+
+    own_row = Q * (jnp.arange(R * Q, dtype=jnp.int32) // Q)
+    return in_tiles(tile, q, jnp.repeat(page_table, Q, axis=0), positions, own_row, moved)

@@ -4,7 +4,7 @@ from typing import overload
 
 import jax
 
-from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported, check_triton
@@ -79,8 +79,6 @@ def _one_order(
     x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None, kind: str | None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
     """XLA on a CPU sums few rows in another order than many."""
-    if on_hopper() and BACKENDS["mosaic"].supports(str(x.dtype), *x.shape) is None:
-        return _mosaic(x, weight, eps=eps, residual=residual, kind=kind)
     return in_tiles(lambda x, r: xla.norm_quant(x, weight, eps=eps, residual=r, kind=kind), x, residual)
 
 
@@ -88,7 +86,7 @@ BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.norm_quant),
-    DETERMINISTIC: Backend(_one_order),
+    DETERMINISTIC: Backend(_one_order, for_xla=True),
 }
 # Triton has no kernel for rows that are quantized as they are: what XLA makes of it is one pass, too.
 WITHOUT_NORM = {name: each for name, each in BACKENDS.items() if name != "triton"}

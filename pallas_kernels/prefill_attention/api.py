@@ -1,8 +1,10 @@
 """prefill_attention: ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
 
+from functools import partial
+
 import jax
 
-from pallas_kernels.backends import Backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -13,6 +15,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.one_order import in_tiles
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.prefill_attention.config import check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
@@ -106,8 +109,11 @@ def _triton_plan(*args, **options) -> Work:
     return triton.plan(*args, **options)
 
 
-def _xla(*args) -> jax.Array:
-    return _placed(lambda *rest: xla.prefill_attention(*rest[:-1]), *args)
+def _xla(*args, **options) -> jax.Array:
+    return _placed(lambda *rest: xla.prefill_attention(*rest[:-1], **options), *args)
+
+
+_one_order = partial(_xla, tile=xla.MAX_TILE, apart=partial(in_tiles, size=1))  # each tile is a program of one shape
 
 
 def _placed(attend, q, *args) -> jax.Array:
@@ -122,4 +128,5 @@ BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported, plan=make_work),
     "triton": Backend(_triton, check_triton, plan=_triton_plan),
     "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
+    DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.one_order import Run, plainly
 from pallas_kernels.tiled_attention import attend
 
 MAX_TILE = 32  # query rows
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))
+@partial(jax.jit, static_argnames=("scale", "window", "tile", "apart"))
 def prefill_attention(
     q: jax.Array,
     pages: KVPages,
@@ -20,13 +21,16 @@ def prefill_attention(
     kv_lens: jax.Array,
     scale: float,
     window: int | None,
+    tile: int | None = None,
+    apart: Run = plainly,
 ) -> jax.Array:
-    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py."""
+    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py. `tile`: rows of
+    a tile, by default no more than there are; `apart` runs what is each tile's own."""
     num_rows, num_heads, head_dim = q.shape
     num_chunks = page_table.shape[0]
     if num_rows == 0 or num_chunks == 0:
         return jnp.zeros_like(q)
-    tile = min(MAX_TILE, num_rows)
+    tile = min(MAX_TILE, num_rows) if tile is None else tile
     num_tiles = -(-num_rows // tile) + num_chunks
 
     # Tile w is the i-th of chunk b; tile_ends[b] counts the tiles of chunks 0..b.
@@ -47,7 +51,11 @@ def prefill_attention(
     positions = jnp.where(used, rows - end[chunk][:, None] + kv_lens[chunk][:, None], -1)
     first = 0 if pages.tail is None or pages.tail.rows is None else pages.tail.rows[0].shape[0] - num_rows
     own = first + rows[:, 0]  # among all rows of the step, of which the chunks' are the last
-    out = attend(q.at[rows].get(mode="clip"), pages, page_table[chunk], positions, scale, window, own_row=own)
+
+    def attention(q: jax.Array, table: jax.Array, positions: jax.Array, own: jax.Array) -> jax.Array:
+        return attend(q, pages, table, positions, scale, window, own_row=own)
+
+    out = apart(attention, q.at[rows].get(mode="clip"), page_table[chunk], positions, own)
 
     row = jnp.arange(num_rows, dtype=jnp.int32)
     chunk = owner(end, row)

@@ -1,10 +1,13 @@
 """sample: one token a row of logits by temperature, top-k, top-p and min-p, with Gumbel noise by keys a row."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats, check_int32
+from pallas_kernels.one_order import in_tiles
 from pallas_kernels.sample import xla
 from pallas_kernels.sample.config import check_supported, check_triton
 from pallas_kernels.sample.noise import KEYS
@@ -67,4 +70,5 @@ BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.sample),
+    DETERMINISTIC: Backend(partial(in_tiles, xla.sample), for_xla=True),
 }

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import Backend, choose, where_faster
 from pallas_kernels.checks import bind_shapes
 from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.one_order import fenced
 from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
 from pallas_kernels.scaled_matmul.config import FEW_ROWS, check_group, check_supported, gated_config
 from pallas_kernels.silu_mul_quant import silu_mul_quant
@@ -73,7 +74,8 @@ def _operations(
 ) -> QuantizedRows:
     """One after the other; `of_silu` is the backend of SiLU."""
     y = int8_matmul(rows.values, w, rows.scales, w_scale.astype(rows.scales.dtype), out_dtype=dtype, backend=backend)
-    return quantize_rows(silu_mul_quant(y, backend=of_silu), "int8", group=group)
+    rows = silu_mul_quant(y, backend=of_silu)
+    return fenced(backend, lambda x: quantize_rows(x, "int8", group=group), rows)
 
 
 BACKENDS = {

@@ -4,8 +4,9 @@ from typing import overload
 
 import jax
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
+from pallas_kernels.one_order import fenced
 from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import check_faster, check_supported, check_triton
@@ -49,8 +50,13 @@ def _triton(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRow
     return triton.silu_mul_quant(gate_up, kind=kind)
 
 
+def _one_order(gate_up: jax.Array, *, kind: str | None) -> jax.Array | QuantizedRows:
+    return fenced(DETERMINISTIC, lambda rows: xla.silu_mul_quant(rows, kind=kind), gate_up)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, lambda _, *sizes: check_supported(*sizes), check_faster),
     "triton": Backend(_triton, check_triton, unasked_on=("ampere",)),
     "xla": Backend(xla.silu_mul_quant),
+    DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

@@ -11,7 +11,7 @@ from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper, w
 from pallas_kernels.checks import check_floats, check_listed, check_norm, check_out_dtype, check_weight
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.one_order import check_device, in_tiles
+from pallas_kernels.one_order import check_device, fenced, in_tiles
 from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded, rotate_groups
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.weight_formats import WeightFormat
@@ -72,7 +72,8 @@ def weight_only_matmul(
         rows = norm_quant(rows, norm, eps=eps, backend=backend)[0]
     if w.columns is not None:
         rows = jnp.take(rows, w.columns, axis=1)
-    rows = rotate_groups(rows, w.format)
+    if w.format.rotated:
+        rows = fenced(backend, lambda x: rotate_groups(x, w.format), rows)
     if stored != K:
         rows = jnp.pad(rows, ((0, 0), (0, stored - K)))
     residual = None if residual is None else residual.reshape(m, N)

@@ -44,10 +44,11 @@ def test_a_temperature_without_end_draws_evenly_and_the_most_likely_token_is_kep
 
 def test_the_definition_on_a_row_by_hand():
     """What is kept, and of that the largest logit plus noise."""
-    rows = [1.0] * 5, [0, 3, 0, 3, 0], [1, 1, 0.6, 0.6, 1], [0, 0, 0, 0, 0.6]
+    rows = [1.0] * 5, [0, 3, 0, 3, 0], [1, 1, 0.75, 0.75, 1], [0, 0, 0, 0, 0.6]
     columns = [jnp.asarray(x, jnp.int32 if i == 1 else jnp.float32) for i, x in enumerate(rows)]
     logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]] * 5))
-    kept = ([0, 1, 2, 3], [1, 2, 3], [1, 3], [1, 3], [1, 3])  # 4/9 + 3/9 reach 0.6 as 0.4 + 0.3 do
+    # 4/9 + 3/9, of what top-k left, reach 0.75, and 0.4 + 0.3 do not.
+    kept = ([0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 3], [1, 3])
     seen: list[set[int]] = [set() for _ in kept]
     for seed in range(40):
         keys = jnp.asarray([[seed, 1, 2, 0]] * 5, jnp.uint32)

@@ -16,6 +16,7 @@ import pytest
 
 from jllm.batch import Bucket
 from jllm.cli.main import main
+from jllm.engine import executables
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
@@ -508,13 +509,11 @@ def test_a_request_has_to_fit_the_engine_with_the_fewest_pages(model):
     engine.close()
 
 
-@pytest.mark.parametrize("files", [False, True])
-def test_what_cannot_be_compiled_on_one_device_is_an_error(model, files):
+def test_what_cannot_be_compiled_on_one_device_is_an_error(model):
     def fail(samplings, *, wait):
         raise RuntimeError("no program for this device")
 
     engine = Replicas(model, 3, **SIZES)
-    engine._shares_files = files
     for replica in engine._all:
         replica.engine.compile_ahead = lambda samplings, *, wait: 1
     assert engine.compile_ahead() == 1
@@ -522,6 +521,21 @@ def test_what_cannot_be_compiled_on_one_device_is_an_error(model, files):
     with pytest.raises(RuntimeError, match="no program for this device"):
         engine.compile_ahead()
     engine.close()
+
+
+def test_each_device_keeps_and_finds_programs_of_its_own(model, tmp_path):
+    """A warning would be an error here: JAX loads a program on the device that it was compiled for, and no other."""
+    first, other = jax.devices()[:2], jax.devices()[1:3]
+    for devices, loaded, files in ((first, 0, 2), (first, 2, 2), (other, 1, 3)):
+        executables._read.cache_clear()  # as in another process
+        engine = Replicas(model, devices, **SIZES, executables=tmp_path)
+        with warnings.catch_warnings(action="error"):
+            engine.compile_ahead()
+            for _ in range(4):
+                engine.submit(*JOBS[0])
+            assert len(finish(engine)) == 4
+        assert (engine.metrics()["compile_loaded"], len(list(tmp_path.iterdir()))) == (loaded, files)
+        engine.close()
 
 
 def test_what_is_left_at_a_close_has_its_end(model):

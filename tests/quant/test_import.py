@@ -81,6 +81,14 @@ CASES = {
     "packed-4-actorder-true": (
         saying(partial(packed, bits=4, strategy="group", group=32, actorder="group"), actorder=True), "w4a16-g32", 0
     ),
+    "packed-4-actorder-dynamic": (  # another word for "group"
+        saying(partial(packed, bits=4, strategy="group", group=32, actorder="group"), actorder="dynamic"),
+        "w4a16-g32",
+        0,
+    ),
+    "packed-4-actorder-static": (  # another word for "weight": groups are in order
+        saying(partial(packed, bits=4, strategy="group", group=32), actorder="static"), "w4a16-g32", 0
+    ),
     "packed-4-float32": (partial(packed, bits=4, strategy="group", group=32, dtype=np.float32), "w4a16-g32", HALF),
     "packed-8-channel": (partial(packed, bits=8), "w8a16", 0),
     "nf4": (nf4, None, HALF),
@@ -240,5 +248,6 @@ FIXED = (
 )  # fmt: skip
 STATIC = {"qkv": 5, "o": 6, "gate_up": 5, "down": 4}
 REORDERED = (
-    "gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "packed-4-actorder-true", "int8-actorder"
+    "gptq-desc_act", "gptq-desc_act-asymmetric", "packed-4-actorder", "packed-4-actorder-true", "int8-actorder",
+    "packed-4-actorder-dynamic",
 )  # fmt: skip

@@ -197,13 +197,14 @@ def test_tied_head_stays_the_embedding(tmp_path):
 
 
 def test_rules_of_gptqmodel_and_lists_of_modules(tmp_path):
-    """Negative rules and modules_in_block_to_quantize leave modules in 16 bits, positive ones change fields."""
+    """Negative rules and modules_in_block_to_quantize leave modules in 16 bits, positive ones change fields. Of rules
+    that match a module the first one holds."""
 
     def layout(weights):
         down = "model.layers.0.mlp.down_proj"
         written = gptq({m: w for m, w in weights.items() if not m.endswith("o_proj")})
         written.tensors |= gptq({down: weights[down]}, bits=8, group=96).tensors
-        written.config["dynamic"] = {r"-:.*\.o_proj": {}, r".*\.down_proj": {"bits": 8, "group_size": 96}}
+        written.config["dynamic"] = {r"-:.*\.o_proj": {}, r".*\.down_proj": {"bits": 8, "group_size": 96}, "+:.*": {}}
         return written
 
     layouts.write(tmp_path / "rules", layouts.small_model(), layout)

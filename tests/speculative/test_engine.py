@@ -1,6 +1,10 @@
 """Drafters in an engine: their K and V go wherever the target's go, and metrics tell what became of their drafts."""
 
+from dataclasses import dataclass, fields, replace
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jllm.batch import Bucket
@@ -10,6 +14,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
+from jllm.model import head
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
@@ -17,6 +22,7 @@ from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
+from tests.speculative.scripted import Scripted, scripted
 from tests.speculative.test_oracle import BUSHY, POOL, TIGHT, some_jobs
 from tests.tiny import CONFIG, tiny_model
 
@@ -60,6 +66,39 @@ def test_same_tokens_with_every_drafter(model64, name):
         options = TIGHT | {"speculate": drafter, "drafts": drafter.tree.size - 1}
         for completion, want in zip(play(model64, jobs, options), alone(model64, jobs), strict=True):
             assert_same(completion, want, False)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Watching(Scripted):
+    """Counts the tokens that it is told of, and of these the ones that their hidden states do not give."""
+
+    def init(self, config, dtype, **sizes):
+        return (), jnp.zeros(2, jnp.int32)
+
+    def propose(self, drafts, advance, params, *, config, backend, wanted=True):
+        found = super().propose(drafts, advance, params, config=config, backend=backend, wanted=wanted)
+        (G, W), E = advance.tokens.shape, config.hidden_size
+        given = jnp.argmax(head(params, config, advance.hidden.reshape(G * W, E), backend=backend), axis=1)
+        told = jnp.arange(W, dtype=jnp.int32)[None, :] < advance.count[:, None]
+        wrong = told & (given.reshape(G, W).astype(jnp.int32) != advance.tokens)
+        return replace(found, memory=drafts.memory + jnp.stack([told.sum(), wrong.sum()]).astype(jnp.int32))
+
+
+def test_a_trees_drafter_gets_the_states_of_the_nodes_that_were_accepted(model64):
+    """Those that the tokens were drawn from, in an engine whose requests take any path of the tree."""
+    jobs = [replace(job, params=replace(job.params, temperature=0.0)) for job in some_jobs()]
+    with jax.enable_x64(True):
+        wants = list(alone(model64, jobs))
+        known = scripted(BUSHY, jobs, wants)
+        drafter = Watching(**{each.name: getattr(known, each.name) for each in fields(known)})
+        engine = Engine(model64, **TIGHT, speculate=drafter, drafts=BUSHY.size - 1)
+        for job in jobs:
+            engine.submit(list(job.prompt), job.params)
+        tokens = sum(len(event.completion.token_ids) for event in engine.run() if event.completion)
+        told, wrong = np.asarray(engine._device._state.drafts.memory).tolist()
+    assert tokens > told > tokens // 2
+    assert not wrong
 
 
 SLOTS, CHAIN = "two slots, pages of 16", chain(3)
