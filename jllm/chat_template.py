@@ -28,13 +28,14 @@ def one_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The default chat template of a checkpoint directory, None if it has none.
+def find_chat_template(directory: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+    """Returns the chat template of a checkpoint directory by its name, None if it has none.
 
     chat_template.jinja wins over chat_template.json, and that over `chat_template` in tokenizer_config.json (`config`).
-    The latter two hold a string, or a list of {"name", "template"} of which "default" is taken.
+    The latter two hold a string, which is "default", or a list of {"name", "template"}. Templates of other names are
+    looked for in additional_chat_templates/NAME.jinja first.
     """
-    file = directory / "chat_template.jinja"
+    file = directory / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8-sig")
@@ -43,19 +44,37 @@ def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None
     found = read_json(directory / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if isinstance(found, str):
+        found = {"default": found}
     if isinstance(found, dict):
-        found = found.get("default")
+        found = found.get(name)
     if found is not None and not isinstance(found, str):
         raise TokenizerError(f"chat_template in {directory} must be a string or a list of {{name, template}}")
     return found
 
 
-def render_chat(template: str, messages: Sequence[Message], special_tokens: Mapping[str, str]) -> str:
+def variables_of(template: str) -> set[str]:
+    """Returns the names of the variables that a template looks at. Raises TokenizerError for a broken one."""
+    from jinja2 import TemplateSyntaxError, meta
+
+    try:
+        return meta.find_undeclared_variables(_environment().parse(template))
+    except TemplateSyntaxError as error:
+        raise TokenizerError(f"the chat template is broken at line {error.lineno}: {one_line(error)}") from error
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Message],
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Text of a conversation, ending where the assistant's answer begins (add_generation_prompt).
 
     special_tokens are visible to the template by name ("bos_token", "eos_token", ...). A template that does not know
     the role developer gets such a message as one of the system, which it stands for. Raises TokenizerError for messages
-    that check_messages refuses, and for whatever the template itself refuses.
+    that check_messages refuses, and for whatever the template itself refuses. tools: functions that the model may call,
+    each {"type": "function", "function": {"name", "description", "parameters"}}, of JSON values.
     """
     import jinja2
 
@@ -63,7 +82,7 @@ def render_chat(template: str, messages: Sequence[Message], special_tokens: Mapp
     plain = check_messages(messages)
     if "developer" not in template:
         plain = [m | {"role": "system"} if m["role"] == "developer" else m for m in plain]
-    variables = {"messages": plain, "tools": None, "documents": None, "add_generation_prompt": True}
+    variables = {"messages": plain, "tools": tools or None, "documents": None, "add_generation_prompt": True}
     try:
         return _environment().from_string(template).render(**special_tokens, **variables)
     except jinja2.TemplateSyntaxError as error:

@@ -14,16 +14,20 @@ TAKEN: Mapping[str, tuple[str, ...]] = {  # by role: fields that a template sees
     "system": ("name",),
     "developer": ("name",),
     "user": ("name",),
-    "assistant": ("name",),
+    "assistant": ("name", "tool_calls"),
+    "tool": ("name", "tool_call_id"),
 }
 LEFT_OUT = ("parsed",)  # a client's own reading of an answer's content, in an answer sent back
+LEFT_OUT_OF_CALLS = ("index", "parsed_arguments")  # a call's place in a stream, and such a reading of its arguments
+CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{}"}}'
 EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Returns messages with a known role, and with text as content. Raises TokenizerError, naming the field.
 
-    Text parts are joined. Fields that are null or empty ask for nothing, and are left out.
+    Text parts are joined. Fields that are null or empty ask for nothing, and are left out. The arguments of tool calls,
+    which clients send as JSON in a string, become objects; a message of calls needs no content.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise TokenizerError(f"messages must be a non-empty list like {EXAMPLE}")
@@ -38,7 +42,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message["role"]
     if not isinstance(role, str) or role not in TAKEN:
         raise TokenizerError(f"{where}.role must be {_roles()}, not {shown(role)}")
-    return {"role": role, "content": _content(message, where), **_others(message, role, where)}
+    others = _others(message, role, where)
+    content = "" if "tool_calls" in others and not message.get("content") else _content(message, where)
+    return {"role": role, "content": content, **others}
 
 
 def _others(message: Message, role: str, where: str) -> dict[str, Any]:
@@ -54,7 +60,39 @@ def _others(message: Message, role: str, where: str) -> dict[str, Any]:
 
 
 def _why(name: Any) -> str:
-    return ": tools are not" if name in ("tool_calls", "tool_call_id", "function_call") else ""
+    return {
+        "function_call": ": tool_calls are",
+        "tool_calls": " there: tools are called by the assistant",
+        "tool_call_id": " there: it is of the role tool",
+    }.get(name, "")
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TokenizerError(f"{where} must be a list like [{CALL}]")
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise TokenizerError(f"{where} must be an object like {CALL}")
+    _only(call, ("id", "type", "function"), LEFT_OUT_OF_CALLS, where)
+    _only(function, ("name", "arguments"), LEFT_OUT_OF_CALLS, f"{where}.function")
+    name = _text(function.get("name"), f"{where}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    id = {} if call.get("id") is None else {"id": _text(call["id"], f"{where}.id")}
+    return {**id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) else json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{where} must be a JSON object in a string, not {shown(value)}")
+    return found
 
 
 def _content(message: Message, where: str) -> str:
@@ -71,10 +109,14 @@ def _part(part: Any, where: str) -> str:
         raise TokenizerError(f'{where} must be a part like {{"type": "text", "text": "..."}}')
     if part["type"] != "text":
         raise TokenizerError(f"{where} has the type {shown(part['type'])}: only text parts are served")
-    for name, value in part.items():
-        if name not in ("type", "text") and value is not None and value != [] and value != {}:
-            raise TokenizerError(f"{where}.{_name(name)} is not served; type and text are")
+    _only(part, ("type", "text"), (), where)
     return _text(part.get("text"), f"{where}.text")
+
+
+def _only(given: Message, taken: Sequence[str], left_out: Sequence[str], where: str) -> None:
+    for name, value in given.items():
+        if name not in (*taken, *left_out) and value is not None and value != [] and value != {}:
+            raise TokenizerError(f"{where}.{_name(name)} is not served; {', '.join(taken[:-1])} and {taken[-1]} are")
 
 
 def _text(value: Any, where: str) -> str:
@@ -83,7 +125,11 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-FIELDS: Mapping[str, Callable[[Any, str], Any]] = {"name": _text}  # what checks each field of TAKEN
+FIELDS: Mapping[str, Callable[[Any, str], Any]] = {  # what checks each field of TAKEN
+    "name": _text,
+    "tool_calls": _calls,
+    "tool_call_id": _text,
+}
 
 
 def _roles() -> str:

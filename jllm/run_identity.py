@@ -15,7 +15,7 @@ PACKAGES = ("jllm", "jax", "jaxlib", "sentencepiece", "tokenizers")
 CONFIG = ("config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.json", "chat_template.jinja",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
 
 

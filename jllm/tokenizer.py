@@ -91,6 +91,7 @@ class Tokenizer:
     prefix: tuple[int, ...]  # what add_bos adds, often nothing
     special_tokens: Mapping[str, str]  # by role, for chat templates
     chat_template: str | None
+    tool_template: str | None = None  # for chats with tools, where it is another one
 
     @property
     def vocab_size(self) -> int:
@@ -146,14 +147,21 @@ class Tokenizer:
         """
         return StreamDecoder(self.vocabulary, prompt_ids)
 
-    def chat(self, messages: Sequence[Message]) -> str:
-        """Prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False."""
-        if self.chat_template is None:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False.
+
+        tools: functions that the model may call, as render_chat has them."""
+        template = self.template(bool(tools))
+        if template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template: looked for chat_template.jinja, chat_template.json"
                 " and chat_template in tokenizer_config.json"
             )
-        return render_chat(self.chat_template, messages, self.special_tokens)
+        return render_chat(template, messages, self.special_tokens, tools)
+
+    def template(self, tools: bool) -> str | None:
+        """Returns the template of chats with tools, or without."""
+        return (tools and self.tool_template) or self.chat_template
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -185,6 +193,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         prefix=tuple(prefix),
         special_tokens=roles,
         chat_template=find_chat_template(directory, config),
+        tool_template=find_chat_template(directory, config, "tool_use"),
     )
 
 

@@ -26,6 +26,7 @@ def made_with(args: Namespace) -> dict[str, Any]:
     """What decides results besides prompts and sampling parameters, as it was asked for."""
     asked = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
+    numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # of jllm batch
     asked |= {name: value for name, value in numbers.items() if value is not None}
     if args.acceptance == "rejection":
         asked |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}

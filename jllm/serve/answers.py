@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jllm.engine.request import Completion, Event, TokenLogprob
-from jllm.serve.errors import HttpError
+from jllm.serve.errors import HttpError, http_error
 from jllm.serve.requests import Served, Wanted
+from jllm.serve.talk import Talk
+from jllm.serve.tool_parser import Part
 from jllm.tokenizer import Tokenizer
 
 CUT = ("deadline", "abort")  # how the engine ends a sample that the API has no word for: "length", with end_reason
@@ -18,6 +20,8 @@ LEAST = -9999.0  # in place of log-probabilities that JSON cannot write, as vLLM
 
 class Answer:
     """The answer to one body, whole or in chunks of the same id."""
+
+    done = b"data: [DONE]\n\n"  # the end of a stream
 
     def __init__(self, wanted: Wanted, served: Served):
         self._wanted, self._tokenizer = wanted, served.tokenizer
@@ -31,6 +35,7 @@ class Answer:
         }
         self._done: dict[tuple[int, int], Completion] = {}
         self._begun: dict[tuple[int, int], Offsets] = {}  # samples of which a chunk was made
+        self._talks: dict[tuple[int, int], Talk] = {}  # of samples that may call tools
         self._streamed = 0  # tokens
 
     def add(self, event: Event) -> None:
@@ -48,35 +53,46 @@ class Answer:
         choices = [self._choice(*key, completion) for key, completion in sorted(self._done.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def chunk(self, event: Event) -> dict[str, Any] | None:
-        """What an event adds to a stream; None where that is nothing."""
+    def chunks(self, event: Event) -> list[dict[str, Any]]:
+        """What an event adds to a stream."""
         wanted, key, done = self._wanted, (event.id, event.sample), event.completion
         if wanted.at_once and done:
             self._streamed += len(done.token_ids)
-            return {**self._head, "choices": [self._choice(*key, done)], **self._chunk_usage()}
+            return [{**self._head, "choices": [self._choice(*key, done)], **self._chunk_usage()}]
         if wanted.at_once or not (event.text or event.token_ids or done):
-            return None
+            return []
         self._streamed += len(event.token_ids)
         first = key not in self._begun
         if first:
             self._begun[key] = Offsets(self._tokenizer, wanted.prompts[event.id])
+            if wanted.tools:
+                self._talks[key] = Talk(wanted.tools, self._tokenizer, wanted.prompts[event.id])
         offsets = self._begun[key]
         text, tokens = event.text, event.token_ids
         if first and wanted.echo:
             prompt = wanted.prompts[event.id]
             text, tokens = self._text_of(prompt) + text, (*prompt, *tokens)
+        talk = self._talks.get(key)
+        said = talk.say(tokens, text, done is not None) if talk else [Part(text)]
+        logprobs: Any = None if wanted.sampling.logprobs is None else event.logprobs
+        if not (said or first or done or logprobs or wanted.token_ids):
+            return []
         choice: dict[str, Any] = {"index": self._index(*key)}
-        logprobs = None if wanted.sampling.logprobs is None else event.logprobs
         if wanted.chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": event.text}
+            deltas = [self._delta(part, key) for part in said] or [{}]
+            choice["delta"] = ({"role": "assistant", "content": None} if first else {}) | deltas.pop(0)
             choice["logprobs"] = None if logprobs is None else chat_logprobs(self._tokenizer, logprobs)
         else:
+            deltas = []
             choice["text"] = text
             choice["logprobs"] = None if logprobs is None else text_logprobs(self._tokenizer, logprobs, offsets)
-        choice |= ending(done.finish_reason) if done else {"finish_reason": None}
         if wanted.token_ids:
             choice["token_ids"] = tokens
-        return {**self._head, "object": self._chunk_kind, "choices": [choice], **self._chunk_usage()}
+        choices = [choice, *({"index": choice["index"], "delta": delta, "logprobs": None} for delta in deltas)]
+        going: dict[str, Any] = {"finish_reason": None}
+        ends = [going] * len(deltas) + [ending(self._reason(done, key)) if done else going]
+        head = {**self._head, "object": self._chunk_kind}
+        return [{**head, "choices": [one | end], **self._chunk_usage()} for one, end in zip(choices, ends)]
 
     def _chunk_usage(self) -> dict[str, Any]:
         """Returns what a chunk says of counts."""
@@ -84,9 +100,23 @@ class Answer:
             return {"usage": self._counts(self._streamed)}
         return {"usage": None} if self._wanted.usage else {}
 
-    def last_chunk(self) -> dict[str, Any]:
-        """The one that has the usage, and no choice."""
-        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+    def _delta(self, part: Part, key: tuple[int, int]) -> dict[str, Any]:
+        if part.call is None:
+            return {"content": part.text}
+        return {"tool_calls": [{"index": part.call, **self._talks[key].call(part)}]}
+
+    def _reason(self, done: Completion, key: tuple[int, int]) -> str:
+        talk = self._talks.get(key)
+        return "tool_calls" if talk and talk.calls and done.finish_reason == "stop" else done.finish_reason
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The one that has the usage, and no choice, where it is wanted."""
+        more = {"choices": [], "usage": self.usage()}
+        return [{**self._head, "object": self._chunk_kind, **more}] if self._wanted.usage else []
+
+    def failed(self, error: Exception) -> dict[str, Any]:
+        """The chunk that ends a stream after an error."""
+        return http_error(error).body()
 
     def usage(self) -> dict[str, int]:
         return self._counts(sum(len(completion.token_ids) for completion in self._done.values()))
@@ -110,7 +140,7 @@ class Answer:
         choice: dict[str, Any] = {"index": self._index(prompt, sample)}
         logprobs = None if done.logprobs is None else done.logprobs[: len(tokens)]
         if wanted.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "refusal": None, **self._message((prompt, sample), text, tokens)}
             choice["logprobs"] = None if logprobs is None else chat_logprobs(tokenizer, logprobs)
         else:
             offsets = Offsets(tokenizer, () if wanted.echo else ids)
@@ -119,10 +149,19 @@ class Answer:
             choice["text"] = text
             entries = [*prompt_entries(ids, done), *(logprobs or ())]
             choice["logprobs"] = None if logprobs is None else text_logprobs(tokenizer, entries, offsets)
-        choice |= ending(done.finish_reason if wanted.keep or done.finish_reason in CUT else "length")
+        reason = self._reason(done, (prompt, sample))
+        choice |= ending(reason if wanted.keep or reason in CUT else "length")
         if wanted.token_ids:
             choice["token_ids"] = tokens
         return choice
+
+    def _message(self, key: tuple[int, int], text: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """What was said: text, and calls."""
+        if self._wanted.tools is None:
+            return {"content": text}
+        talk = self._talks[key] = Talk(self._wanted.tools, self._tokenizer, self._wanted.prompts[key[0]])
+        said, calls = talk.whole(tokens, text)
+        return {"content": said, "tool_calls": calls} if calls else {"content": said}
 
 
 def ending(reason: str) -> dict[str, str]:

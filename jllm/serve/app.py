@@ -11,10 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jllm.engine.async_engine import AsyncEngine, Stream
 from jllm.errors import RequestError
 from jllm.serve.answers import Answer
-from jllm.serve.errors import HttpError, http_error
+from jllm.serve.errors import HttpError
 from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, while_connected
 from jllm.serve.metrics import Exporter
 from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, of_guide, parse_json, tokenize
+from jllm.serve.responses import answer_to, response
 
 Parse = Callable[[Mapping[str, Any], Served], Wanted]
 MODEL = "/v1/models/"
@@ -34,6 +35,7 @@ def make_app(
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
         "/v1/chat/completions": Generate(engine, served, chat, deadline, limits),
+        "/v1/responses": Generate(engine, served, response, deadline, limits),
         "/v1/models": Get(lambda: {"object": "list", "data": [_model(served)]}),
         f"{MODEL}{served.name}": Get(lambda: _model(served)),
         "/tokenize": Post(lambda body: _tokens(tokenize(body, served), served), limits),
@@ -60,7 +62,7 @@ class Generate:
             requests, priority=wanted.priority, deadline=self._deadline, ends_only=not wanted.stream or wanted.at_once
         )
         async with stream:
-            answer = Answer(wanted, self._served)
+            answer = answer_to(wanted, self._served)
             work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)
             await while_connected(receive, work)
 
@@ -75,7 +77,7 @@ class Generate:
         try:
             await self._engine.check_guide(wanted.sampling.guide)
         except RequestError as error:
-            raise of_guide(error, body) from None
+            raise of_guide(error, wanted, body) from None
         return wanted
 
     async def _whole(self, stream: Stream, answer: Answer, send: Send) -> None:
@@ -92,15 +94,16 @@ class Generate:
                 data = b""
                 for event in events:
                     answer.add(event)
-                    data += _event(answer.chunk(event))
+                    data += b"".join(map(_event, answer.chunks(event)))
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                     started = True
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = (_event(answer.last_chunk()) if wanted.usage else b"") + b"data: [DONE]\n\n"
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = b"".join(map(_event, answer.last_chunks())) + answer.done
         except Exception as error:
             if started:
-                await send({"type": "http.response.body", "body": _event(http_error(error).body())})
+                await send({"type": "http.response.body", "body": _event(answer.failed(error))})
             raise  # to be logged, or answered
         await send({"type": "http.response.body", "body": data})
 
@@ -144,11 +147,10 @@ def _check_get(scope: Scope) -> None:
         raise HttpError(405, f"{scope['method']} is not served here; GET is", headers={"Allow": "GET"})
 
 
-def _event(chunk: Mapping[str, Any] | None) -> bytes:
-    if chunk is None:
-        return b""
+def _event(chunk: Mapping[str, Any]) -> bytes:
     text = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    kind = f"event: {chunk['type']}\n" if "type" in chunk else ""  # chunks of chats have no type
+    return kind.encode() + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
 def _model(served: Served) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from jllm.cli.arguments import Group, Parser, add_engine, add_model, add_numbers
 from jllm.errors import ConfigError
 
 KEY_VARIABLE = "JLLM_API_KEY"
+TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral")
 DESCRIPTION = """\
 Serve a LLaMA-like language model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions,
-/v1/chat/completions; /health, /metrics (Prometheus); /tokenize, /detokenize. Without --model, a small
+/v1/chat/completions, /v1/responses; /health, /metrics (Prometheus); /tokenize, /detokenize. Without --model, a small
 bundled one tells fairy tales."""
 
 EPILOG = f"""\
@@ -72,6 +73,8 @@ def add_served_model(group: Group) -> None:
     add_model(group)
     name = "what requests call the model (default: as --model, or fairytale)"
     group.add_argument("--served-name", type=_not_empty, metavar="NAME", help=name)
+    calls = "how the model writes tool calls (default: as its chat template shows)"
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=calls)
 
 
 def _not_empty(text: str) -> str:

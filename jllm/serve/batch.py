@@ -161,7 +161,8 @@ def _prepare(
         check_request(ids, sampling, model.config, model.tokenizer is not None)
         return ids
 
-    served = Served(served_name(args), model.tokenizer, model.config.context, MOST_SAMPLES, check)
+    name, context, parser = served_name(args), model.config.context, args.tool_call_parser
+    served = Served(name, model.tokenizer, context, MOST_SAMPLES, check, parser)
     parsed, wrong = _try(lambda task: parse(task, served), todo)
     requests = [(len(ids), one.sampling) for one in parsed.values() for ids in one.prompts]
     options = options_for_run(requests, {name: getattr(args, name) for name in ENGINE_FLAGS})

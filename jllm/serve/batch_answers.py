@@ -10,6 +10,7 @@ from jllm.serve.answers import Answer
 from jllm.serve.batch_file import Task, answer_line
 from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, Wanted
+from jllm.serve.responses import answer_to
 
 PromptKey = tuple[str, int]  # the id of an answer, and which prompt of its request
 
@@ -40,7 +41,7 @@ class Answers:
             return
         if id not in self._begun:
             wanted = self._wanted[id]
-            self._begun[id] = Answer(wanted, self._served)
+            self._begun[id] = answer_to(wanted, self._served)
             self._left[id] = len(wanted.prompts) * wanted.sampling.n
         try:
             self._begun[id].add(event._replace(id=place))

@@ -59,10 +59,11 @@ def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
 def parse(task: Task, served: "Served") -> "Wanted":
     """What a request asks for, as the server would take it. Raises JllmError."""
     from jllm.serve.requests import chat, completion, parse_json  # with JAX, which whoever spreads work does without
+    from jllm.serve.responses import response
 
-    endpoints = {"/v1/completions": completion, "/v1/chat/completions": chat}
+    endpoints = {"/v1/completions": completion, "/v1/chat/completions": chat, "/v1/responses": response}
     if task.url not in endpoints:
-        raise HttpError(404, f"no such path: {task.url}; {' and '.join(endpoints)} are answered")
+        raise HttpError(404, f"no such path: {task.url}; {', '.join(endpoints)} are answered")
     if task.method != "POST":
         raise HttpError(405, f"{task.method} is not answered here; POST is")
     wanted = endpoints[task.url](parse_json(json.dumps(task.body).encode()), served)

@@ -53,7 +53,8 @@ class Worker:
         model = load_model(model_folder(args), args)
         self._model = model
         self._engine: Engine | None = None
-        self._served = Served(served_name(args), model.tokenizer, model.config.context, MOST_SAMPLES, self._check)
+        name, context, parser = served_name(args), model.config.context, args.tool_call_parser
+        self._served = Served(name, model.tokenizer, context, MOST_SAMPLES, self._check, parser)
 
     def do(self, shard: Shard) -> int:
         """Makes a shard's file, whole and under its own name; how many of its rows were wrong. OutputError where it
@@ -156,10 +157,10 @@ class Worker:
             job = replace(row.asked, run=self._run)
             samples = [(event.sample, event.completion) for event in sorted(ends) if event.completion is not None]
             return [to_json({"row": row.id, **record(job, sample, end)}) for sample, end in samples]
-        from jllm.serve.answers import Answer
+        from jllm.serve.responses import answer_to
 
         assert wanted is not None
-        answer = Answer(wanted, self._served)
+        answer = answer_to(wanted, self._served)
         try:
             for event in ends:
                 answer.add(event)

@@ -17,13 +17,12 @@ class Neutral:
     right: str  # what they are, for whoever sends another
 
 
-def _one_of(*values: Any, why: str = "") -> Neutral:
-    """These values, each of its own type: 1 is not true."""
+def one_of(*values: Any, why: str = "") -> Neutral:
+    """Returns these values, each of its own type: 1 is not true."""
     right = " or ".join(map(json.dumps, values)) + (f" ({why})" if why else "")
     return Neutral(lambda value: any(type(value) is type(each) and value == each for each in values), right)
 
 
-NO_TOOLS = "tools are not served"
 TEXT = Neutral(lambda value: isinstance(value, str), "text")
 OBJECT = Neutral(lambda value: isinstance(value, dict), "an object")
 BOTH: Mapping[str, Neutral] = {
@@ -32,38 +31,35 @@ BOTH: Mapping[str, Neutral] = {
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,
     "metadata": OBJECT,
-    "store": _one_of(False, why="this server keeps nothing"),
-    "service_tier": _one_of("auto", "default"),
+    "store": one_of(False, True),  # nothing is stored, and who asks for it later is told so
+    "service_tier": one_of("auto", "default"),
     # Of vLLM: each as it is there by default.
-    "skip_special_tokens": _one_of(True),
-    "spaces_between_special_tokens": _one_of(True),
-    "add_special_tokens": _one_of(True),
-    "include_stop_str_in_output": _one_of(False),
-    "use_beam_search": _one_of(False),
-    "length_penalty": _one_of(1, 1.0),
-    "min_tokens": _one_of(0),
+    "skip_special_tokens": one_of(True),
+    "spaces_between_special_tokens": one_of(True),
+    "add_special_tokens": one_of(True),
+    "include_stop_str_in_output": one_of(False),
+    "use_beam_search": one_of(False),
+    "length_penalty": one_of(1, 1.0),
+    "min_tokens": one_of(0),
 }
-COMPLETION: Mapping[str, Neutral] = {**BOTH, "suffix": _one_of("")}
+COMPLETION: Mapping[str, Neutral] = {**BOTH, "suffix": one_of("")}
 CHAT: Mapping[str, Neutral] = {
     **BOTH,
-    "tools": _one_of([], why=NO_TOOLS),
-    "tool_choice": _one_of("none", "auto", why=NO_TOOLS),  # both are the same where there are none
-    "functions": _one_of([], why=NO_TOOLS),
-    "function_call": _one_of("none", "auto", why=NO_TOOLS),
-    "parallel_tool_calls": _one_of(True, False),
-    "modalities": _one_of(["text"]),
-    "reasoning_effort": _one_of("none"),
-    "verbosity": _one_of("medium"),
-    "prompt_cache_retention": _one_of("in_memory"),
-    "prompt_cache_options": _one_of({}),
+    "functions": one_of([], why="tools take their place"),
+    "function_call": one_of("none", "auto", why="tools take their place"),
+    "modalities": one_of(["text"]),
+    "reasoning_effort": one_of("none"),
+    "verbosity": one_of("medium"),
+    "prompt_cache_retention": one_of("in_memory"),
+    "prompt_cache_options": one_of({}),
     # Of vLLM.
-    "echo": _one_of(False),
-    "best_of": _one_of(1),
-    "add_special_tokens": _one_of(False),  # a template writes them
-    "add_generation_prompt": _one_of(True),
-    "continue_final_message": _one_of(False),
-    "chat_template_kwargs": _one_of({}),
-    "documents": _one_of([]),
+    "echo": one_of(False),
+    "best_of": one_of(1),
+    "add_special_tokens": one_of(False),  # a template writes them
+    "add_generation_prompt": one_of(True),
+    "continue_final_message": one_of(False),
+    "chat_template_kwargs": one_of({}),
+    "documents": one_of([]),
 }
 
 

@@ -58,7 +58,8 @@ class Guard:
                 raise HttpError(431, f"the request line and headers are too large: at most {self._most} bytes")
             self._check_key(scope)
             if path not in self._paths:
-                raise HttpError(404, f"there is nothing at {path[:100]!r}")
+                there = ", ".join(sorted(self._paths))
+                raise HttpError(404, f"there is nothing at {path[:100]!r}; there are {there}")
             await self._app(scope, receive, watched)
         except Exception as error:
             found = http_error(error)

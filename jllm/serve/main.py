@@ -88,7 +88,7 @@ async def _serve(
     name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
     host.prepare_guides()
-    served = Served(name, model.tokenizer, host.most_tokens, host.limit, host.check)
+    served = Served(name, model.tokenizer, host.most_tokens, host.limit, host.check, args.tool_call_parser)
     limits = Limits(keep_alive=args.keep_alive)
     app = make_app(host, served, key=key, deadline=args.deadline, limits=limits)
     _log_to_stderr(access=not args.no_access_log)

@@ -15,6 +15,7 @@ from jllm.messages import shown
 from jllm.serve import fields
 from jllm.serve.errors import TOO_LONG, HttpError, bad
 from jllm.serve.fields import check_fields
+from jllm.serve.tools import Tools, read_tools
 from jllm.tokenizer import Tokenizer
 
 MOST_STOPS = 16  # strings that end a completion
@@ -31,6 +32,7 @@ class Served:
     context: int  # most tokens of one sample, its prompt included
     most_samples: int  # of one request
     check: Check  # a prompt's ids if the engine takes it, else its error
+    tool_parser: str | None = None  # the format of tool calls (tool_formats.py), if the template does not tell
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Wanted:
     priority: int = 0
     keep: bool = True  # False: nothing is to be generated, and the one token that the engine makes is dropped
     open_ended: bool = False  # the body does not say how many tokens: the default, or as many as there is room for
+    tools: Tools | None = None  # that may be called
+    response: Mapping[str, Any] | None = None  # the body of /v1/responses, which its answer repeats
 
     @property
     def at_once(self) -> bool:
@@ -89,6 +93,7 @@ COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *
 COMMON |= {"response_format", "structured_outputs", *GUIDES}
 COMPLETION = COMMON | {"prompt", "logprobs", "echo", "best_of"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+CHAT |= {"tools", "tool_choice", "parallel_tool_calls"}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
 
@@ -148,16 +153,16 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
         raise bad("messages", "need a tokenizer with a chat template, and this model has none")
     if "messages" not in body:
         raise bad("messages", "are missing")
-    ids = _chat_ids(body["messages"], served.tokenizer)
+    tools = read_tools(body, served.tokenizer, served.tool_parser)
+    ids = _chat_ids(body["messages"], served.tokenizer, tools)
     given = {name: _take(body, name, int, None) for name in ("max_tokens", "max_completion_tokens")}
     tokens = next((tokens for tokens in given.values() if tokens is not None), None)
-    sampling = _sampling(
-        body, max_new_tokens=served.context if tokens is None else tokens, logprobs=(top or 0) if wants else None
-    )
+    most = served.context if tokens is None else tokens
+    sampling = _sampling(body, tools, max_new_tokens=most, logprobs=(top or 0) if wants else None)
     if sampling.n > served.most_samples:
         raise bad("n", f"must be at most {served.most_samples}, the number of samples that may run and wait")
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
-    more: dict[str, Any] = {"token_ids": token_ids, "priority": priority, "open_ended": tokens is None}
+    more: dict[str, Any] = {"token_ids": token_ids, "priority": priority, "open_ended": tokens is None, "tools": tools}
     return _checked(Wanted((), sampling, True, stream, usage, each, **more), [ids], body, "messages", served)
 
 
@@ -179,9 +184,9 @@ def detokenize(body: Mapping[str, Any], served: Served) -> str:
     return _tokenizer(served).decode(tokens)
 
 
-def _chat_ids(messages: Any, tokenizer: Tokenizer) -> list[int]:
+def _chat_ids(messages: Any, tokenizer: Tokenizer, tools: Tools | None) -> list[int]:
     try:
-        return tokenizer.encode(tokenizer.chat(messages), add_bos=False)
+        return tokenizer.encode(tokenizer.chat(messages, tools.functions if tools else None), add_bos=False)
     except TokenizerError as error:
         raise HttpError(400, str(error), param="messages") from None
 
@@ -244,7 +249,7 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     return stream, *(asked.get(name, False) for name in STREAM_OPTIONS[:2])
 
 
-def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
+def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) -> SamplingParams:
     """Sampling parameters as the body has them, and `more`."""
     given = {ours: _take(body, name, kind, None) for name, (ours, kind) in SAMPLING.items() if name in body}
     tokens = given["max_new_tokens"] = more.pop("max_new_tokens")
@@ -264,7 +269,7 @@ def _sampling(body: Mapping[str, Any], **more: Any) -> SamplingParams:
     guides = list(_guides(body))
     if len(guides) > 1:
         raise bad(guides[1][0], f"and {guides[0][0]} cannot go together: give one")
-    for field, make in guides:
+    for field, make in guides if tools is None else tools.guides(guides):
         try:
             given["guide"] = make()
         except RequestError as error:
@@ -292,9 +297,10 @@ def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any],
     return wanted
 
 
-def of_guide(error: RequestError, body: Mapping[str, Any]) -> HttpError:
+def of_guide(error: RequestError, wanted: Wanted, body: Mapping[str, Any]) -> HttpError:
     """Returns what is wrong with a guide, with the field of the body that has it."""
-    given = [name for name in (*GUIDES, "response_format", "structured_outputs") if name in body]
+    names = (*GUIDES, "response_format", "structured_outputs", "text")
+    given = ["tools"] if wanted.tools and wanted.tools.held else [name for name in names if name in body]
     return HttpError(400, str(error), param=next(iter(given), None))
 
 

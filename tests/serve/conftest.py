@@ -11,7 +11,7 @@ from jllm.batch import Bucket
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
 from jllm.pretrained import load
-from tests.lm_eval_cases import write_checkpoint
+from tests.lm_eval_cases import CONFIG, write_checkpoint
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "buckets": (Bucket(4, 64, 4),)}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -23,6 +23,42 @@ def checkpoint(tmp_path_factory):
     write_checkpoint(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
+
+
+TOOL_TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}<assistant>"""
+HIDDEN = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")  # special tokens of the model that calls tools
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory):
+    """A model with room for tools in its context, whose template writes calls as Hermes."""
+    path = tmp_path_factory.mktemp("tools")
+    write_checkpoint(path)
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1024}))
+    raw = json.loads((path / "tokenizer.json").read_text())
+    ids = raw["model"]["vocab"]
+    for token, unused in zip(HIDDEN, sorted(ids, key=ids.get)[-len(HIDDEN) :], strict=True):
+        ids[token] = ids.pop(unused)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        raw["added_tokens"].append({"id": ids[token], "content": token, "special": True, **flags})
+    (path / "tokenizer.json").write_text(json.dumps(raw))
+    return load(path)
+
+
+@pytest.fixture(scope="session")
+def tool_server(tool_model):
+    """Its application, and what runs coroutines beside it."""
+    with asyncio.Runner() as runner:
+        context = serving(tool_model)
+        _, app = runner.run(context.__aenter__())
+        yield app, runner.run
+        runner.run(context.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="session")

@@ -120,15 +120,15 @@ def message(text, role="user"):
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event_and_is_logged(model, monkeypatch, caplog):
     """Whatever raises it: a client that sees no end takes what it has for the whole."""
-    chunk, made = answers.Answer.chunk, []
+    chunks, made = answers.Answer.chunks, []
 
     def fails(self, event):
         made.append(event)
         if len(made) > 1:
             raise ZeroDivisionError("nobody expects this")
-        return chunk(self, event)
+        return chunks(self, event)
 
-    monkeypatch.setattr(answers.Answer, "chunk", fails)
+    monkeypatch.setattr(answers.Answer, "chunks", fails)
     body = {"prompt": "the wolf", "max_tokens": 9, "stream": True, **GREEDY}
     status, _, content = run(model, lambda engine, app: ask(app, COMPLETIONS, body))
     assert status == 200
@@ -388,7 +388,6 @@ WRONG = [
     ({"prompt": "a", "suffix": "b"}, "suffix", 'suffix: must be "", not "b"'),
     ({"prompt": "a", "temprature": []}, "temprature", '"temprature" is not a field that this server serves'),
     ({"prompt": "a", "best_of": 2}, "best_of", "must be n, 1, not 2"),
-    ({"prompt": "a", "store": True}, "store", "this server keeps nothing"),
     ({"prompt": "a", "user": 5}, "user", "must be text, not 5"),
     ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be a finite number >= 0, not -1"),
     ({"prompt": "a", "top_p": 2}, "top_p", "top_p must be in (0, 1]"),
@@ -469,9 +468,9 @@ WRONG_CHATS = [
     ({"messages": [message("\ud800")]}, "messages", "lone surrogate"),
     ({"messages": [message("a")], "top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
     ({"messages": [message("a")], "logprobs": 2}, "logprobs", "must be true or false, not 2"),
-    ({"messages": [message("a")], "tools": [{}]}, "tools", "tools are not served"),
-    ({"messages": [message("a")], "tool_choice": "required"}, "tool_choice", "tools are not served"),
-    ({"messages": [message("a")], "functions": [{}]}, "functions", "tools are not served"),
+    ({"messages": [message("a")], "tools": [{}]}, "tools", "only tools of the type function"),
+    ({"messages": [message("a")], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"messages": [message("a")], "functions": [{}]}, "functions", "tools take their place"),
     ({"messages": [message("a")], "modalities": ["text", "audio"]}, "modalities", 'must be ["text"]'),
     ({"messages": [message("a")], "audio": {}}, "audio", "not a field that this server serves"),
     ({"messages": [message("a")], "reasoning_effort": "high"}, "reasoning_effort", 'must be "none", not "high"'),
@@ -574,7 +573,7 @@ def test_a_name_that_is_there_twice_is_refused(small_app, data):
 
 
 NOTHING = {  # what clients send that asks for nothing
-    **{"user": "me", "safety_identifier": "me", "prompt_cache_key": "k", "metadata": {"job": "5"}, "store": False},
+    **{"user": "me", "safety_identifier": "me", "prompt_cache_key": "k", "metadata": {"job": "5"}, "store": True},
     **{"service_tier": "auto", "stream_options": {"include_usage": False}, "response_format": {"type": "text"}},
     **{"n": 1, "logit_bias": {}, "stop": [], "stop_token_ids": [], "top_k": -1, "min_p": 0.0, "presence_penalty": 0},
     **{"skip_special_tokens": True, "min_tokens": 0, "length_penalty": 1.0, "frequency_penalty": None},

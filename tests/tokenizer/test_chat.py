@@ -80,6 +80,14 @@ def user(content, **more):
     return {"role": "user", "content": content, **more}
 
 
+def assistant(calls, content=None):
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def called(arguments, **more):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}, **more}
+
+
 WRONG_MESSAGES = [
     *((none, "messages must be a non-empty list like") for none in ([], "hello", b"x", None, {}, user("x"))),
     (["x"], "messages[0] must be an object like"),
@@ -87,7 +95,7 @@ WRONG_MESSAGES = [
     ([user("x"), {"role": "king", "content": "x"}], "messages[1].role must be system, developer, user"),
     (
         [{"role": ["user"], "content": "x"}],
-        'messages[0].role must be system, developer, user or assistant, not ["user"]',
+        'messages[0].role must be system, developer, user, assistant or tool, not ["user"]',
     ),
     ([{"role": "user"}], "messages[0].content must be text, not null"),
     ([user(None)], "messages[0].content must be text, not null"),
@@ -102,7 +110,17 @@ WRONG_MESSAGES = [
     ([user("x", name=5)], "messages[0].name must be text, not 5"),
     ([user("x", weight=1)], "messages[0].weight is not served"),
     ([user("x", refusal="no")], "messages[0].refusal is not served"),
-    ([user("x", tool_calls=[1])], "messages[0].tool_calls is not served: tools are not"),
+    ([user("x", tool_calls=[1])], "messages[0].tool_calls is not served there: tools are called by the assistant"),
+    ([user("x", tool_call_id="a")], "messages[0].tool_call_id is not served there: it is of the role tool"),
+    ([user("x", function_call={"name": "f"})], "messages[0].function_call is not served: tool_calls are"),
+    ([assistant({"name": "f"})], "messages[0].tool_calls must be a list like"),
+    ([assistant([1])], "messages[0].tool_calls[0] must be an object like"),
+    ([assistant([{"type": "custom", "function": {}}])], "messages[0].tool_calls[0] must be an object like"),
+    ([assistant([{"function": {"name": 5}}])], "messages[0].tool_calls[0].function.name must be text, not 5"),
+    ([assistant([called("[1]")])], "messages[0].tool_calls[0].function.arguments must be a JSON object in a string"),
+    ([assistant([called("{")])], "messages[0].tool_calls[0].function.arguments must be a JSON object in a string"),
+    ([assistant([called("{}") | {"weight": 1}])], "messages[0].tool_calls[0].weight is not served"),
+    ([{"role": "tool", "tool_call_id": "a"}], "messages[0].content must be text, not null"),
 ]
 
 
@@ -122,6 +140,34 @@ def test_what_a_template_sees_of_messages(chatty):
     messages = [user(parts, name="ann"), {"role": "assistant", "content": "", "parsed": {"a": 1}, **back}]
     want = [user("the wolf", name="ann"), {"role": "assistant", "content": ""}]
     assert chatty(seen).chat(messages) == "".join(json.dumps(one, sort_keys=True) for one in want)
+
+
+def test_what_a_template_sees_of_tools(chatty):
+    """Arguments are objects, whatever clients send, a message of calls needs no content, and tools are as given."""
+    seen = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    sent = [called('{"a": 1}', id="c", index=0), called({"a": 2}), called("")]
+    messages = [
+        user("x"),
+        assistant(sent),
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "r"}]},
+    ]
+    calls = [{"id": "c"} | called({"a": 1}), called({"a": 2}), called({})]
+    want = [user("x"), assistant(calls, ""), {"role": "tool", "content": "r", "tool_call_id": "c"}]
+    text = "".join(map(json.dumps, want))
+    assert chatty(seen).chat(messages) == text
+    assert chatty(seen).chat(messages, tools) == json.dumps(tools) + text
+
+
+def test_the_template_of_chats_with_tools(chatty, tmp_path):
+    """As transformers chooses it: by the name tool_use, where there is one."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert (chatty(named).chat(USER), chatty(named).chat(USER, tools)) == ("D", "T")
+    assert chatty("C").chat(USER, tools) == "C"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F")
+    assert (chatty("C").chat(USER), chatty("C").chat(USER, tools)) == ("C", "F")
 
 
 def test_a_developer_is_the_system_of_templates_that_do_not_know_him(chatty):

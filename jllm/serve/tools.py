@@ -1,0 +1,155 @@
+"""The tools of a chat: what its body says of them, what its template sees, and the guide that holds calls to it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jllm.engine.guide import Guide
+from jllm.messages import shown
+from jllm.serve.arguments import TOOL_CALL_PARSERS
+from jllm.serve.errors import bad
+from jllm.serve.tool_formats import Format, calls_guide, format_of, hidden_tokens, takes_tools
+from jllm.serve.tool_parser import CallParser
+from jllm.tokenizer import Tokenizer
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+FUNCTION = '{"type": "function", "function": {"name": "..."}}'
+KINDS = {
+    "name": (str, "text"),
+    "description": (str, "text"),
+    "parameters": (dict, "an object"),
+    "strict": (bool, "true or false"),
+}
+Asked = tuple[str, Callable[[], Guide]]  # a field that asks for a guide, and what makes it
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a model may call in one chat."""
+
+    form: Format
+    hidden: Mapping[str, int]  # tokens of the form that text does not show
+    functions: tuple[dict[str, Any], ...]  # as the template sees them
+    callable: tuple[str, ...]  # names: all, or the one that is to be called
+    required: bool  # there must be a call
+    many: bool  # there may be more than one
+    strict: bool  # calls must fit their schemas, where they need not be made too
+    shaped: bool  # what stands in the place of calls must be JSON
+
+    @property
+    def held(self) -> bool:
+        """Whether a guide holds calls to their form."""
+        return self.required or self.strict or self.shaped or not self.many
+
+    def parser(self) -> CallParser:
+        return CallParser(self.form, self.callable, self.hidden, held=self.held)
+
+    def guides(self, asked: Sequence[Asked]) -> list[Asked]:
+        """Returns what the tools and other fields ask of the text: calls, or else what those fields say."""
+        formats = [make for field, make in asked if field == "response_format"]
+        if len(formats) < len(asked):  # a guide that says what the whole text is, calls too
+            if self.held:
+                wrong = next(field for field, _ in asked if field != "response_format")
+                raise bad(wrong, "cannot go with tools that are required, strict or not parallel, or response_format")
+            return list(asked)
+        if not self.held:
+            return []
+        answer = None if self.required else formats[0]().text if formats else ""
+        return [("tools", partial(self._guide, answer))]
+
+    def _guide(self, answer: str | None) -> Guide:
+        schemas = {f["function"]["name"]: _schema(f["function"]) for f in self.functions}
+        wanted = {name: schemas[name] for name in self.callable}
+        return calls_guide(self.form, wanted, self.hidden, many=self.many, answer=answer)
+
+
+def read_tools(body: Mapping[str, Any], tokenizer: Tokenizer, parser: str | None) -> Tools | None:
+    """Returns what a body's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None where that is nothing.
+
+    parser: the name of the format that the server was told, if any.
+    """
+    functions = _functions(body.get("tools", []))
+    choice, named = _choice(body.get("tool_choice", "auto"), [f["function"]["name"] for f in functions])
+    many = body.get("parallel_tool_calls", True)
+    if not isinstance(many, bool):
+        raise bad("parallel_tool_calls", f"must be true or false, not {shown(many)}")
+    if not functions or choice == "none":
+        return None
+    template = tokenizer.template(True)
+    if template is None or not takes_tools(template):
+        raise bad("tools", "cannot be shown to this model: its chat template takes no tools")
+    form = format_of(template, parser)
+    if form is None:
+        how = f"start it with --tool-call-parser {', '.join(TOOL_CALL_PARSERS[:-1])} or {TOOL_CALL_PARSERS[-1]}"
+        raise bad("tools", f"are written by this model in a format that the server does not know: {how}")
+    shape = body["response_format"] if isinstance(body.get("response_format"), dict) else {}
+    strict = any(tool["function"].get("strict") for tool in body["tools"])
+    names = tuple(f["function"]["name"] for f in functions)
+    return Tools(
+        form=form,
+        hidden=hidden_tokens(form, tokenizer),
+        functions=tuple(functions),
+        callable=names if named is None else (named,),
+        required=choice == "required" or named is not None,
+        many=many and named is None,
+        strict=strict,
+        shaped=shape.get("type") in ("json_object", "json_schema"),
+    )
+
+
+def _functions(given: Any) -> list[dict[str, Any]]:
+    """Returns tools as templates take them."""
+    if not isinstance(given, list):
+        raise bad("tools", f"must be a list like [{FUNCTION}], not {shown(given)}")
+    found = [_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]
+    names = [function["function"]["name"] for function in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise bad("tools", f"{shown(twice)} is there twice")
+    return found
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise bad("tools", f"{where} must be an object like {FUNCTION}: only tools of the type function are served")
+    _only("tools", tool, ("type", "function"), where)
+    _only("tools", function, tuple(KINDS), f"{where}.function")
+    for name, (kind, what) in KINDS.items():
+        if function.get(name) is not None and not isinstance(function[name], kind):
+            raise bad("tools", f"{where}.function.{name} must be {what}, not {shown(function[name])}")
+    if not NAME.fullmatch(function.get("name") or ""):
+        raise bad("tools", f"{where}.function.name must be 1 to 64 letters, digits and _ . -")
+    seen = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+    if seen.get("parameters", {}).get("type", "object") != "object":
+        raise bad("tools", f"{where}.function.parameters must be of the type object")
+    return {"type": "function", "function": seen}
+
+
+def _schema(function: Mapping[str, Any]) -> str:
+    """Returns the schema of a function's arguments, which are an object; no schema is that of no arguments."""
+    schema = function.get("parameters", {"properties": {}, "additionalProperties": False})
+    return Guide.json({"type": "object"} | schema).text
+
+
+def _choice(given: Any, names: Sequence[str]) -> tuple[str, str | None]:
+    """Returns one of CHOICES, and the name of the function that is to be called, if one is named."""
+    if given in CHOICES:
+        if given == "required" and not names:
+            raise bad("tool_choice", "is required, and there are no tools")
+        return given, None
+    function = given.get("function") if isinstance(given, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or given.get("type") != "function":
+        raise bad("tool_choice", f"must be {', '.join(CHOICES)} or like {FUNCTION}, not {shown(given)}")
+    if name not in names:
+        raise bad("tool_choice", f"names {shown(name)}, which is not among the tools")
+    return "required", name
+
+
+def _only(field: str, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise bad(field, f"{where} has {shown(name)}, which is not served; {', '.join(known)} are")
