@@ -11,7 +11,7 @@ import codecs
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str]  # by role, for chat templates
     chat_template: str | None
     tool_template: str | None = None  # for chats with tools, where it is another one
+    folder: Path | None = field(default=None, compare=False)  # of its files, which saving a model copies
 
     @property
     def vocab_size(self) -> int:
@@ -194,6 +195,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         special_tokens=roles,
         chat_template=find_chat_template(directory, config),
         tool_template=find_chat_template(directory, config, "tool_use"),
+        folder=directory,
     )
 
 

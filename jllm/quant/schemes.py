@@ -226,6 +226,17 @@ def read_scheme(file: Path) -> Scheme:
     return Scheme.from_dict({"name": file.stem} | raw, source=str(file))
 
 
+def wide_rules(scheme: Scheme) -> dict[str, list[str]]:
+    """Returns patterns that quantize the embedding or the head along with layers, and which of the two."""
+    found: dict[str, list[str]] = {}
+    for name in ("embed_tokens", "lm_head"):
+        whole = f"model.{name}" if name == "embed_tokens" else name
+        pattern, fmt = next((rule for rule in scheme.rules if matches(rule[0], whole)), ("", PLAIN))
+        if fmt != PLAIN and matches(pattern, "model.layers.0.self_attn.o_proj"):
+            found.setdefault(pattern, []).append(name)
+    return found
+
+
 def _matches_module(pattern: str, weight: str, part: str) -> bool:
     return matches(pattern, weight) or matches(pattern, part)
 
