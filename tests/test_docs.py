@@ -22,7 +22,8 @@ LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [body for name, body in found if name == language]
 
 
 class Parsed(Exception):
