@@ -1,5 +1,6 @@
-"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant; of the model as it is (`plain`), and with outliers such as large models have (jllm.analysis.outliers): in what norms give on
-(`planted`), where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
+"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant; of the model as it is
+(`plain`), and with outliers such as large models have (jllm.analysis.outliers): in what norms give on (`planted`),
+where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq

@@ -24,6 +24,7 @@ from jllm.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import ROTATIONS, Scheme, find_scheme
 from pallas_kernels.hadamard import turn
+from pallas_kernels.numerics import compute_dtype
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
