@@ -1,6 +1,6 @@
-"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant, learned scales; of the
-model as it is (`plain`), and with outliers such as large models have (jllm.analysis.outliers): in what norms give on
-(`planted`), where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
+"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant; of the model as it is
+(`plain`), and with outliers such as large models have (jllm.analysis.outliers): in what norms give on (`planted`),
+where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
@@ -59,13 +59,6 @@ METHODS: dict[str, Method] = {
     "h": lambda model, scheme, tokens, seed: quantize(model.params, rotated_blocks(scheme)),
     "gptq-h": lambda model, scheme, tokens, seed: ptq.gptq(model, rotated_blocks(scheme), tokens),
     "mr-gptq": lambda model, scheme, tokens, seed: ptq.mr_gptq(model, rotated_blocks(scheme), tokens),
-    "learned": lambda model, scheme, tokens, seed: ptq.learned(model, scheme, tokens, steps=40, rate=1e-2, seed=seed),
-    "tuned": lambda model, scheme, tokens, seed: ptq.tune_scales(
-        model, quantize(model.params, scheme), tokens, steps=30, rate=2e-3, seed=seed
-    ),
-    "gptq-tuned": lambda model, scheme, tokens, seed: ptq.tune_scales(
-        model, ptq.gptq(model, scheme, tokens), tokens, steps=30, rate=2e-3, seed=seed
-    ),
 }
 MODELS: dict[str, Callable[[Model], Model]] = {
     "plain": lambda model: model,
@@ -73,7 +66,7 @@ MODELS: dict[str, Callable[[Model], Model]] = {
     "stream": lambda model: plant_in_stream(model, own_tokens(model, rows=4, length=256, seed=0)),
 }
 ROUNDING = ("round", "h")  # which take no tokens
-FOUR, EIGHT = ("round", "awq", "gptq", "learned", "tuned"), ("round", "smoothquant")
+FOUR, EIGHT = ("round", "awq", "gptq"), ("round", "smoothquant")
 CLAIMS: tuple[tuple[str, str, str], ...] = (  # model, scheme, method: better than rounding there
     ("plain", "w4a16-g64", "gptq"),
     ("planted", "w4a16-g64", "awq"),

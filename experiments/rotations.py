@@ -13,9 +13,7 @@ jllm.quant.calibration, of the model as it is and rotated, with outliers in four
 a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
 "stream" has that done everywhere, and its outliers are in the residual stream: turned such that its main directions are
 four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales of channels that
-are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. Part "learned", which takes
-minutes a row and must be named: the outliers of part "stream" with the model as it is, rotated, and by a rotation that
-is learned from there (SpinQuant, arXiv 2405.16406; `--steps`, `--rate`), all rounded. Part "channel": the model of
+are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. Part "channel": the model of
 part "kv" with K in 4 and 2 bits with zero points, per token and per channel (KIVI, arXiv 2402.02750), and V per token,
 each beside the other in the model's dtype, and both. A run that was interrupted goes on where it stopped.
 """
@@ -48,10 +46,10 @@ from jllm.params import Params
 from jllm.pretrained import BUNDLED, Model
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
-from jllm.quant.rotation import quantize_model, rotate, rotate_by
+from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import ROTATIONS
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.numbers import positive, positive_number, seed_number
+from pallas_kernels.bench.numbers import positive, seed_number
 
 Row = dict[str, Any]
 METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
@@ -61,11 +59,9 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
 }
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
 STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "mxfp4-h", "nvfp4", "nvfp4-h")  # by rounding
-LEARNED = ("mxfp4", "nvfp4")  # by rounding, of weights and of what they read
-PARTS = ("kv", "weights", "stream", "smooth", "channel", "learned")
-BY_KEY = ("stream", "learned")  # whose rows come with what makes their models
+PARTS = ("kv", "weights", "stream", "smooth", "channel")
+STREAM_PART = "stream"  # whose rows come with what makes their models
 ALPHAS = (0.0, 0.5, 1.0)
-RATE = 5.0
 NONE = "none"  # in place of a rotation
 CHANNELS = 4  # that have outliers
 PAGE = 16  # tokens, where the KV format does not ask for more
@@ -92,11 +88,10 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
     tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
     done = {json.dumps(_key(row)): row for row in before}
     key: Row
-    of = {"stream": of_stream(model, args.seeds, tokens), "learned": of_learned(model, args, tokens)}
-    for part in (part for part in BY_KEY if part in args.parts):
-        for key, make in tqdm(of[part], delay=2, disable=None):
+    if STREAM_PART in args.parts:
+        for key, make in tqdm(of_stream(model, args.seeds, tokens), delay=2, disable=None):
             yield done.get(json.dumps(key)) or key | score(make(), ids, protocol, recorded)
-    todo = product(args.strengths, args.seeds) if set(args.parts) - set(BY_KEY) else ()
+    todo = product(args.strengths, args.seeds) if set(args.parts) - {STREAM_PART} else ()
     for strength, seed in tqdm(list(todo), delay=2, disable=None):
         if strength == 1 and seed != args.seeds[0]:  # which plants nothing
             continue
@@ -139,26 +134,6 @@ def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterato
                 yield key, partial(quantize_model, turned, scheme)
 
 
-def of_learned(model: Model, args: argparse.Namespace, tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
-    """Those of part "learned"."""
-
-    def learned(planted: Model, scheme: str, seed: int) -> Model:
-        options = {"steps": args.steps, "rate": args.rate, "seed": seed}
-        return quantize_model(rotate_by(planted, ptq.learn_rotation(planted, scheme, tokens, **options)), scheme)
-
-    for seed in args.seeds:
-        planted = plant_in_stream(model, tokens[:4], channels=CHANNELS, seed=seed)
-        turned = rotate(planted, "all", seed=seed)
-        for scheme in LEARNED:
-            made = {
-                NONE: partial(quantize_model, planted, scheme),
-                "all": partial(quantize_model, turned, scheme),
-                "learned": partial(learned, planted, scheme, seed),
-            }
-            for which, make in made.items():
-                yield {"part": "learned", "seed": seed, "scheme": scheme, "rotate": which}, make
-
-
 def _key(row: Row) -> Row:
     return {name: value for name, value in row.items() if name not in ("protocol", "tokens", "kl", "kl_95")}
 
@@ -182,7 +157,7 @@ def bars(found: list[Row]) -> Iterator[Row]:
     """What rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of each
     4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations, which
     must fall."""
-    streams = [row for row in found if row["part"] == "stream" and row["channels"]]
+    streams = [row for row in found if row["part"] == STREAM_PART and row["channels"]]
     for scheme in dict.fromkeys(row["scheme"] for row in streams):
         of = [row for row in streams if row["scheme"] == scheme]
         plain, turned = ([row["kl"] for row in of if row["rotate"] == which] for which in (NONE, "all"))
@@ -190,22 +165,7 @@ def bars(found: list[Row]) -> Iterator[Row]:
             name = f"{scheme} rotated all over as it is, outliers in the stream, mean of seeds"
             ratio = fmean(turned) / fmean(plain)
             yield {"name": name, "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
-    trained = [row for row in found if row["part"] == "learned"]
-    for scheme, other in product(dict.fromkeys(row["scheme"] for row in trained), (NONE, "all")):
-        kl = {(row["rotate"], row["seed"]): row["kl"] for row in trained if row["scheme"] == scheme}
-        pairs = [(kl[which, seed], kl[other, seed]) for which, seed in kl if which == "learned" and (other, seed) in kl]
-        if pairs:
-            ratio, worst = fmean(a for a, _ in pairs) / fmean(b for _, b in pairs), max(a / b for a, b in pairs)
-            text = f"{scheme} with a learned rotation over {'as it is' if other == NONE else 'a Hadamard one'}"
-            for over, value in (("mean of seeds", ratio), ("worst seed", worst)):
-                yield {
-                    "name": f"{text}, {over}",
-                    "value": rounded(value),
-                    "unit": "of kl",
-                    "bar": 1.0,
-                    "met": value < 1,
-                }
-    found = [row for row in found if row["part"] not in BY_KEY]
+    found = [row for row in found if row["part"] != STREAM_PART]
     greatest = max((row["strength"] for row in found), default=1)
     found = [row for row in found if row["strength"] == greatest > 1]
     smooth = {(row["kv"], row["alpha"], row["seed"]): row["kl"] for row in found if row["part"] == "smooth"}
@@ -241,11 +201,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
     parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of the channels")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but the last")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
     parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--steps", type=positive, default=40, help="of part learned (default: %(default)s)")
-    parser.add_argument("--rate", type=positive_number, default=RATE, help="of part learned (default: %(default)s)")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -156,9 +156,9 @@ def tell_where_kernels_link() -> None:
 def _ask_ptxas_once() -> None:
     """Makes JAX remember what `ptxas --version` says, once the first Mosaic kernel is chosen.
 
-    JAX 0.11.2 starts it for each conversion to or from 8 bits or fewer (masks too) in every kernel that it lowers: 493
-    times, or 3 of 4 seconds, for decode attention. The answer does not change. A JAX that does not ask so is left as it
-    is.
+    JAX 0.11.2 starts it for each conversion to or from 8 bits or fewer (masks too) in every kernel that it lowers.
+    For decode attention this is most of lowering. The answer does not change. Another JAX that does not ask stays as
+    it is.
     """
     try:
         from jax._src.lib import mosaic_gpu

@@ -18,7 +18,7 @@ AT_MOST = (
 )
 AT_LEAST = (
     r"tflop_s .* rate$|fraction |times .* speed over bf16's$|x over FlashAttention|.* share of the floor$|"
-    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|1 learned over|"
+    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|"
     r"1 INT4 over bf16, .*: at least(, .*)?$|1 share of held-out outputs within|"
     r".* (requests a second|times as many as vLLM)$|"
     r"1 .* replicas over one$|1 QPS workload, .*, triton over the default$|"

@@ -20,12 +20,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
 COMMAND = re.compile(rf"(?:{MODULE}|(?:^|\| )(jllm)(?= \w))((?: [^`\n|&#]*)?)", re.MULTILINE)
-SAID = {"hooks": "swim"}  # what a page says that its blocks print
+SAID = {"extending": "swim"}  # what a page says that its blocks print
+FILE = r"This file, `(\w+\.py)`.*?^```python\n(.*?)^```$"  # a block that others import
+WALKS = {"a-request"}  # pages whose blocks go on from one another, and show what each prints
 LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [body for name, body in found if name == language]
 
 
 class Parsed(Exception):
@@ -44,9 +47,18 @@ def commands(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in re.findall(FILE, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(code)
+    names: dict = {}
     for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), {})
-    assert SAID.get(page.stem, "") in capsys.readouterr().out
+        if page.stem not in WALKS:
+            names = {}
+        exec(compile(block, str(page), "exec"), names)
+    printed = capsys.readouterr().out
+    assert SAID.get(page.stem, "") in printed
+    if page.stem in WALKS:
+        assert "".join(blocks(page, "")[1:]) == printed
 
 
 def undefined(code: str) -> set[str]:

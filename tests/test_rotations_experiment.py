@@ -71,31 +71,6 @@ def test_rows_of_the_stream(asked, monkeypatch):
     assert len(made) == len(found)
 
 
-def test_rows_of_learned_rotations(asked, monkeypatch):
-    """What is learned is learned for each scheme and seed, from the model that the other rows are of."""
-    learned = []
-
-    def learn(model, scheme, tokens, *, steps, rate, seed):
-        learned.append((scheme, steps, rate, seed))
-        return model
-
-    monkeypatch.setattr(rotations.ptq, "learn_rotation", learn)
-    monkeypatch.setattr(rotations, "rotate_by", lambda model, rotation: model)
-    monkeypatch.setattr(rotations, "quantize_model", lambda model, scheme: model)
-    assert "learned" not in rotations.parse_args([]).parts
-    args = rotations.parse_args(["--parts", "learned", "--seeds", "0", "7", "--steps", "3", "--rate", "2"])
-    found = list(rotations.rows(tiny_model(), args))
-    assert [(row["scheme"], row["rotate"]) for row in found[:3]] == [("mxfp4", x) for x in ("none", "all", "learned")]
-    assert learned == [(scheme, 3, 2.0, seed) for seed in (0, 7) for scheme in rotations.LEARNED]
-    kl = {"none": 1.0, "all": 0.6, "learned": 0.5}
-    scored = [row | {"kl": kl[row["rotate"]] + (row["seed"] == 7) * (row["rotate"] == "learned") / 5} for row in found]
-    bars = list(rotations.bars(scored))
-    assert len(bars) == 4 * len(rotations.LEARNED)
-    assert [(bar["value"], bar["met"]) for bar in bars[:4]] == [(0.6, True), (0.7, True), (1.0, False), (1.167, False)]
-    assert list(rotations.rows(tiny_model(), args, found)) == found
-    assert len(learned) == 4
-
-
 def test_rows_of_channels_scaled_ahead(asked, monkeypatch):
     alphas = []
 

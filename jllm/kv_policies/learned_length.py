@@ -4,7 +4,6 @@ experiments/train_length_predictor.py on what one model really said, and good fo
 The network sees hashed tokens (how often each bucket occurs, and the last ones in their order), the prompt's length,
 and the strings that stop the request. It yields a distribution over the output's length, in bins that grow with it. The
 shares that it gives were held against texts that it was not trained on, and are corrected by what came out (`levels`).
-Asking it takes some 75 us, once a request, and 9 us whenever a request outgrows the answer.
 """
 
 import hashlib

@@ -17,7 +17,7 @@ from jax import lax
 from jllm.config import LlamaConfig
 from jllm.sampling import Draws, Sampling, sample, sample_parts
 
-# Bytes of all logits, from which on it pays: counted for 18 us an exchange by XLA and 350 GB/s (experiments/LOG.md).
+# Bytes of all logits, from which on it pays, counted from the time of an exchange and NVLink's rate.
 LEAST = 32 << 20
 
 

@@ -6,12 +6,10 @@ the output projection. "all" does that, and rotates the residual stream, by rand
 of norms go into what reads them first, for norms to commute with it; a tied model gets a head of its own. What reads K
 after rotary embedding, and the down projection's input, take a rotation as the model runs: that of K is the KV formats'
 (`int4-g32-h`), that of the down projection's input a weight format's (`mxfp4-h`).
-
-A Rotation of any orthonormal matrices does the same in their place; calibration.learn_rotation learns one (SpinQuant).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,7 @@ from jllm.param_specs import param_specs
 from jllm.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import ROTATIONS, Scheme, find_scheme
-from pallas_kernels.hadamard import hadamard, turn
+from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
 
 if TYPE_CHECKING:
@@ -41,15 +39,6 @@ def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = Fal
     return replace(turned, params=params)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rotation:
-    """Orthonormal matrices that a model's rows are multiplied by: of the residual stream and of each layer's heads."""
-
-    stream: Any  # [E, E]
-    values: Any  # [layers, D, D]
-
-
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
     """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
     Leaves may be jax.ShapeDtypeStruct; on a mesh each device holds a layer at a time whole. Raises QuantizationError
@@ -58,24 +47,7 @@ def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
     c = model.config
-    return _turned(model, hadamard_signs(c.hidden_size, seed) if which == "all" else None, [None] * c.num_layers)
-
-
-def rotate_by(model: "Model", rotation: Rotation) -> "Model":
-    """`rotate` all over by these matrices. Differentiable with respect to them; whether they are orthonormal is not
-    looked at. Raises QuantizationError as rotate does, and for matrices of other sizes."""
-    check_rotates(model)
-    c, found = model.config, (rotation.stream.shape, rotation.values.shape)
-    if found != (sizes := ((c.hidden_size,) * 2, (c.num_layers, c.head_dim, c.head_dim))):
-        raise QuantizationError("the model's rotations are of shapes {} and {}, not {}, {}".format(*sizes, *found))
-    return _turned(model, rotation.stream, rotation.values)
-
-
-def hadamard_rotation(model: "Model", *, seed: int = 0) -> Rotation:
-    """The matrices of rotate(model, "all", seed=seed), float64."""
-    c = model.config
-    stream = hadamard_signs(c.hidden_size, seed)[:, None] * hadamard(c.hidden_size)
-    return Rotation(stream, np.broadcast_to(hadamard(c.head_dim), (c.num_layers, c.head_dim, c.head_dim)))
+    return _turned(model, hadamard_signs(c.hidden_size, seed) if which == "all" else None)
 
 
 def hadamard_signs(size: int, seed: int) -> np.ndarray:
@@ -91,8 +63,8 @@ def check_rotates(model: "Model") -> None:
             raise QuantizationError(f"{type(part).__name__}: this kind of layer cannot be rotated")
 
 
-def _turned(model: "Model", stream: Any, values: Sequence[Any]) -> "Model":
-    """By what _times takes for the stream (None: it stays) and for each layer's heads."""
+def _turned(model: "Model", signs: Any) -> "Model":
+    """Rotates each layer's heads, and the stream by signs f64[E] and a Hadamard matrix (None: it stays)."""
     c, p = model.config, model.params
     abstract = isinstance(p.embed, jax.ShapeDtypeStruct)
     one = partial(_rotate_layer, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
@@ -107,16 +79,16 @@ def _turned(model: "Model", stream: Any, values: Sequence[Any]) -> "Model":
         part = jax.tree.map(lambda of, leaf: whole(leaf, of.entry, c, of.shape), spec, part)
         return jax.tree.map(lambda of, leaf: share(leaf, of.entry, c), turned, make(part, *by))
 
-    layers = tuple(run(one, p.layers[i], spec, spec, stream, values[i]) for i, spec in enumerate(specs.layers))
-    if stream is None:
+    layers = tuple(run(one, p.layers[i], spec, spec, signs) for i, spec in enumerate(specs.layers))
+    if signs is None:
         return replace(model, params=replace(p, layers=layers))
     ends = (replace(of, layers=()) for of in (p, specs, untied))
-    turned = run(_rotate_ends, *ends, stream)
+    turned = run(_rotate_ends, *ends, signs)
     return replace(model, params=replace(turned, layers=layers), config=replace(c, tie_embeddings=False))
 
 
 @partial(jax.jit, static_argnames=("kv_heads", "head_dim"))
-def _rotate_layer(layer: LayerParams, stream: Any, own: Any, *, kv_heads: int, head_dim: int) -> LayerParams:
+def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: int) -> LayerParams:
     attention, mlp = layer.attention, layer.mlp
     rows = kv_heads * head_dim
 
@@ -125,57 +97,52 @@ def _rotate_layer(layer: LayerParams, stream: Any, own: Any, *, kv_heads: int, h
         if w is None:
             return None
         last = _wide(w[-rows:]).reshape(kv_heads, head_dim, -1)
-        turned = _times(last.swapaxes(1, 2), own).swapaxes(1, 2).reshape(rows, *w.shape[1:])
+        turned = turn(last.swapaxes(1, 2)).swapaxes(1, 2).reshape(rows, *w.shape[1:])
         return w.at[-rows:].set(turned.astype(w.dtype))
 
-    o = _times(_wide(attention.o).reshape(attention.o.shape[0], -1, head_dim), own).reshape(attention.o.shape)
+    o = turn(_wide(attention.o).reshape(attention.o.shape[0], -1, head_dim)).reshape(attention.o.shape)
     qkv, qkv_bias, o = values(attention.qkv), values(attention.qkv_bias), o.astype(attention.o.dtype)
     attention = replace(attention, qkv=qkv, qkv_bias=qkv_bias, o=o)
-    if stream is None:
+    if signs is None:
         return LayerParams(attention, mlp)
     attention = replace(
         attention,
         norm=jnp.ones_like(attention.norm),
-        qkv=_reads(attention.qkv, attention.norm, stream),
-        o=_writes(attention.o, stream),
-        o_bias=_writes(attention.o_bias, stream),
+        qkv=_reads(attention.qkv, attention.norm, signs),
+        o=_writes(attention.o, signs),
+        o_bias=_writes(attention.o_bias, signs),
     )
     mlp = replace(
         mlp,
         norm=jnp.ones_like(mlp.norm),
-        gate_up=_reads(mlp.gate_up, mlp.norm, stream),
-        down=_writes(mlp.down, stream),
-        down_bias=_writes(mlp.down_bias, stream),
+        gate_up=_reads(mlp.gate_up, mlp.norm, signs),
+        down=_writes(mlp.down, signs),
+        down_bias=_writes(mlp.down_bias, signs),
     )
     return LayerParams(attention, mlp)
 
 
 @jax.jit
-def _rotate_ends(p: Params, stream: Any) -> Params:
+def _rotate_ends(p: Params, signs: Any) -> Params:
     one = jnp.ones_like(p.norm)
     head = p.embed if p.head is None else p.head
-    return replace(p, embed=_reads(p.embed, one, stream), head=_reads(head, p.norm, stream), norm=one)
+    return replace(p, embed=_reads(p.embed, one, signs), head=_reads(head, p.norm, signs), norm=one)
 
 
-def _reads(w: Any, norm: jax.Array, stream: Any) -> jax.Array:
+def _reads(w: Any, norm: jax.Array, signs: Any) -> jax.Array:
     """w [N, E] that reads the stream after a norm, or an embedding's rows, which are the stream."""
     wide = _wide(w)
-    return _times(wide * norm.astype(wide.dtype)[None, :], stream).astype(w.dtype)
+    return _times(wide * norm.astype(wide.dtype)[None, :], signs).astype(w.dtype)
 
 
-def _writes(w: Any, stream: Any) -> Any:
+def _writes(w: Any, signs: Any) -> Any:
     """w [E, K], or a bias [E], that is added to the stream."""
-    return None if w is None else _times(_wide(w).T, stream).T.astype(w.dtype)
+    return None if w is None else _times(_wide(w).T, signs).T.astype(w.dtype)
 
 
-def _times(x: jax.Array, matrix: Any) -> jax.Array:
-    """x [.., n] times a matrix [n, n], or signs [n] and then a Hadamard matrix, or that alone (None)."""
-    if matrix is None:
-        return turn(x)
-    matrix = jnp.asarray(matrix).astype(x.dtype)
-    if matrix.ndim == 2:
-        return jnp.matmul(x, matrix, precision="highest")
-    return turn(x * matrix.reshape((1,) * (x.ndim - 1) + (-1,)))
+def _times(x: jax.Array, signs: Any) -> jax.Array:
+    """Returns x [.., n] times signs [n] and then a Hadamard matrix."""
+    return turn(x * jnp.asarray(signs).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,)))
 
 
 def _wide(w: Any) -> jax.Array:

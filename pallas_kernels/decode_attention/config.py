@@ -107,8 +107,8 @@ def triton_config(head_dim: int, queries: int, pages: KVPages) -> TritonConfig:
     warps = 4 if block == 16 else 8
     if not codes or head_dim > 128:  # registers have no room for more stages with 256
         return TritonConfig(block, keys=keys, warps=warps)
-    # 5 stages: steps over codes are so short that their loads have to run ahead (see pages_triton.py). With two
-    # warps and 512 tokens an H100 was within 1 us of the fastest of eight configurations at 64 sequences of 1,024.
+    # 5 stages: steps over codes are so short that their loads must run ahead (see pages_triton.py). Two warps and 512
+    # tokens were the fastest of eight configurations on an H100, or as fast.
     return TritonConfig(block, keys=keys, split=512, warps=2 if block == 16 else warps, stages=5)
 
 

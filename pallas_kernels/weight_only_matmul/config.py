@@ -121,7 +121,7 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ..
     """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
     One row has a kernel of its own. Codes of 4 bits with few rows of x are multiplied by single warps (`by_warp`), and
-    codes of 8 bits stream with up to 8 rows, which an H100 takes 5 to 19 % less time for than for the ring. The ring
+    codes of 8 bits stream with up to 8 rows, which is faster than the ring. The ring
     and wgmma do the rest. Rows of x are cut as evenly as tiles of at most 128 allow, and K into parts as far as SMs
     would have no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of 192, or with up to
     16 rows of x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any.

@@ -10,9 +10,9 @@ says so, embedding and head are rounded. Models must not be quantized yet. Memor
 tokens' residual stream, and what one layer needs.
 """
 
+from typing import NoReturn
+
 from jllm.quant.calibration.inputs import InputStats, layer_statistics
-from jllm.quant.calibration.rotation_learning import learn_rotation
-from jllm.quant.calibration.scale_learning import learned, tune_scales
 from jllm.quant.calibration.scale_search import awq
 from jllm.quant.calibration.smoothing import smooth, smooth_attention, smoothquant
 from jllm.quant.calibration.solver import gptq, mr_gptq
@@ -22,11 +22,19 @@ __all__ = [
     "awq",
     "gptq",
     "layer_statistics",
-    "learn_rotation",
-    "learned",
     "mr_gptq",
     "smooth",
     "smooth_attention",
     "smoothquant",
-    "tune_scales",
 ]
+
+GONE = {  # names that were here, and what does better
+    "learned": "gptq or awq",
+    "tune_scales": "gptq or awq",
+    "learn_rotation": 'jllm.quant.rotation.rotate(model, "all")',
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    successor = f": use {GONE[name]}" if name in GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{successor}")
