@@ -132,10 +132,10 @@ def multiply(
                 added["residual"] = added["residual"].reshape(-1, w.shape[0])
             y = of_plain_rows(flat, w.values, w.scales, **added, out_dtype=out_dtype, backend=backend)
             return y.reshape(*x.shape[:-1], w.shape[0])
-        codes = fenced(backend, lambda x: row_codes(x, w.format, w.input_scale, rows), x)
+        codes = fenced(backend, partial(row_codes, fmt=w.format, scale=w.input_scale, rows=rows), x)
         return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
-        x = fenced(backend, lambda x: input_blocks(x, w.format, w.input_scale, rows, parts), x)
+        x = fenced(backend, partial(input_blocks, fmt=w.format, scale=w.input_scale, rows=rows, parts=parts), x)
         w = replace(w, format=replace(w.format, rotated=False))  # as x is now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 

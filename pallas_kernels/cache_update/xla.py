@@ -1,7 +1,6 @@
 """cache_update in plain jnp: one scatter a pool, in place where the caller donates the pages."""
 
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -11,6 +10,8 @@ from pallas_kernels.kv_pages import KVPages, store
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.one_order import Run, plainly
 from pallas_kernels.rotary import rotate
+
+type Encoded = tuple[jax.Array, jax.Array | None]  # values and scales, as stored
 
 
 @partial(jax.jit, static_argnames="apart")
@@ -32,12 +33,14 @@ def cache_update(
     def turned(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rotate(q, cos, sin), rotate(k, cos, sin, compute)
 
-    def encoded(q: jax.Array, k: jax.Array, v: jax.Array, *angles: jax.Array) -> Any:
+    def encoded(q: jax.Array, k: jax.Array, v: jax.Array, *angles: jax.Array) -> tuple[jax.Array, Encoded, Encoded]:
         q, k = turned(q, k, *angles)
         return q, encode(k, pages.k.format), encode(v, pages.v.format)
 
     if isinstance(pages.k.format, Kivi):
         q, k = apart(turned, q, k, cos, sin)
         return q, kv_tail.update(pages, k, v, page, offset, apart)
+    of_k: Encoded
+    of_v: Encoded
     q, of_k, of_v = apart(encoded, q, k, v, cos, sin)
     return q, KVPages(store(pages.k, *of_k, page, offset), store(pages.v, *of_v, page, offset))

@@ -74,8 +74,8 @@ def _operations(
 ) -> QuantizedRows:
     """One after the other; `of_silu` is the backend of SiLU."""
     y = int8_matmul(rows.values, w, rows.scales, w_scale.astype(rows.scales.dtype), out_dtype=dtype, backend=backend)
-    rows = silu_mul_quant(y, backend=of_silu)
-    return fenced(backend, lambda x: quantize_rows(x, "int8", group=group), rows)
+    gated = silu_mul_quant(y, backend=of_silu)
+    return fenced(backend, lambda x: quantize_rows(x, "int8", group=group), gated)
 
 
 BACKENDS = {
