@@ -112,6 +112,14 @@ def of_model(params: Params, config: LlamaConfig) -> str:
     return hashlib.sha256(found.encode()).hexdigest()[:32]
 
 
+def of_function(params: Params, config: LlamaConfig) -> str:
+    """Returns the fingerprint of what a forward pass computes, on one device or a mesh: the weights' values, and the
+    config but for its dtype, its context and the tokens that it names."""
+    weights = of_params(params) if config.mesh is None else of_shares(params, config)
+    same = replace(config, dtype="", context=1, bos_id=None, eos_ids=())
+    return hashlib.sha256(f"{weights} {same}".encode()).hexdigest()[:32]
+
+
 def of_norms(params: Params) -> str:
     """The fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
     leaves, tree = jax.tree.flatten(params, is_leaf=_is_quantized)

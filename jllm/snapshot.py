@@ -42,7 +42,7 @@ class Snapshot:
 
     tokens: Any  # i32[L]
     cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
-    # Fingerprint of the weights that made it (fingerprint.of_params). None: unknown, and then resumed with any.
+    # Fingerprint of the model that made it (fingerprint.of_function). None: unknown, and then resumed with any.
     weights: str | None = field(default=None, metadata={"static": True})
     # Where the text of its sample's guide begins, which goes on when it is resumed with a guide. None: it had none.
     guided: int | None = field(default=None, metadata={"static": True})

@@ -193,10 +193,8 @@ class Device:
 
     @cached_property
     def weights(self) -> str:
-        """The fingerprint of the weights."""
-        if self._config.mesh is not None:
-            return fingerprint.of_shares(self._params, self._config)
-        return fingerprint.of_params(self._params)
+        """The fingerprint of the weights, and of what is computed with them."""
+        return fingerprint.of_function(self._params, self._config)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows, and
@@ -206,8 +204,8 @@ class Device:
         check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self._state.cache))
         if snapshot.weights not in (None, self.weights):
             raise SnapshotError(
-                "the snapshot was made with other weights than this engine's: its K and V mean nothing to them "
-                "(to try it all the same: dataclasses.replace(snapshot, weights=None))"
+                "the snapshot was made with other weights, or another config, than this engine's: "
+                "its K and V mean nothing here (to try it all the same: dataclasses.replace(snapshot, weights=None))"
             )
 
     def compile_ahead(self, variant: Variant) -> int:

@@ -223,7 +223,7 @@ def test_files_that_are_no_conversation_of_this_model(session, model, tmp_path):
     save_snapshot(file, value, {"conversation": about["conversation"]})
     assert load(session, file) == talk
     other = jllm.Engine(tiny_model(seed=1, num_layers=1, vocab_size=model.config.vocab_size), max_slots=1)
-    with contextlib.closing(other), pytest.raises(SnapshotError, match="made with other weights"):
+    with contextlib.closing(other), pytest.raises(SnapshotError, match="made with other weights, or another config"):
         load(Session(other, model.tokenizer, params(), 128), file)
     with pytest.raises(SnapshotError, match="No such file"):
         load(session, tmp_path / "none")

@@ -390,9 +390,11 @@ def test_a_snapshot_of_other_weights_is_refused(model, wide, tmp_path):
     value = snapshots.cut(snapshots.load(tmp_path / "one"), 20)
     norm = model.params.norm
     other = replace(model, params=replace(model.params, norm=norm.at[3].add(1e-6)))
+    turned = replace(model, config=replace(model.config, rope_theta=500.0))  # the same weights, read otherwise
     resumed = Engine(other, **SMALL)
-    with pytest.raises(SnapshotError, match="the snapshot was made with other weights than this engine's"):
-        resumed.resume(value, greedy(4))
+    for engine in (resumed, Engine(turned, **SMALL)):
+        with pytest.raises(SnapshotError, match="the snapshot was made with other weights, or another config,"):
+            engine.resume(value, greedy(4))
     assert not resumed.has_work
     resumed.resume(replace(value, weights=None), greedy(4))  # as of one that no engine made
     assert resumed.has_work

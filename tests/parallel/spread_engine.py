@@ -152,7 +152,7 @@ def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices, kv_cache, s
             pass
         snapshot = engine.snapshot(request)
         assert snapshot.cache[0].k.values.shape[1] == model.config.num_kv_heads
-        assert snapshot.weights == fingerprint.of_params(model.params)
+        assert snapshot.weights == fingerprint.of_function(model.params, model.config)
         engine.close()
         other = Engine(second, **options)
         known = len(snapshot.tokens) - len(PROMPTS[0])
