@@ -63,6 +63,34 @@ def test_without_a_gpu_the_rows_are_those_of_the_newest_file(tmp_path):
     assert found[-1]["floor_over_bf16"] == 2.0
 
 
+def test_each_device_answers_from_its_newest_complete_file(tmp_path):
+    def write(name, device, int4_ms, complete=True):
+        ms = {"bf16": 4.0, c8.INT4: int4_ms}
+        steps = [{"scheme": of, "batch": 1, "kv": "bf16", "decode_ms": each} for of, each in ms.items()]
+        document = {"experiment": "quant_steps", "device": device, "command": "", "rows": steps, "complete": complete}
+        (tmp_path / f"quant_steps-{name}.json").write_text(json.dumps(document))
+
+    write("20260101-h100", "NVIDIA H100", 1.0)
+    write("20260102-h200", "NVIDIA H200", 1.0)
+    write("20260103-h200", "NVIDIA H200", 4.0)
+    write("20260104-h100", "NVIDIA H100", 9.0, complete=False)
+    rows = [*c8.recorded(tmp_path)]
+    assert list(dict.fromkeys(row["file"] for row in rows)) == [
+        "quant_steps-20260101-h100.json",
+        "quant_steps-20260103-h200.json",
+    ]
+    found = c8.CLAIM.verdict(rows)
+    assert found.verdict == "partly"
+    h100, h200 = found.answers
+    assert h100.startswith("On H100: partly. Yes: at least 1.5 times as fast at batch 1: 4.00. No: ")
+    assert h200.startswith("On H200: no. No: at least 1.5 times as fast at batch 1: 1.00; ")
+    assert [(bar["name"].rpartition(", ")[2], bar["value"], bar["met"]) for bar in found.bars] == [
+        ("H100", 4.0, True),
+        ("H200", 1.0, False),
+    ]
+    assert c8.CLAIM.verdict(rows[2:]) == c8.judge(rows[2:]), "one device is not named"
+
+
 def test_rounds_decide_with_their_interval():
     def rows(int4):
         kept = {"kv": "bf16", "batch": 64, "over_bf16": 1.0}

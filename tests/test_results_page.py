@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments import results_page
-from experiments.claims import c23
+from experiments.claims import c7, c8, c23, c30
 from experiments.report import details, documents, overview, pictures
 from experiments.report.commands import name_of
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result, superseded
@@ -326,6 +326,47 @@ def test_what_was_measured_answers_a_claim_before_what_is_simulated(tmp_path):
     assert answer() == "claims-C26-20261127-cpu"
     write(tmp_path, "claims-C26-20261120-h200", experiment=experiment, rows=measured)
     assert answer() == "claims-C26-20261120-h200"
+
+
+def test_every_device_that_answers_a_claim_has_a_row(tmp_path):
+    """Of one file or of several; a device's newest complete file counts."""
+    verdict = {"stated": "large", "measured": "Yes: large", "verdict": "yes"}
+
+    def steps(device, int4_ms):
+        of = {"kv": "bf16", "batch": 1, "measured_on": f"NVIDIA {device}"}
+        return [of | {"scheme": scheme, "decode_ms": ms} for scheme, ms in (("bf16", 4.0), ("w4a16-g128", int4_ms))]
+
+    def rows_of(claim):
+        return [line.split(" | ")[-2:] for line in short(tmp_path).splitlines() if f"[{claim}]" in line]
+
+    rows = [*steps("H100", 1.0), *steps("H200", 4.0), verdict]
+    write(tmp_path, "claims-C8-20261120-cpu", experiment="claims-C8", device="cpu", rows=rows)
+    assert rows_of("C8") == [["H200", "**no** |"], ["H100", "**partly** |"]]
+    for device, day, complete in (("H100", 20, True), ("H200", 21, True), ("H200", 22, False), ("H100", 19, True)):
+        about = {"device": f"NVIDIA {device}", "date": f"2026-11-{day}", "complete": complete}
+        rows = [{"part": "check"}, verdict]
+        write(tmp_path, f"claims-C26-202611{day}-{device}", experiment="claims-C26", rows=rows, **about)
+    assert rows_of("C26") == [["H200", "**no** |"], ["H100", "**no** |"]]
+    assert [
+        entry.document["date"][-2:] for name, entry in claim_rows(Results(read_all(tmp_path))) if name == "C26"
+    ] == [
+        "21",
+        "20",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("claim", "recorded"),
+    [
+        ("C7", lambda: [*c7.products(RESULTS), *c7.steps(RESULTS)]),
+        ("C8", lambda: c8.recorded(RESULTS)),
+        ("C30", lambda: c30.recorded(RESULTS)),
+    ],
+)
+def test_a_published_answer_is_of_the_files_that_its_command_reads(claim, recorded):
+    (entry,) = [entry for name, entry in claim_rows(Results(read_all())) if name == claim]
+    published = [row for row in entry.rows if "file" in row]
+    assert published == [{"claim": claim} | row for row in recorded()], f"python -m experiments.claims {claim} --record"
 
 
 def test_every_partly_says_what_is_yes_and_what_is_not():

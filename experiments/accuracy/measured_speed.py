@@ -73,15 +73,8 @@ def layer_speed(device: str, results: Path, benchmark: str) -> Speed | None:
     return Speed(round(times, 3), f"{len(pairs)} products of a 7B layer at {BATCH} rows, {', '.join(files)}")
 
 
-def product_pairs(results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
-    """Products of a benchmark's own kernel and of bfloat16, each by the fastest of all runs on the device of the
-    benchmark's newest file."""
-    devices = [document["device"] for document, _ in documents(results, benchmark)]
-    return pairs_on(devices[-1], results, benchmark) if devices else {}
-
-
 def pairs_on(device: str, results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
-    """Those of one device."""
+    """Returns products of a benchmark's own kernel and of bfloat16, each by the fastest of all runs on a device."""
     ours, plain = fastest_products(results, device, benchmark), fastest_products(results, device)
     return {shape: (ours[shape], plain[shape]) for shape in sorted(ours.keys() & plain.keys())}
 
@@ -104,6 +97,16 @@ def fastest_products(results: Path, device: str, peer: str | None = None) -> dic
 def source_of(document: Row, file: str) -> Row:
     """What a row says whose figures are those of another result: that result, and the device that measured it."""
     return {"file": file, "measured_on": document["device"]}
+
+
+def newest(results: Path, experiment: str) -> list[tuple[Row, str]]:
+    """Returns the newest complete file of an experiment on each GPU, and its name: the oldest first."""
+    found: dict[str, tuple[Row, str]] = {}
+    for document, file in documents(results, experiment):
+        if document.get("complete", True):
+            found.pop(document["device"], None)
+            found[document["device"]] = document, file
+    return list(found.values())
 
 
 def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Row, str]]:

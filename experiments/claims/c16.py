@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.accuracy.measured_speed import documents, source_of
+from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.claim import FEW, Claim, Part, Row, Verdict, verdict_of
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
@@ -56,7 +56,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def recorded(results: Path) -> Iterator[Row]:
     """What a GPU's link did, of the newest file of this claim."""
-    for document, file in [*documents(results, "claims-C16")][-1:]:
+    for document, file in newest(results, "claims-C16")[-1:]:
         yield from (row | source_of(document, file) for row in document["rows"] if row.get("source") == "measured")
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import jllm
-from experiments.accuracy.measured_speed import documents, source_of
+from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.c4 import sampler_inputs
 from experiments.claims.c22 import Step
 from experiments.claims.claim import Claim, Row, Verdict, by_case, measured_rows, microseconds, verdict_of
@@ -68,13 +68,13 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def recorded(results: Path) -> Iterator[Row]:
     """The parts alone, as the newest file of this claim on a GPU has them."""
-    for document, file in [*documents(results, "claims-C19")][-1:]:
+    for document, file in newest(results, "claims-C19")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "how" not in row)
 
 
 def overlapped(results: Path) -> Iterator[Row]:
     """Shares of a step of an engine that serves, from its newest trace."""
-    for document, file in [*documents(results, "step_profile_serve")][-1:]:
+    for document, file in newest(results, "step_profile_serve")[-1:]:
         rows = [row for row in document["rows"] if row.get("kernel") in ("(all)", "(none)")]
         for batch, context in dict.fromkeys((row["batch"], row["context"]) for row in rows):
             share = {row["kind"]: row["share"] for row in rows if row["batch"] == batch}

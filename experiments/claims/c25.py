@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.accuracy.measured_speed import STEPS, documents, source_of
+from experiments.accuracy.measured_speed import STEPS, newest, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, all_hold, verdict_of
 from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, server, simulates
@@ -48,7 +48,7 @@ def measure(toy: bool) -> Iterator[Row]:
 def recorded(results: Path) -> tuple[Row, list[Row]]:
     """What names the newest file of quant_steps, and its steps over 16-bit pages: {scheme, kind, batch, context, ms}
     each."""
-    for document, file in [*documents(results, STEPS)][-1:]:
+    for document, file in newest(results, STEPS)[-1:]:
         rows = [row for row in document["rows"] if row.get("kv") == "bf16"]
         found = [(row, kind) for row in rows for kind in ("decode", "prefill") if f"{kind}_ms" in row]
         names = ("scheme", "batch", "kv")

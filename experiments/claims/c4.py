@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.accuracy.measured_speed import documents, source_of
+from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.claim import Claim, Part, Row, Verdict, measured_rows, microseconds, verdict_of
 from experiments.claims.contest import RULE, SAMPLING, contest, draw_qps, gain_parts
 from jllm.sampling import Sampling, neutral_sampling, sample, sample_reference
@@ -35,13 +35,13 @@ def measure(toy: bool) -> Iterator[Row]:
 
 def recorded(results: Path) -> Iterator[Row]:
     """What the newest file of this claim on a GPU served."""
-    for document, file in [*documents(results, "claims-C4")][-1:]:
+    for document, file in newest(results, "claims-C4")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "policy" in row)
 
 
 def samplers(results: Path) -> Iterator[Row]:
     """Microseconds of each sampler alone, from the newest file that has them."""
-    for document, file in [*documents(results, "sample")][-1:]:
+    for document, file in newest(results, "sample")[-1:]:
         found: dict[tuple[int, int], Row] = {}
         for row in document["rows"]:
             if row.get("asked") == ASKED and "us" in row:

@@ -1,10 +1,10 @@
 """C7: W8A8 doubles the speed of 16-bit products and keeps accuracy.
 
 Speed is a kernel's, so that only a GPU can say it. On a Hopper GPU the four products of a LLaMA-2-7B layer are timed
-here, with XLA's of bfloat16; elsewhere rows are what result files of this repository have, which each names. Either
-way the 16-bit time is the fastest that any run on that device had, our own kernel's, torch's and labelled runs
-included, and the answer is by the rows of a product. Whole decode steps come from quant_steps' files where there are
-any. Accuracy is measured here, on the bundled model and the text that it wrote.
+here, with XLA's of bfloat16; elsewhere rows are what result files of this repository have, which each names. Each
+device has an answer. Either way the 16-bit time is the fastest that any run on that device had, our own kernel's,
+torch's and labelled runs included, and the answer is by the rows of a product. Whole decode steps come from
+quant_steps' files where there are any. Accuracy is measured here, on the bundled model and the text that it wrote.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from experiments.accuracy.measured_speed import PLAIN, STEPS, documents, fastest_products, product_pairs, source_of
+from experiments.accuracy.measured_speed import PLAIN, STEPS, fastest_products, newest, pairs_on, source_of
 from experiments.claims.accuracy import BUNDLED_SUBJECT, judge_of, percent
 from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
 from pallas_kernels.backends import on_hopper
@@ -40,15 +40,17 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def products(results: Path) -> Iterator[Row]:
-    """From result files."""
-    for (m, k, n), (ours, wide) in product_pairs(results, OURS).items():
-        files = ", ".join(dict.fromkeys((ours.source["file"], wide.source["file"])))
-        yield product_row(m, k, n, ours.us, wide.us, ours.source | {"file": files})
+    """Yields those of result files, of each device."""
+    for device in dict.fromkeys(document["device"] for document, _ in newest(results, OURS)):
+        for (m, k, n), (ours, wide) in pairs_on(device, results, OURS).items():
+            files = ", ".join(dict.fromkeys((ours.source["file"], wide.source["file"])))
+            yield product_row(m, k, n, ours.us, wide.us, ours.source | {"file": files})
 
 
 def timed_products() -> Iterator[Row]:
     """On this device, the rows of a shape together."""
-    known = fastest_products(RESULTS, jax.devices()[0].device_kind)
+    device = jax.devices()[0].device_kind
+    known = fastest_products(RESULTS, device)
     with ThreadPoolExecutor(16) as pool:
         for k, n in BENCH_SHAPES:
             ours, wide = (
@@ -69,7 +71,8 @@ def timed_products() -> Iterator[Row]:
                 best = known.get((case.m, k, n))
                 here = best is None or wide_us <= best.us
                 file = "measured here" if best is None or here else f"measured here, {best.source['file']}"
-                yield product_row(case.m, k, n, us, wide_us if best is None or here else best.us, {"file": file})
+                source = {"file": file, "measured_on": device}
+                yield product_row(case.m, k, n, us, wide_us if best is None or here else best.us, source)
 
 
 def product_row(m: int, k: int, n: int, us: float, wide_us: float, source: Row) -> Row:
@@ -78,8 +81,8 @@ def product_row(m: int, k: int, n: int, us: float, wide_us: float, source: Row) 
 
 
 def steps(results: Path) -> Iterator[Row]:
-    """Whole decode steps with 16-bit K and V, from the newest file that has them."""
-    for document, file in [*documents(results, STEPS)][-1:]:
+    """Yields whole decode steps with 16-bit K and V, from the newest complete file of each device."""
+    for document, file in newest(results, STEPS):
         found = {(r["scheme"], r["kv"], r["batch"]): r["decode_ms"] for r in document["rows"] if "decode_ms" in r}
         for (scheme, kv, batch), ms in found.items():
             wide = found.get((*PLAIN, batch))
@@ -141,16 +144,17 @@ def between(times: list[float]) -> str:
 def draw(figure: Any, rows: list[Row]) -> None:
     left, right = figure.subplots(1, 2)
     found = [row for row in rows if row["part"] == "product"]
-    for k, n in dict.fromkeys((row["K"], row["N"]) for row in found):
-        of_shape = sorted((row["M"], row["times"]) for row in found if (row["K"], row["N"]) == (k, n))
+    for k, n, device in dict.fromkeys((row["K"], row["N"], row.get("measured_on")) for row in found):
+        shape = {"K": k, "N": n} | ({"measured_on": device} if device else {})
+        of_shape = sorted((row["M"], row["times"]) for row in found if shape.items() <= row.items())
         left.semilogx(*zip(*of_shape), "o-", base=2, markersize=3, label=f"{k} x {n}")
     left.set_xlabel("rows of a product (K x N)")
-    for scheme in SCHEMES:
-        of_scheme = sorted(
-            (row["batch"], row["times"]) for row in rows if row["part"] == "step" and row["scheme"] == scheme
-        )
-        if of_scheme:
-            right.semilogx(*zip(*of_scheme), "o-", base=2, markersize=3, label=scheme)
+    for device, some in (CLAIM.of_devices(rows) or {"": rows}).items():
+        for scheme in SCHEMES:
+            steps = (row for row in some if row["part"] == "step" and row["scheme"] == scheme)
+            if of_scheme := sorted((row["batch"], row["times"]) for row in steps):
+                name = f"{scheme}{device.replace('NVIDIA', ',')}"
+                right.semilogx(*zip(*of_scheme), "o-", base=2, markersize=3, label=name)
     right.set_xlabel("batch of a decode step" if right.lines else "batch of a decode step: not measured yet")
     for axes in (left, right):
         axes.axhline(STATED, color="black", linestyle="--", linewidth=1)
@@ -172,4 +176,5 @@ CLAIM = Claim(
     judge=judge,
     draw=draw,
     computed=True,
+    by_device=True,
 )

@@ -2,9 +2,10 @@
 
 The steps are those of experiments.quant_steps: every slot at 136 tokens of KV in bfloat16, INT4 in groups of 128, both
 formats in one run. A GPU times them, with the kernels named (mosaic), so that no product falls back to XLA's; elsewhere
-the rows are those of quant_steps' newest file, which each names. Beside what was
-measured stands what bytes and peaks alone would allow, the ratio of the two floors: INT4 codes are read in a quarter of
-the time, but multiplied in 16 bits like the others, so the gain shrinks as K, V and operations grow with the batch.
+the rows are those of quant_steps' newest complete file of each device, which each names, and each device has an answer.
+Beside what was measured stands what bytes and peaks alone would allow, the ratio of the two floors: INT4 codes are read
+in a quarter of the time, but multiplied in 16 bits like the others, so the gain shrinks as K, V and operations grow
+with the batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import quant_steps
-from experiments.accuracy.measured_speed import STEPS, documents, source_of
+from experiments.accuracy.measured_speed import STEPS, newest, source_of
 from experiments.claims.claim import Claim, Interval, Part, Row, Verdict, interval_of, verdict_of
 from experiments.report import floors_today
 from experiments.steps.speedups import speedups, speedups_in_turn
@@ -34,8 +35,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Decode steps of both formats from the newest file of a GPU's run."""
-    for document, file in [*documents(results, STEPS)][-1:]:
+    """Yields decode steps of both formats from the newest complete file of each GPU."""
+    for document, file in newest(results, STEPS):
         steps = [row for row in floors_today.with_floors(document) if "decode_ms" in row and row["kv"] == "bf16"]
         found = [row for scheme in ("bf16", INT4) for row in steps if row["scheme"] == scheme]
         yield from beside_floors(row | source_of(document, file) for row in found)
@@ -96,20 +97,21 @@ def judge(rows: list[Row]) -> Verdict:
 
 def draw(figure: Any, rows: list[Row]) -> None:
     left, right = figure.subplots(1, 2)
-    for scheme in ("bf16", INT4):
-        found = [row for row in rows if row["scheme"] == scheme]
-        left.loglog([row["batch"] for row in found], [row["decode_ms"] for row in found], "o-", base=2, label=scheme)
+    for device, some in (CLAIM.of_devices(rows) or {"": rows}).items():
+        where = device.replace("NVIDIA", ",")
+        for scheme in ("bf16", INT4):
+            found = [row for row in some if row["scheme"] == scheme]
+            batches, ms = [row["batch"] for row in found], [row["decode_ms"] for row in found]
+            left.loglog(batches, ms, "o-", base=2, label=f"{scheme}{where}")
+        times = {batch: each.mean for batch, each in times_of(some).items()}
+        right.semilogx(list(times), list(times.values()), "o-", base=2, label=f"measured{where}")
+        right.semilogx(batches, [row.get("floor_over_bf16") for row in found], ":", base=2, label=f"floors{where}")
     left.set_ylabel("ms a decode step")
-    left.legend()
-    found = [row for row in rows if row["scheme"] == INT4]
-    batches = [row["batch"] for row in found]
-    times = {batch: each.mean for batch, each in times_of(rows).items()}
-    right.semilogx(list(times), list(times.values()), "o-", base=2, label="measured")
-    right.semilogx(batches, [row.get("floor_over_bf16") for row in found], ":", base=2, label="floors")
+    left.legend(fontsize=7)
     right.semilogx(list(STATED), list(STATED.values()), "x", base=2, label="stated")
     right.axhline(1, linewidth=0.8, color="black")
     right.set_ylabel("INT4, times as fast as bf16")
-    right.legend()
+    right.legend(fontsize=7)
     for axes in (left, right):
         axes.set_xlabel("batch")
         axes.set_xticks(batches, [str(batch) for batch in batches])
@@ -127,4 +129,5 @@ CLAIM = Claim(
     judge=judge,
     draw=draw,
     computed=True,
+    by_device=True,
 )

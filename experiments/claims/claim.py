@@ -151,6 +151,29 @@ class Claim:
     chosen: bool = False  # whether a user may choose the model and the text that it is about
     lasts: bool = False  # whether requests arrive for some seconds, which a user may choose; None: as the claim says
     loads: bool = False  # whether a user may choose these, as shares of what is served all at once; (): as it says
+    by_device: bool = False  # whether each device that its rows name has an answer of its own
+
+    def of_devices(self, rows: list[Row]) -> dict[str, list[Row]]:
+        """Returns each device's rows, with those that name none; nothing where a single answer is right."""
+        devices = dict.fromkeys(row["measured_on"] for row in rows if "measured_on" in row) if self.by_device else {}
+        return {device: [row for row in rows if row.get("measured_on", device) == device] for device in devices}
+
+    def verdict(self, rows: list[Row]) -> Verdict:
+        """Returns what the rows say; of several devices what those of each say."""
+        of = {device.removeprefix("NVIDIA "): self.judge(some) for device, some in self.of_devices(rows).items()}
+        if len(of) < 2:
+            return self.judge(rows)
+        said = {found.verdict for found in of.values()}
+        bars: dict[str, Row] = {}
+        for device, found in of.items():
+            for bar in found.bars:
+                name = bar["name"] if all(bar in other.bars for other in of.values()) else f"{bar['name']}, {device}"
+                bars[name] = bar | {"name": name}
+        return Verdict(
+            said.pop() if len(said) == 1 else "partly",
+            tuple(f"On {device}: {found.verdict}. {found.measured}" for device, found in of.items()),
+            bars=tuple(bars.values()),
+        )
 
 
 def run(
@@ -192,7 +215,7 @@ def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
     bars: tuple[Row, ...] = ()
     verdict, measured = "incomplete", "nothing was measured"
     if good:
-        found = claim.judge(good)
+        found = claim.verdict(good)
         measured = found.measured
         if len(good) == len(rows):
             verdict = found.verdict

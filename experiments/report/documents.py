@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.claim import devices_of
+from experiments.claims.registry import claim_named
 from experiments.report.commands import name_of
 from experiments.report.judged import judged
 from jllm.errors import InputFileError
@@ -104,14 +105,19 @@ class Entry:
 
 
 def read_all(directory: Path = RESULTS) -> list[Entry]:
-    """The newest of each name and device, by name; their bars and verdicts are those of judged.py."""
+    """Returns the newest file of each name and device, of claims the newest complete one, where there is one. Bars and
+    verdicts are judged.py's."""
     found: dict[tuple[str, str], Entry] = {}
     for path in sorted(directory.glob("*.json")):
         document = judged(read_result(path))
         key = label_of(path), document["device"]
-        if key not in found or found[key].document["date"] < document["date"]:
+        if key not in found or _rank(found[key].document) < _rank(document):
             found[key] = Entry(key[0], path, document)
     return list(found.values())
+
+
+def _rank(document: Document) -> tuple[bool, str]:
+    return document["complete"] or claim_named(document["experiment"]) is None, document["date"]
 
 
 def superseded(directory: Path = RESULTS) -> Iterator[Path]:

@@ -17,7 +17,7 @@ def bars_of(document: Document) -> list[Document]:
     of other devices too. None where there is no such function or no row, and of runs of a few layers, which are too
     small to decide anything."""
     if claim := claim_of(document):
-        return list(find(claim).judge(measured_rows(document)).bars)
+        return list(find(claim).verdict(measured_rows(document)).bars)
     module = module_of(document["command"])
     if module is None or not document["rows"] or "--layers" in document["command"].split():
         return []
@@ -46,7 +46,7 @@ def judged(document: Document) -> Document:
     if (rows := with_floors(document)) is not document["rows"]:
         document = document | {"rows": rows, "floors_again": ceilings_read(document).rates}
     if claim := claim_of(document):
-        verdict = find(claim).judge(measured_rows(document))
+        verdict = find(claim).verdict(measured_rows(document))
         last = document["rows"][-1] | {"measured": verdict.measured, "verdict": verdict.verdict}
         changed = {} if last == document["rows"][-1] else {"judged_again": True}
         return document | {"rows": [*document["rows"][:-1], last], "bars": list(verdict.bars)} | changed
@@ -71,6 +71,6 @@ def with_backend(document: Document) -> Document:
 def _so_far(claim: str, rows: list[Document]) -> str:
     """What a claim's first rows say; nothing, where its rule needs rows that are not there yet."""
     try:
-        return find(claim).judge(rows).measured
+        return find(claim).verdict(rows).measured
     except (LookupError, ValueError, ZeroDivisionError):
         return ""

@@ -1,17 +1,17 @@
 """RESULTS.md: everything in short, on a page that is read in five minutes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import speed_key
-from experiments.claims.claim import measured_rows
+from experiments.claims.claim import devices_of, measured_rows
 from experiments.claims.registry import TITLES, find
 from experiments.report import by_device
 from experiments.report.asked import ASKED, Found
 from experiments.report.behind import link, missed
 from experiments.report.details import Anchors, anchors_of
-from experiments.report.documents import short
+from experiments.report.documents import Entry, short
 from experiments.report.figures import Results, best_requests, devices
 from experiments.report.judged import claim_of
 from experiments.report.markdown import markdown, shown_bar, slug
@@ -66,7 +66,8 @@ def _kernels(results: Results) -> Iterator[str]:
     if found := compared(results):
         yield (
             "How many times as fast as a peer, case by case: green is faster, red slower; two figures are the range "
-            "over shapes. \\* marks peers whose times are of another run, of which there is no file."
+            "over shapes. \\* marks peers whose times are of another run, of which there is no file. "
+            "[Their scripts](peers/README.md) say how they run."
         )
     for device in found:
         picture = by_device.picture_of("kernels", device)
@@ -109,18 +110,17 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
     for name, entry in claim_rows(results):
         row = entry.document["rows"][-1]
         elsewhere = {subject: other.document["rows"][-1]["verdict"] for subject, other in others.get(name, {}).items()}
-        differ = [f"; of {subject}: {verdict}" for subject, verdict in elsewhere.items() if verdict != row["verdict"]]
-        decided = claim_of(entry.document) is not None
-        found = find(name).judge(measured_rows(entry.document)).answers if decided else [row["measured"]]
-        cells.append(
-            [
-                f"[{name}]({anchors[entry.path]}) {TITLES[name]}",
-                row["stated"],
-                " ".join(shortened(text) for text in found),
-                ", ".join(map(short, entry.devices)),
-                f"**{row['verdict']}**{''.join(differ)}",
-            ]
-        )
+        for on, verdict, answers in _on_each_device(name, entry):
+            differ = [f"; of {subject}: {other}" for subject, other in elsewhere.items() if other != verdict]
+            cells.append(
+                [
+                    f"[{name}]({anchors[entry.path]}) {TITLES[name]}",
+                    row["stated"],
+                    " ".join(shortened(text) for text in answers),
+                    ", ".join(map(short, on)),
+                    f"**{verdict}**{''.join(differ)}",
+                ]
+            )
     if cells:
         yield markdown(["claim", "stated", "measured, in short", "on", "answer"], cells)
         answered = {name for name, _ in claim_rows(results)}
@@ -133,6 +133,19 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
             "computed, or accuracy, of the bundled model where nothing else "
             "is said." + f" Not measured yet: {', '.join(left)}." * bool(left)
         )
+
+
+def _on_each_device(name: str, entry: Entry) -> Iterator[tuple[list[str], str, Sequence[str]]]:
+    """Yields the devices, the verdict and the answers of each answer that a file gives."""
+    if claim_of(entry.document) is None:
+        row = entry.document["rows"][-1]
+        yield entry.devices, row["verdict"], [row["measured"]]
+        return
+    claim, rows = find(name), measured_rows(entry.document)
+    of = claim.of_devices(rows)
+    for some in reversed(of.values()) if len(of) > 1 else [rows]:
+        found = claim.verdict(some)
+        yield devices_of(entry.document | {"rows": some}) or entry.devices, found.verdict, found.answers
 
 
 def shortened(text: str) -> str:

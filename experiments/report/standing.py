@@ -12,10 +12,16 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """The claims in order, each with the newest file that is complete and simulates nothing, or, where none does, the
-    newest complete one, or, where none is, the newest; of claims about any model those of the bundled one."""
-    found = {name: entry for name, subject, entry in _answers(results) if subject == BUNDLED_SUBJECT.name}
-    return [(name, found[name]) for name in TITLES if name in found]
+    """Returns the claims in order, each with the newest complete file of each device, the newest first. Files that
+    simulate count only where no other does, and incomplete ones where none is complete. Of claims about any model
+    those of the bundled one count."""
+    found: dict[str, dict[str, Entry]] = {}
+    for name, subject, entry in reversed([*_answers(results)]):
+        if subject == BUNDLED_SUBJECT.name:
+            of = found.setdefault(name, {})
+            if all(_kind(other) == _kind(entry) for other in of.values()):
+                of.setdefault(entry.device, entry)
+    return [(name, entry) for name in TITLES for entry in found.get(name, {}).values()]
 
 
 def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
@@ -32,14 +38,15 @@ def _answers(results: Results) -> Iterator[tuple[str, str, Entry]]:
     files that are not complete come first, then those that simulate, which are made again with every step that they are
     costed by, and of either kind the oldest."""
 
-    def rank(entry: Entry) -> tuple[bool, bool, str]:
-        simulates = any(device.startswith("simulated") for device in entry.devices)
-        return entry.document["complete"], not simulates, entry.document["date"]
-
-    for entry in sorted(results.entries, key=rank):
+    for entry in sorted(results.entries, key=lambda entry: (_kind(entry), entry.document["date"])):
         name, rows = claim_named(entry.document["experiment"]), entry.document["rows"]
         if name and rows and "verdict" in rows[-1]:
             yield name, subject_of(rows), entry
+
+
+def _kind(entry: Entry) -> tuple[bool, bool]:
+    """Returns whether a file is complete, and whether it simulates nothing."""
+    return entry.document["complete"], not any(device.startswith("simulated") for device in entry.devices)
 
 
 def shortfall(bar: Row) -> float:
