@@ -5,7 +5,7 @@
     python -m experiments.measure_all --only campaign triton        # by topic; without --only: campaign
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one command on each
     python -m experiments.measure_all --gpus 4 --only two-gpus qps  # pairs beside others; what takes all is last
-    python -m experiments.measure_all --peers DIR                   # others' side of the same work in the same files
+    python -m experiments.measure_all --peers                       # others' side of the same work in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
 What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
@@ -32,7 +32,7 @@ from pathlib import Path
 from experiments.campaign import TOPICS, Command
 from pallas_kernels.bench.command import Parser, add_results_folder, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number
-from pallas_kernels.bench.peers import asked
+from pallas_kernels.bench.peers import add_folder, asked
 
 LEAST = 0.5  # of a command's seconds: with fewer left, it is not begun
 POLL = 0.1  # seconds between looks at whether a command has ended
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=positive, default=8, help="commands that run side by side on a GPU, where they are not timed"
     )
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="others' side beside those that have one")
+    add_folder(parser, "others' side of those that have one")
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs to spread the commands over")
     add_results_folder(parser)
     parser.add_argument("--list", action="store_true", help="print the commands with their topics, and run none")

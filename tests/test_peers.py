@@ -1,11 +1,22 @@
 """Others' side beside our own, by scripts that stand in for those that need torch."""
 
+import argparse
 import ast
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import throughput
+from experiments.peers import peer_hf, peer_torch, peer_vllm, shared
 from experiments.result_file import ResultFile
 from experiments.steps import peers
 from pallas_kernels.bench import peers as kernel_peers
@@ -199,3 +210,169 @@ def test_they_are_beside_ours_and_decide_nothing(tmp_path):
     assert (compiled["peer"], vllm["peer"]) == (peers.COMPILED, peers.VLLM)
     assert "peer_vllm.py" in vllm["error"]
     assert document["complete"]
+
+
+# The project's own scripts
+
+OWN = ("peer_flashinfer", "peer_hf", "peer_kernels", "peer_torch", "peer_vllm")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder of packages that PEER_PACKAGES names, and no other peers."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    monkeypatch.setenv("PEER_PACKAGES", str(folder))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(shared, "UNPACKED", tmp_path / "unpacked")
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "somepeer"]:
+        del sys.modules[name]
+
+
+def own(script, *options):
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.peers.{script}", *options], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("script", OWN)
+def test_a_script_explains_itself_and_says_what_to_install(script, tmp_path):
+    (tmp_path / "w.json").write_text('[{"prompt_len": 3, "output_len": 4}]')
+    said = own(script, "--help")
+    assert said.returncode == 0, said.stderr
+    assert "pip install" in said.stdout
+    assert "--out" in said.stdout
+    missing = own(script, *(["--workload", str(tmp_path / "w.json")] if script in ("peer_hf", "peer_vllm") else []))
+    assert missing.returncode == 2
+    assert re.fullmatch(r"error: \w+ cannot be imported: pip install .*\d.*\n", missing.stderr), missing.stderr
+
+
+def test_every_script_and_version_is_in_the_readme():
+    readme = (kernel_peers.SCRIPTS / "README.md").read_text()
+    for script in OWN:
+        assert f"({script}.py)" in readme
+        for needed in re.findall(r"[\w-]+==[\w.]+", (kernel_peers.SCRIPTS / f"{script}.py").read_text()):
+            assert needed in readme, needed
+    assert {f"{script}.py" for script in OWN} == set(peers.SCRIPT_OF.values())
+
+
+def test_peers_alone_takes_the_projects_own_scripts(tmp_path):
+    assert throughput.parse_args(["--peers"]).peers == kernel_peers.SCRIPTS
+    assert throughput.parse_args(["--peers", str(tmp_path)]).peers == tmp_path
+    assert throughput.parse_args([]).peers is None
+    (row,) = peers.compiled_steps(kernel_peers.SCRIPTS, CASES[:1], False, 60)
+    assert "error: torch cannot be imported: pip install torch==" in row["error"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_peer_comes_from_a_folder_or_an_archive(packages, packed):
+    site = packages / "site" / "somepeer"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("__version__ = '1.2'\n")
+    if packed:
+        with tarfile.open(packages / "built.tar.xz", "w:xz") as archive:
+            archive.add(packages / "site", "site")
+        shutil.rmtree(packages / "site")
+    assert shared.load("somepeer", "somepeer==1").__version__ == "1.2"
+    assert shared.versions_of("somepeer") == "somepeer 1.2"
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == sys.path[0], "an engine's own processes find it too"
+    assert list(shared.UNPACKED.glob("*")) == ([shared.UNPACKED / "built"] if packed else [])
+
+
+def test_what_a_peer_lacks_itself_is_said(packages):
+    (packages / "somepeer").mkdir()
+    (packages / "somepeer" / "__init__.py").write_text("import nothing_like_it\n")
+    with pytest.raises(shared.Missing, match=r"somepeer cannot be imported \(No module named 'nothing_like_it'\): pip"):
+        shared.load("somepeer", "somepeer==1")
+
+
+@pytest.mark.parametrize("text", ["{", '[{"prompt_len": 3}]', "[3]", '{"prompt_len": 3}'])
+def test_a_workload_that_is_none_is_refused(tmp_path, text):
+    path = tmp_path / "w.json"
+    path.write_text('[{"prompt_len": 3, "output_len": 4, "arrival": 0.5}, {"prompt_len": 5, "output_len": 6}]')
+    assert [(each["prompt_len"], each["output_len"], each["arrival"]) for each in shared.read_workload(path)] == [
+        (3, 4, 0.5),
+        (5, 6, 0.0),
+    ]
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"w.json: must be a JSON list of objects with prompt_len and output_len"):
+        shared.read_workload(path)
+
+
+def test_rows_of_steps_are_read_and_wrong_ones_refused():
+    assert peer_torch.row_of("w8a8:b32:in1024") == ("w8a8", 32, 1024, 1024)
+    for wrong in ("bf16", "bf16:1:in8", "bf16:b1:in9", "int4:b1:in8", "bf16:b:in8"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be like bf16:b1:in8"):
+            peer_torch.row_of(wrong)
+
+
+class Engine:
+    """Stands in for vLLM's: a token takes a millisecond a step, and a prompt none."""
+
+    clock = 0.0
+
+    def generate(self, prompts, params, use_tqdm):
+        Engine.clock += max(each.max_tokens for each in params) / 1e3
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(each.max_tokens))]) for each in params]
+
+
+def test_vllms_rows_have_the_shape_that_is_read(tmp_path, monkeypatch, capsys):
+    params = SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm", params)
+    monkeypatch.setattr(peer_vllm.time, "perf_counter", lambda: Engine.clock)
+    (tmp_path / "w.json").write_text('[{"prompt_len": 3, "output_len": 4}, {"prompt_len": 5, "output_len": 10}]')
+    args = argparse.Namespace(batches=["1", "32"], workload=tmp_path / "w.json", repeats=2, budget_s=600)
+    output = shared.Output(tmp_path / "out.json", "vllm 9")
+    peer_vllm.measure(Engine(), "bf16", args, output)
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["rows"] == output.rows
+    assert [(row["kind"], row.get("batch"), row.get("ms")) for row in output.rows] == [
+        ("decode", 1, pytest.approx(1.0)), ("decode", 32, pytest.approx(1.0)), ("qps", None, None), ("qps", None, None),
+    ]  # fmt: skip
+    script(tmp_path, "peer_vllm.py", [])
+    (tmp_path / "peer_vllm.py").write_text(f"import sys\nopen(sys.argv[-1], 'w').write({json.dumps(document)!r})")
+    steps, (served, again) = (
+        peers.vllm_steps(tmp_path, CASES, False, 5)[:2],
+        peers.serving(tmp_path, [(3, 4, 0.0), (5, 10, 0.0)], False, 2, 60, ["vllm"])[2:],
+    )
+    assert [(row["batch"], row["tokens_s"]) for row in steps] == [(1, pytest.approx(1e3)), (32, pytest.approx(32e3))]
+    assert (served["qps"], served["output_tokens_s"]) == (pytest.approx(200), pytest.approx(1400))
+    for row in (*steps, served, again):
+        assert (row["script"], row["version"]) == ("peer_vllm.py", "vllm 9")
+
+
+def test_transformers_rows_have_the_shape_that_is_read(tmp_path):
+    def result(at, first, last, tokens):
+        return SimpleNamespace(error=None, created_time=at, timestamps=[first, last], generated_tokens=range(tokens))
+
+    row = peer_hf.summary([result(0.0, 0.5, 2.0, 6), result(1.0, 2.0, 4.0, 4)], 2, 9.0)
+    assert (row["seconds"], row["tok_s"], row["req_s"], row["cut_off"]) == (4.0, 2.5, 0.5, False)
+    assert (row["ttft_p50_s"], row["ttft_p99_s"], row["latency_p50_s"]) == (0.5, 1.0, 2.0)
+    read = peers._served(row | {"run": 1, "attn": "flash"})
+    assert (read["qps"], read["ttft_ms_p99"], read["repeat"]) == (0.5, 1000.0, 0)
+    failed = SimpleNamespace(error="no room", timestamps=[], generated_tokens=[])
+    cut = peer_hf.summary([result(0.0, 1.0, 2.0, 6), failed], 3, 9.0)
+    assert (cut["cut_off"], cut["finished"], cut["seconds"], cut["errors"]) == (True, 1, 9.0, ["no room"])
+
+
+def test_a_script_that_takes_too_long_leaves_nothing_running(tmp_path):
+    (tmp_path / "peer_torch.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "open(__file__ + '.pid', 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    (row,) = kernel_peers.run_script(tmp_path / "peer_torch.py", [], 5)
+    assert row["error"] == "took more than 5 s"
+    child = int((tmp_path / "peer_torch.py.pid").read_text())
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("its child runs on")

@@ -1,5 +1,6 @@
 """Whole steps and requests a second on one device: its own files, and peers of the same jobs where these had any."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ def page(results: Results) -> str:
         on = results.on(device)
         parts += [f"## {short(device)}", *steps(on), *shares(on, anchors), *requests(on)]
     text = "\n\n".join(parts) + "\n"
-    return text.replace("](results/", "](").replace("](workloads/", "](../workloads/")
+    return re.sub(r"\]\((workloads|peers)/", r"](../\1/", text.replace("](results/", "]("))
 
 
 def picture_of(what: str, device: str) -> str:
@@ -68,7 +69,7 @@ def steps(results: Results) -> Iterator[str]:
     yield (
         "\\* of no job that timed jllm's steps; the ratio of a peer without it is over jllm's steps in the same job. "
         f"PPL.LLM's are its published steps on an H800 times the ratio of the two bandwidths{sources}. "
-        "A peer's step is that of its fastest variant."
+        "A peer's step is that of its fastest variant; [its script](peers/README.md) says how it runs."
     )
 
 

@@ -17,6 +17,7 @@ from experiments.report.documents import Document, Entry, Row, short
 from experiments.report.markdown import escape, folded, markdown, show, shown_bar, slug
 from experiments.report.sections import PAGES
 from experiments.report.sections.section import Section, Table
+from experiments.steps.peers import SCRIPT_OF
 
 INCOMPLETE = "not all that it asks for was measured; bars are of what was"
 Placed = list[tuple[Section, str, Entry]]  # an entry under its section, with its heading
@@ -121,6 +122,8 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
         f"`{document['command']}`" if document["command"].startswith("python") else document["command"],
         f"[{path.name}]({path.name})",
     ]
+    if beside := ", ".join(dict.fromkeys(filter(None, map(peer_in_words, document["rows"])))):
+        about.append(f"peers: {beside}")
     if (tables := path.with_suffix(".md")).exists():
         about.append(f"[tables and pictures]({tables.name})")
     parts = [f"## {title}", section.intro, *method(entry), "\n".join(f"- {line}" for line in about)]
@@ -130,6 +133,13 @@ def chapter(section: Section, title: str, entry: Entry) -> list[str]:
         parts.append(bars_table(document["bars"]))
     parts += rows_tables(section, document["rows"])
     return [part for part in parts if part]
+
+
+def peer_in_words(row: Row) -> str:
+    """Returns the system of a row that is none of ours, with the script that times it and the version that ran."""
+    script = row.get("script") or SCRIPT_OF.get(row.get("peer", ""))
+    link = f"[{script}](../peers/{script})"
+    return f"{row['peer']} by {link} ({row.get('version', 'version not recorded')})" if script else ""
 
 
 def method(entry: Entry) -> Iterator[str]:

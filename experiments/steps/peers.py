@@ -1,9 +1,9 @@
-"""What others do with the same work on the same device, by scripts in a folder that is given, each in a process of its
-own (pallas_kernels/bench/peers.py). They must run before JAX takes the device's memory.
+"""What others do with the same work on the same device, by scripts of experiments/peers, each in a process of its own
+(pallas_kernels/bench/peers.py). They must run before JAX takes the device's memory.
 
-    DIR/peer_torch.py --rows bf16:b1:in8 --budget-s S --out FILE    LLaMA-7B: static cache, torch.compile, CUDA graphs
-    DIR/peer_vllm.py --workload FILE --batches B,.. --out FILE      LLaMA-7B: vLLM, decode steps or the workload
-    DIR/peer_hf.py --parts cb --workload FILE --out FILE            LLaMA-7B: transformers' continuous batching
+    peer_torch.py --rows bf16:b1:in8 --budget-s S --out FILE    LLaMA-7B: static cache, torch.compile, CUDA graphs
+    peer_vllm.py --workload FILE --batches B,.. --out FILE      LLaMA-7B: vLLM, decode steps or the workload
+    peer_hf.py --parts cb --workload FILE --out FILE            LLaMA-7B: transformers' continuous batching
 
 Every variant and repeat that they measured is a row; `weights` and `kv` say in how many bits. The first two have 16 or
 8 bits, as the run that they are beside; vLLM's 8 bits are fp8, with an fp8 cache, and torch's are w8a8 or w8a16 with a
@@ -20,13 +20,19 @@ from typing import Any
 from experiments.result_file import rounded
 from pallas_kernels.bench import peers
 from pallas_kernels.bench.command import Parser
-from pallas_kernels.bench.peers import asked, run_script
+from pallas_kernels.bench.peers import asked, made_by, run_script
 
 Row = dict[str, Any]
 COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' continuous batching", "vLLM"
 SERVERS = ("transformers", "vllm")  # that serve the workload
 MODEL = "llama-2-7b"
 SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, as peer_torch calls them
+SCRIPT_OF = {
+    COMPILED: "peer_torch.py",
+    SERVING: "peer_hf.py",
+    VLLM: "peer_vllm.py",
+    peers.FLASHINFER: "peer_flashinfer.py",
+} | {product: "peer_kernels.py" for product, _ in peers.PRODUCTS.values()}
 WARM_UP = "warm-up"  # the repeat of a run that compiles as it goes
 START_S = 150  # that vLLM's engine may take until it runs
 
@@ -67,7 +73,7 @@ def _compiled(row: Row) -> Row:
     about = {
         "peer": COMPILED, "weights": {"wo8": "w8a16"}.get(row["quant"], row["quant"]), "kv": "bf16",
         "batch": row["batch"], "input": row["input_len"], "output": row["output_len"],
-        "variant": f"{row['mode']}/{row['attn']}",
+        "variant": f"{row['mode']}/{row['attn']}", **made_by(row),
     }  # fmt: skip
     if "error" in row:
         return about | {"error": row["error"]}
@@ -139,20 +145,21 @@ def _vllm(
 def _by_vllm(found: Sequence[Row], requests: int) -> Iterator[Row]:
     """A row for each run of the workload and for each batch that was only decoded."""
     for row in found:
-        if row.get("kind") == "qps":
+        if "error" in row:
+            yield {"error": row["error"], **made_by(row)}
+        elif row.get("kind") == "qps":
             yield {
                 "repeat": row["run"], "requests": requests, "seconds": row["wall_s"], "qps": row["req_s"],
-                "output_tokens_s": row["out_tok_s"],
+                "output_tokens_s": row["out_tok_s"], **made_by(row),
             }  # fmt: skip
         elif row.get("kind") == "decode":
             tokens_s = row["tok_s"]
-            yield {"batch": row["batch"], "input": 8, "output": 256, "decode_ms": row["ms"], "tokens_s": tokens_s}
-        elif "error" in row:
-            yield row
+            step = {"batch": row["batch"], "input": 8, "output": 256, "decode_ms": row["ms"], "tokens_s": tokens_s}
+            yield step | made_by(row)
 
 
 def _transformers(folder: Path, lengths: Sequence[tuple[int, int, float]], passes: int, seconds: float) -> list[Row]:
-    """By flash-attn over pages, which the script brings along; rows say which attention ran."""
+    """Serves by flash-attn over pages; rows say which attention ran."""
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--parts", "cb", "--attn", "flash", "--workload", _workload(temporary, lengths)]
         options += ["--passes", str(passes), "--cb-limit-s", str(seconds)]
@@ -168,5 +175,5 @@ def _served(row: Row) -> Row:
         "repeat": row["run"] - 1 if row["run"] else WARM_UP, "attention": row["attn"], "requests": row["finished"],
         "seconds": row["seconds"], "qps": row["req_s"], "output_tokens_s": row["tok_s"],
         "ttft_ms_p50": 1e3 * row["ttft_p50_s"], "ttft_ms_p99": 1e3 * row["ttft_p99_s"],
-        "e2e_ms_p50": 1e3 * row["latency_p50_s"], "cut_off": row["cut_off"],
+        "e2e_ms_p50": 1e3 * row["latency_p50_s"], "cut_off": row["cut_off"], **made_by(row),
     }  # fmt: skip

@@ -1,17 +1,21 @@
-"""Others' kernels beside ours: scripts in a folder that is given, each in a process of its own. They must run before
-JAX takes the device's memory.
+"""Others' kernels beside ours: scripts of experiments/peers, each in a process of its own. They must run before JAX
+takes the device's memory.
 
-    DIR/peer_flashinfer.py --parts decode --budget-s S --out FILE    FlashInfer's paged attention (or prefill)
-    DIR/peer_kernels.py --parts gemm --budget-s S --out FILE         torch's products
+    peer_flashinfer.py --parts decode --budget-s S --out FILE    FlashInfer's paged attention (or prefill)
+    peer_kernels.py --parts gemm --budget-s S --out FILE         torch's products
 
-Each writes a JSON list of what it measured, or an object with the list as its "rows"; where one is missing or fails,
-its row says why. Every variant is kept: a row's peer is who made it, its `variant` which of its own ways; `best` has
-the fastest. Times are of CUDA graphs by CUDA events, which have the gaps between kernels in them; ours are the
-profiler's.
+`--peers` asks for them, `--peers DIR` for scripts of the same names in another folder. Each writes a JSON object whose
+"rows" are what it measured and whose "versions" are the peer's; where one is missing or fails, its row says why. Every
+variant is kept: a row's peer is who made it, its `variant` which of its own ways; `best` has the fastest. A row names
+its `script` and, as its `version`, the packages that ran. Times are of CUDA graphs by CUDA events, which have the gaps
+between kernels in them; ours are the profiler's.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,8 @@ from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.numbers import positive_number
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "experiments" / "peers"
 FLASHINFER = "FlashInfer"
 OF_PEERS = ("peer_names", "peer_seconds")  # options that --peers alone gives a meaning
 PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
@@ -35,8 +41,14 @@ PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
 
 def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
     """Options of a command that can show others' side beside its own."""
-    parser.add_argument("--peers", type=Path, metavar="DIR", help=f"{what}, by scripts in DIR")
+    add_folder(parser, what)
     parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="for each of its runs")
+
+
+def add_folder(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds --peers, alone or with the folder of the scripts."""
+    about = f"{what} beside ours, by scripts in DIR (default: experiments/peers)"
+    parser.add_argument("--peers", type=Path, nargs="?", const=SCRIPTS, metavar="DIR", help=about)
 
 
 def asked(parser: Parser, args: argparse.Namespace) -> bool:
@@ -45,7 +57,7 @@ def asked(parser: Parser, args: argparse.Namespace) -> bool:
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
     if args.peers is None:
-        parser.refuse(OF_PEERS, "{} is about others' side: give --peers DIR, too")
+        parser.refuse(OF_PEERS, "{} is about others' side: give --peers, too")
     return args.peers is not None
 
 
@@ -54,7 +66,7 @@ def decode_attention(directory: Path, seconds: float) -> Iterator[Row]:
     for row in _flashinfer(directory, "decode", seconds):
         if "batch" in row:
             shape = {"R": row["batch"], "Q": 1, "length": row["ctx"]}
-            row = _attention("decode_attention", row, shape) | _figures(row, "gbs", "gb_s", 2)
+            row = _attention("decode_attention", row, shape) | _figures(row, "gbs", "gb_s", 2) | made_by(row)
         yield row
 
 
@@ -64,7 +76,7 @@ def prefill_attention(directory: Path, seconds: float) -> Iterator[Row]:
         if "batch" in row:
             lengths = [row["ctx"]] * row["batch"]
             shape = {"q_lens": lengths, "kv_lens": lengths}
-            row = _attention("prefill_attention", row, shape) | _figures(row, "tflops", "tflop_s", 1)
+            row = _attention("prefill_attention", row, shape) | _figures(row, "tflops", "tflop_s", 1) | made_by(row)
         yield row
 
 
@@ -77,7 +89,8 @@ def products(directory: Path, seconds: float) -> Iterator[Row]:
         elif not row.get("note"):
             peer, variant = PRODUCTS[row["kind"]]
             shape = {"M": row["M"], "K": row["K"], "N": row["N"], "variant": variant}
-            yield {"kernel": "scaled_matmul", "peer": peer} | shape | _figures(row, "tflops", "tflop_s", 2)
+            figures = _figures(row, "tflops", "tflop_s", 2) | made_by(row)
+            yield {"kernel": "scaled_matmul", "peer": peer} | shape | figures
 
 
 def _flashinfer(directory: Path, part: str, seconds: float) -> Iterator[Row]:
@@ -89,7 +102,7 @@ def _flashinfer(directory: Path, part: str, seconds: float) -> Iterator[Row]:
             variant = {"variant": row["backend"].removeprefix("fi-")} if "backend" in row else {}
             heads = {"H": row["hq"], "K": row["hk"]} if "hq" in row else {}
             error = row.get("error", "no batch in its row")
-            yield {"kernel": f"{part}_attention", "peer": FLASHINFER, **variant, **heads, "error": error}
+            yield {"kernel": f"{part}_attention", "peer": FLASHINFER, **variant, **heads, "error": error} | made_by(row)
 
 
 def _attention(kernel: str, row: Row, shape: Row) -> Row:
@@ -103,6 +116,11 @@ def _figures(row: Row, theirs: str, ours: str, digits: int) -> Row:
     return {"us": round(row["us"], digits), ours: round(row[theirs])}
 
 
+def made_by(row: Row) -> Row:
+    """Returns what a row of ours keeps of a peer's: its script, and the versions that it ran."""
+    return {key: row[key] for key in ("script", "version") if key in row}
+
+
 def best(rows: Iterable[Row], peer: str, shape: Sequence[str]) -> dict[tuple[Any, ...], float]:
     """The microseconds of the peer's fastest variant, by the values of these keys; lists as tuples."""
     found: dict[tuple[Any, ...], float] = {}
@@ -114,20 +132,31 @@ def best(rows: Iterable[Row], peer: str, shape: Sequence[str]) -> dict[tuple[Any
 
 
 def run_script(script: Path, options: Sequence[str], seconds: float) -> list[Row]:
-    """What a script wrote; then, where it failed or wrote nothing, why."""
+    """Returns what a script wrote, each row with the script and its versions; then, where it failed or wrote nothing,
+    why. Ends all processes that it began."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out.json"
         command = [sys.executable, str(script), *options, "--out", str(out)]
         print(f"peer: {script.name} {' '.join(options)}", file=sys.stderr, flush=True)
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
-            status, said = done.returncode, done.stdout.strip().splitlines()
-            why = f"exit status {status}" + (f": {said[-1][:200]}" if said else "")
-        except subprocess.TimeoutExpired:
-            status, why = -1, f"took more than {seconds:.0f} s"
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = os.environ | {"PYTHONPATH": paths}
+        with subprocess.Popen(command, **pipes, env=environment, start_new_session=True) as running:
+            try:
+                lines = running.communicate(timeout=seconds)[0].strip().splitlines()
+                status = running.returncode
+                why = f"exit status {status}" + (f": {lines[-1][:200]}" if lines else "")
+            except subprocess.TimeoutExpired:
+                status, why = -1, f"took more than {seconds:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
         try:
             found = json.loads(out.read_text())
-            rows = found["rows"] if isinstance(found, dict) else found
         except (OSError, ValueError):
-            rows = []
+            found = []
+    document = found if isinstance(found, dict) else {"rows": found}
+    versions = document.get("versions")
+    made = {"script": script.name, "version": versions} if versions else {}
+    rows = [row | made for row in document["rows"]]
     return rows + [{"error": why}] if status or not rows else rows

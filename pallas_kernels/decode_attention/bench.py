@@ -3,11 +3,11 @@
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--triton] [--triton-split 256 512] [--triton-warps 2 4] [--triton-stages 2 5]
         [--formats bf16 fp8 int8-g8 int8-g128 int4-g32 | int4-g128-zp int4-g32-h ..] [--consecutive]
-        [--peers DIR] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
+        [--peers] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 bench_runs.py has what is timed; all runs are compiled ahead, side by side. Bytes are those of K and V, scales included.
-The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants, where
---peers names the folder of its script (pallas_kernels/bench/peers.py).
+The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants,
+with --peers (pallas_kernels/bench/peers.py).
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
     python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--triton-stages 2 5]
-        [--peers DIR] [--record]
+        [--peers] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
 sequences; for a chunk that continues one it attends to all keys without a mask, and its rate is over all of them.
-FlashInfer runs first where --peers names the folder of its script (pallas_kernels/bench/peers.py).
+FlashInfer runs first with --peers (pallas_kernels/bench/peers.py).
 """
 
 import sys

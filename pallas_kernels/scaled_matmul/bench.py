@@ -1,7 +1,7 @@
 """What the benchmarks of int8_matmul and fp8_matmul share: how they are timed, next to what, and their bars.
 
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
-profiler's, of the kernels alone. torch runs first, all its variants, where --peers names the folder of its script
+profiler's, of the kernels alone. torch runs first, all its variants, with --peers
 (pallas_kernels/bench/peers.py).
 """
 
