@@ -3,6 +3,7 @@
     python -m experiments.quant_accuracy                                       # the bundled model and text
     python -m experiments.quant_accuracy --model DIR --text wiki.txt --protocol wikitext2-2048
     python -m experiments.quant_accuracy --schemes w8a8-all nf4 --kv int8-g8 "k=int8-g8,v=int4-g8" --grid
+    python -m experiments.quant_accuracy --schemes nf4 --scheme mine:int3 --between mine:int3 nf4
     python -m experiments.quant_accuracy --draw experiments/results/quant_accuracy-*.json
 
 Schemes with KV in the model's dtype, KV formats with weights as loaded, and some of both, or with --grid each with
@@ -11,6 +12,10 @@ growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how
 each against the model as loaded (float32 on a CPU) or --reference, and `_95` its interval by bootstrap with a fixed
 seed over documents, or over windows where the protocol joins texts. Bytes are those of a linear layer's weight and of a
 value of K or V, scales included; what is not quantized counts with two.
+
+--scheme package.module:NAME adds one of your own, from the current directory as well: a Scheme, a function that rounds
+a weight [outputs, inputs] of each linear layer (its attribute `bits` says what a weight takes), or a KVFormat.
+--between A B says by how much A costs more than B on the same documents, with its interval.
 
 A .jsonl of {"text": ..} has documents, any other file is one. Without --text it is what the bundled model wrote itself
 (experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped, if nothing
@@ -37,8 +42,20 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.accuracy.own import Quantizer, is_own, own, own_scheme, source_of
 from experiments.accuracy.report import bars, part, text_report, write_report
-from experiments.accuracy.rows import PLAIN_KV, Row, default_kv, group_count, group_rows, layer_rows, scheme_found
+from experiments.accuracy.rows import (
+    PLAIN_KV,
+    AnyScheme,
+    Row,
+    by_part,
+    default_kv,
+    difference,
+    group_count,
+    group_rows,
+    layer_rows,
+    scheme_found,
+)
 from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name, check_draws_only
@@ -114,7 +131,7 @@ def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
 
 
 def jobs(
-    model: Model, reference: Model, texts: list[str], args: argparse.Namespace, schemes: Mapping[str, str | Scheme]
+    model: Model, reference: Model, texts: list[str], args: argparse.Namespace, schemes: Mapping[str, AnyScheme]
 ) -> list[Job]:
     """All of the run's. Raises for a protocol or a text that doesn't fit the model."""
     selected = chosen(model, texts, args.protocol, args.tokens)
@@ -124,8 +141,9 @@ def jobs(
     def recorded() -> Any:
         return record(reference, selected, args.protocol, backend=args.backend)
 
-    def of_pair(scheme: str | Scheme, kv: str) -> Iterator[Row]:
-        yield scheme_found(model, selected, args.protocol, recorded(), scheme, kv, backend=args.backend)[0]
+    def of_pair(scheme: AnyScheme, kv: str) -> Iterator[Row]:
+        row, found = scheme_found(model, selected, args.protocol, recorded(), scheme, kv, backend=args.backend)
+        yield row | by_part(found)
 
     of_layers = partial(layer_rows, model, reference, windows, backend=args.backend)
     found = [
@@ -142,8 +160,11 @@ def jobs(
 
 def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
     """In the order of the jobs; what was there before is not computed again."""
-    with tqdm(total=len(todo), desc="sweep", unit="job", delay=2, disable=None) as bar:
+    seen = sys.stderr.isatty()
+    times = {"delay": 2, "mininterval": 0.1} if seen else {"delay": 10, "mininterval": 10}  # a log has fewer lines
+    with tqdm(total=len(todo), desc="sweep", unit="job", maxinterval=times["mininterval"], **times) as bar:
         for job in todo:
+            bar.set_postfix_str(" ".join(map(str, job.key.values())), refresh=seen)
             yield from job.done(before) or job.make()
             bar.update()
 
@@ -157,6 +178,23 @@ def check_common(args: argparse.Namespace, against: Row) -> None:
         )
 
 
+def in_run(name: str, args: argparse.Namespace) -> tuple[str, str]:
+    """Returns scheme and KV format of SCHEME, KV or SCHEME/KV. Raises ConfigError for what the run has not."""
+    scheme, slash, kv = name.partition("/")
+    wanted = [(scheme, kv)] if slash else [(name, PLAIN_KV), (PLAIN, name)]
+    if found := [pair for pair in wanted if pair in pairs(args)]:
+        return found[0]
+    have = ", ".join(f"{scheme}/{kv}" for scheme, kv in pairs(args))
+    raise ConfigError(f"--between {name}: this run has no such scheme or KV format; it has {have}")
+
+
+def compared(rows: list[Row], args: argparse.Namespace) -> Iterator[Row]:
+    """Yields the differences that --between asks for."""
+    found = {(row["scheme"], row["kv"]): row for row in part(rows, "scheme")}
+    for a, b in args.between:
+        yield difference(found[in_run(a, args)], found[in_run(b, args)])
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 (default: the bundled text)")
@@ -164,6 +202,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", help="directory or Hub id of what it is compared with (default: itself)")
     parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of weights")
+    parser.add_argument("--scheme", action="append", default=[], metavar="MODULE:NAME", help="one of your own; again")
+    parser.add_argument(
+        "--between", nargs=2, action="append", default=[], metavar=("A", "B"), help="SCHEME, KV or SCHEME/KV; again"
+    )
     parser.add_argument("--kv", nargs="*", help=f'KV formats ("{PLAIN_KV}": the model\'s dtype; also k=..,v=..)')
     parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")
@@ -200,12 +242,17 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     texts = read_documents(args.text)
     against = None if args.against is None else result_of(args.against, "quant_accuracy")
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
-    schemes = by_name([PLAIN, *args.schemes, *args.layers])
-    args.schemes, args.layers = (list(by_name(some)) for some in (args.schemes, args.layers))
+    of_kv = [name for name in args.scheme if not isinstance(own(name), Scheme | Quantizer)]
+    args.schemes = [*args.schemes, *(name for name in args.scheme if name not in of_kv)]
+    schemes = named_schemes([PLAIN, *args.schemes, *args.layers])
+    args.schemes, args.layers = (list(named_schemes(some)) for some in (args.schemes, args.layers))
     models = loaded(args) if args.workers is None else None
     if args.kv is None:
         config = load_config(find_model(args.model)) if models is None else models[0].config
         args.kv = default_kv(config.head_dim)
+    args.kv = [*args.kv, *of_kv]
+    for name in itertools.chain(*args.between):
+        in_run(name, args)
     if args.grid and not args.kv:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
     if against is not None:
@@ -214,6 +261,13 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     with nullcontext() if args.workers is None else workers(args.workers, args.actors, make) as cluster:
         todo = make(models) if cluster is None else cluster.jobs()
         return written(args, command, todo, run_of(args, texts, schemes), against)
+
+
+def named_schemes(names: Iterable[str]) -> dict[str, AnyScheme]:
+    """Returns schemes by what they are called, those of one's own by their whole name."""
+    names = list(names)
+    known = by_name(name for name in names if not is_own(name))
+    return {**known, **{name: own_scheme(name) for name in names if is_own(name)}}
 
 
 def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
@@ -225,7 +279,7 @@ def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
 def prepared(
     args: argparse.Namespace,
     texts: list[str],
-    schemes: Mapping[str, str | Scheme],
+    schemes: Mapping[str, AnyScheme],
     models: tuple[Model, Model] | None = None,
 ) -> list[Job]:
     """All jobs, of models that are loaded where they are not given. Raises ConfigError for what cannot run here."""
@@ -241,18 +295,26 @@ def written(
     with ResumedFile(args.results, name_of(args), command, args.label, run=run, text=args.text.name) as result:
         for row in rows(todo, result.before):
             result.add(row)
-        compared = bars(result.document["rows"], against, args.against and args.against.name)
+        for row in compared(result.document["rows"], args):
+            result.add(row)
+        found = bars(result.document["rows"], against, args.against and args.against.name)
         seconds = {} if result.before else {"seconds": round(time.perf_counter() - start, 1)}
-        result.finish(bars=compared, complete=True, **seconds)
+        result.finish(bars=found, complete=True, **seconds)
     return result
 
 
-def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, str | Scheme]) -> Row:
+def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, AnyScheme]) -> Row:
     """What decides the rows, besides the command and versions."""
     run: Row = {"text": digest(text.encode() for text in texts)} | of_machine() | of_model(args.model)
     if args.reference is not None:
         run |= {f"reference's {key}": value for key, value in of_model(args.reference).items()}
-    return run | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()}
+    for name, scheme in schemes.items():
+        run[f"scheme {name}"] = source_of(name) if isinstance(scheme, Quantizer) else of_scheme(scheme)
+    return run | {f"KV {name}": source_of(name) for name in args.kv if is_own(name)}
+
+
+def files_said(files: list[Path]) -> str:
+    return f"Written: {', '.join(map(str, files))}"
 
 
 @interruptible
@@ -262,11 +324,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             for file in args.draw:
-                write_report(result_of(file, "quant_accuracy"), file)
+                print(files_said(write_report(result_of(file, "quant_accuracy"), file)))
             return 0
         result = sweep(args, command)
         print(text_report(result.document, args.results))
-        write_report(result.document, result.path)
+        print(f"\n{files_said(write_report(result.document, result.path))}")
     except BrokenPipeError:  # of standard output
         raise
     except (JllmError, OSError, ValueError) as error:

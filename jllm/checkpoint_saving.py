@@ -13,21 +13,31 @@ import numpy as np
 
 from jllm.checkpoint_files import BLOCK, INDEX, WEIGHTS, all_or_nothing
 from jllm.config import DTYPES, LlamaConfig, to_hf
-from jllm.errors import CheckpointError
+from jllm.errors import CheckpointError, TokenizerError
 from jllm.parallel.mesh import has_processes, ranks_of
 from jllm.parallel.shares import share_shape, whole
 from jllm.param_specs import LeafSpec, param_specs
 from jllm.params import EMBED, HEAD, Params, matrix_modules
 from jllm.quant.files import arrays, quantization_config
 from jllm.quant.quantize import weight_formats
+from jllm.run_identity import TOKENIZER
 from jllm.safetensors_io import DTYPES as STORED_DTYPES
 from jllm.safetensors_io import encode_header
+from jllm.tokenizer import Tokenizer
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 
-def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(
+    path: str | Path,
+    params: Params,
+    config: LlamaConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
     """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
     safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
+    With `tokenizer`, a loaded model's, its files are copied, so that the directory loads as a model that takes text.
 
     Exact: loading gives the same bits. Quantized weights are stored as quant/files.py says, which transformers does not
     read. Streams tensor by tensor, into files that get their names at the end, once all are complete; then what a
@@ -35,9 +45,10 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
     the directory as it was. Params on the config's mesh are put together leaf by leaf, so that each device holds its
     share and one whole leaf; scales that were quantized themselves (`nf4-dq`) are stored as the float16 that they stand
     for. Raises CheckpointError for params that do not fit the config, or that several processes share, ConfigError for
-    a config that its architecture cannot express.
+    a config that its architecture cannot express, TokenizerError for a tokenizer whose files are gone.
     """
     path = Path(path)
+    copied = {} if tokenizer is None else _tokenizer_files(tokenizer)
     if has_processes(config):
         raise CheckpointError("several processes have parts of the params: save them where one has all devices")
     leaves, dtype = _leaves_to_store(params, config)
@@ -68,6 +79,18 @@ def save(path: str | Path, params: Params, config: LlamaConfig, *, max_shard_byt
         for name, document in documents.items():
             with create(name) as file:
                 file.write((json.dumps(document, indent=2) + "\n").encode())
+        for name, data in copied.items():
+            with create(name) as file:
+                file.write(data)
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the files that a tokenizer was loaded from."""
+    folder = tokenizer.folder
+    found = {} if folder is None else {n: (folder / n).read_bytes() for n in TOKENIZER if (folder / n).is_file()}
+    if not found:
+        raise TokenizerError(f"the tokenizer's files are not in {folder}: save takes a tokenizer that was loaded")
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import codecs
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class Tokenizer:
     prefix: tuple[int, ...]  # what add_bos adds, often nothing
     special_tokens: Mapping[str, str]  # by role, for chat templates
     chat_template: str | None
+    folder: Path | None = field(default=None, compare=False)  # of its files, which saving a model copies
 
     @property
     def vocab_size(self) -> int:
@@ -162,6 +163,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         prefix=tuple(prefix),
         special_tokens=named,
         chat_template=find_chat_template(directory, config),
+        folder=directory,
     )
 
 

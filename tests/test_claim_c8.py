@@ -66,7 +66,8 @@ def test_without_a_gpu_the_rows_are_those_of_the_newest_file(tmp_path):
 def test_each_device_answers_from_its_newest_complete_file(tmp_path):
     def write(name, device, int4_ms, complete=True):
         ms = {"bf16": 4.0, c8.INT4: int4_ms}
-        steps = [{"scheme": of, "batch": 1, "kv": "bf16", "decode_ms": each} for of, each in ms.items()]
+        row = {"batch": 1, "kv": "bf16"}
+        steps = [row | {"scheme": of, "decode_ms": each, "over_bf16": 4 / each} for of, each in ms.items()]
         document = {"experiment": "quant_steps", "device": device, "command": "", "rows": steps, "complete": complete}
         (tmp_path / f"quant_steps-{name}.json").write_text(json.dumps(document))
 

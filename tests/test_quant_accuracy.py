@@ -1,7 +1,10 @@
 """The sweep of quantization schemes: its rows, what an interrupted one goes on with, tables and pictures of it."""
 
 import json
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,7 @@ import jllm
 import jllm.analysis.evaluate
 from experiments import quant_accuracy
 from experiments.accuracy import measured_speed
+from experiments.accuracy import own as accuracy_own
 from experiments.accuracy import pictures as accuracy_pictures
 from experiments.accuracy import report as accuracy_report
 from experiments.accuracy import rows as accuracy_rows
@@ -132,6 +136,138 @@ def test_nor_does_one_of_another_checkpoint_or_an_edited_scheme(sweep, evaluated
     assert (status, done["complete"], names(done)) == (0, True, [("half", "model"), ("bf16", "int4-g8")])
     assert "half  " in said.out
     assert "half.toml" not in said.out
+
+
+OWN = """
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jllm.quant.schemes import Scheme
+from pallas_kernels.kv_formats import KVFormat
+
+HALF = Scheme("half", (("o_proj", "w8a16"),))
+NUMBER = 7
+
+
+def coarse(weight):
+    return jnp.round(weight * 16) / 16
+
+
+coarse.bits = 6
+
+
+def flat(weight):
+    return weight.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Wide(KVFormat):
+    dtype: str = "float32"
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module in the current directory, which is on no path."""
+    (tmp_path / "own_schemes.py").write_text(OWN)
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT[a : a + 60 + a]}) + "\n" for a in (0, 7, 21))
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    accuracy_own.own.cache_clear()
+    yield
+    sys.modules.pop("own_schemes", None)
+    accuracy_own.own.cache_clear()
+
+
+def test_what_is_ones_own_is_measured_beside_the_rest(sweep, own, capsys, tmp_path):
+    options = ["--schemes", "w8a16", "--kv", "--protocol", "document"]
+    for name in ("coarse", "HALF", "Wide"):
+        options += ["--scheme", f"own_schemes:{name}"]
+    between = ["--between", "own_schemes:coarse", "w8a16", "--between", "own_schemes:Wide", "w8a16/model"]
+    status, result = sweep(*options, *between, "--layers", "own_schemes:coarse", text="text.jsonl")
+    assert status == 0
+    found = {(row["scheme"], row["kv"]): row for row in result["rows"] if row["part"] == "scheme"}
+    assert list(found) == [
+        ("w8a16", "model"),
+        ("own_schemes:coarse", "model"),
+        ("own_schemes:HALF", "model"),
+        ("bf16", "own_schemes:Wide"),
+    ]
+    coarse, wide = found["own_schemes:coarse", "model"], found["bf16", "own_schemes:Wide"]
+    assert (coarse["bytes_per_weight"], wide["bytes_per_kv"], wide["kl"]) == (0.75, 4.0, pytest.approx(0, abs=1e-6))
+    assert coarse["kl"] > 3 * found["w8a16", "model"]["kl"] > 0
+    layers = [row for row in result["rows"] if row["part"] == "layer"]
+    assert {row["scheme"] for row in layers} == {"own_schemes:coarse"}
+    pair, other = (row for row in result["rows"] if row["part"] == "pair")
+    assert pair["kl"] == pytest.approx(coarse["kl"] - found["w8a16", "model"]["kl"], rel=1e-3)
+    assert pair["kl_95"][0] <= pair["kl"] <= pair["kl_95"][1]
+    assert pair["perplexity"] == pytest.approx(
+        coarse["perplexity"] / found["w8a16", "model"]["perplexity"] - 1, abs=1e-4
+    )
+    assert (other["over_scheme"], other["kl"] < 0) == ("w8a16", True)
+    shown = capsys.readouterr().out
+    assert "3 documents" in shown
+    assert "less weights" in shown
+    (written,) = [line for line in shown.splitlines() if line.startswith("Written: ")]
+    files = written.removeprefix("Written: ").split(", ")
+    assert {Path(file) for file in files} == set(tmp_path.glob("quant_accuracy_text-*"))
+
+
+def test_an_edited_module_does_not_go_on_with_rows_of_before(sweep, own, evaluated, tmp_path, capsys):
+    options = ["--schemes", "bf16", "--scheme", "own_schemes:coarse", "--kv", "int4-g8"]
+    evaluated.fail.append("int4-g8")
+    assert sweep(*options)[0] == 130
+    (tmp_path / "own_schemes.py").write_text(OWN.replace("* 16", "* 32"))
+    assert sweep(*options)[0] == 2
+    assert "has rows of another run (scheme own_schemes:coarse differ)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scheme", "own_schemes:nothing"], "own_schemes:nothing: cannot be imported as package.module:NAME (Attr"),
+        (["--scheme", "no_such_module:x"], "cannot be imported as package.module:NAME (ModuleNotFoundError: No module"),
+        (["--scheme", "nf4"], "nf4: cannot be imported as package.module:NAME"),
+        (
+            ["--scheme", "own_schemes:NUMBER"],
+            "must be a Scheme, a KVFormat or a function of a weight [outputs, inputs]",
+        ),
+        (["--scheme", "own_schemes:flat"], "own_schemes:flat: must return a weight of the shape (128, 32), not (4096,)"),
+        (["--layers", "own_schemes:Wide"], "own_schemes:Wide: is a KV format, not a scheme of weights"),
+        (["--kv", "own_schemes:HALF"], "own_schemes:HALF: is a scheme of weights, not a KV format"),
+        (["--between", "nf4", "bf16"], "--between nf4: this run has no such scheme or KV format; it has bf16/model"),
+    ],
+)
+def test_what_is_none_of_ones_own_is_refused(sweep, own, capsys, options, message):
+    status, result = sweep("--schemes", "bf16", "--kv", *options)
+    error = capsys.readouterr().err
+    assert (status, result) == (2, None)
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_pages_quantizer_is_one(sweep, own, tmp_path):
+    page = (Path(quant_accuracy.__file__).parents[1] / "docs" / "accuracy.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def int3" in block]
+    lines = code.strip().splitlines()
+    assert len(lines) - lines.index(next(line for line in lines if line.startswith("def"))) <= 10
+    (tmp_path / "own_schemes.py").write_text(code.replace("64", "16"))
+    status, result = sweep("--schemes", "w8a16", "--scheme", "own_schemes:int3", "--kv")
+    assert status == 0
+    eight, three = result["rows"]
+    assert (three["bytes_per_weight"], three["kl"] > eight["kl"] > 0) == (0.5, True)
+
+
+def test_a_log_has_the_progress_of_a_long_sweep(capsys, monkeypatch):
+    """Where standard error is no terminal, too."""
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
+    todo = [quant_accuracy.Job({"part": "scheme", "scheme": name}, 1, lambda: [{}]) for name in ("nf4", "fp8")]
+    assert list(quant_accuracy.rows(todo, [])) == [{}, {}]
+    assert re.search(r"sweep: +\d+%.* [12]/2 .*scheme (nf4|fp8)", capsys.readouterr().err)
 
 
 def test_a_name_that_two_schemes_have_is_refused(sweep, tmp_path, capsys):

@@ -334,7 +334,8 @@ def test_every_device_that_answers_a_claim_has_a_row(tmp_path):
 
     def steps(device, int4_ms):
         of = {"kv": "bf16", "batch": 1, "measured_on": f"NVIDIA {device}"}
-        return [of | {"scheme": scheme, "decode_ms": ms} for scheme, ms in (("bf16", 4.0), ("w4a16-g128", int4_ms))]
+        times = (("bf16", 4.0), ("w4a16-g128", int4_ms))
+        return [of | {"scheme": scheme, "decode_ms": ms, "over_bf16": 4 / ms} for scheme, ms in times]
 
     def rows_of(claim):
         return [line.split(" | ")[-2:] for line in short(tmp_path).splitlines() if f"[{claim}]" in line]

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import Speeds, draw_all, speed_key
 from experiments.accuracy.rows import PLAIN_KV, Row
+from jllm.analysis.protocols import find_protocol
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import RECORDED
 
@@ -83,6 +84,7 @@ def tables(document: Row, speeds: Speeds) -> list[tuple[str, Table]]:
     rows = document["rows"]
     every = [
         ("Schemes and KV formats", scheme_table(part(rows, "scheme"), speeds)),
+        ("Differences on the same documents or windows, the first less the second", pair_table(part(rows, "pair"))),
         ("By layer: KL if it alone is quantized (signal-to-noise after it if all are, dB)", layer_table(rows)),
         ("By group: norm of the rounding error over that of the values (bytes a value)", group_table(rows)),
         ("Bars", [["", "value", "bar", "met"], *([b["name"], *_bar_cells(b)] for b in document["bars"])]),
@@ -91,17 +93,36 @@ def tables(document: Row, speeds: Speeds) -> list[tuple[str, Table]]:
 
 
 def scheme_table(rows: list[Row], speeds: Speeds) -> Table:
-    head = "weights|KV|protocol|perplexity|added, %|KL, nats/token|top-1, %|bytes/weight|bytes/KV element|times as fast"
+    sizes = "bytes/weight|bytes/KV element|times as fast"
+    head = f"weights|KV|protocol|intervals over|perplexity|added, %|KL, nats/token|top-1, %|{sizes}"
     table = [head.split("|")]
     for row in rows:
         speed = speeds.get(speed_key(row))
         table.append([
-            row["scheme"], row["kv"], row["protocol"], _with_interval(row, "perplexity", "{:.3f}"),
+            row["scheme"], row["kv"], row["protocol"], _parts(row), _with_interval(row, "perplexity", "{:.3f}"),
             _with_interval(row, "added", "{:+.3f}", 100), _with_interval(row, "kl", "{:.3g}"),
             _with_interval(row, "top1", "{:.2f}", 100), f"{row['bytes_per_weight']:.3f}", f"{row['bytes_per_kv']:.3f}",
             UNMEASURED if speed is None else f"{speed.times:.2f}",
         ])  # fmt: skip
     return table
+
+
+def pair_table(rows: list[Row]) -> Table:
+    head = "weights|KV|less weights|less KV|intervals over|perplexity, %|KL, nats/token|top-1, %"
+    table = [head.split("|")]
+    for row in rows:
+        table.append([
+            row["scheme"], row["kv"], row["over_scheme"], row["over_kv"], _parts(row),
+            _with_interval(row, "perplexity", "{:+.3f}", 100), _with_interval(row, "kl", "{:+.3g}"),
+            _with_interval(row, "top1", "{:+.2f}", 100),
+        ])  # fmt: skip
+    return table
+
+
+def _parts(row: Row) -> str:
+    """Returns how many documents or windows a row's intervals are over."""
+    count, kind = row.get("parts", 1), "window" if find_protocol(row["protocol"]).joined else "document"
+    return f"{count} {kind}s" if count > 1 else f"none: 1 {kind}"
 
 
 def _with_interval(row: Row, name: str, form: str, scale: float = 1) -> str:
@@ -138,7 +159,10 @@ def group_table(rows: list[Row]) -> Table:
 
 
 def _bar_cells(bar: Row) -> list[str]:
-    return [f"{bar['value']:.4g}", f"{bar['bar']:g}", "yes" if bar["met"] else "no"]
+    """Returns value, bar and whether it is met; growth of perplexity in per cent, as in the table of schemes."""
+    scale, unit = (100, " %") if bar["name"].startswith("perplexity added") else (1, "")
+    value, limit = (f"{scale * bar[key]:{form}}{unit}" for key, form in (("value", ".4g"), ("bar", "g")))
+    return [value, limit, "yes" if bar["met"] else "no"]
 
 
 def as_text(table: Table) -> str:
@@ -172,8 +196,8 @@ def text_report(document: Row, results: Path) -> str:
     return "\n\n".join([*blocks, f"Speeds: {sources(speeds, document['rows'])}"])
 
 
-def write_report(document: Row, file: Path) -> None:
-    """The markdown page and the pictures of a result, beside its file."""
+def write_report(document: Row, file: Path) -> list[Path]:
+    """Writes the markdown page and the pictures of a result beside its file, and returns all that there is."""
     speeds = speeds_for(file.parent)
     lines = [f"# {document['experiment']}, {document['date']}, {document['device']}", ""]
     lines += [
@@ -184,5 +208,7 @@ def write_report(document: Row, file: Path) -> None:
     for title, table in tables(document, speeds):
         lines += ["", f"## {title}", "", as_markdown(table)]
     lines += ["", f"Times as fast as 16-bit weights, K and V: {sources(speeds, document['rows'])}.", ""]
-    lines += [f"![{path.stem}]({path.name})" for path in draw_all(document, speeds, file)]
-    file.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    drawn, page = draw_all(document, speeds, file), file.with_suffix(".md")
+    lines += [f"![{path.stem}]({path.name})" for path in drawn]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [file, page, *drawn]

@@ -6,15 +6,18 @@ Part "scheme": a scheme and a KV format, against the model as loaded. Part "laye
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from experiments.accuracy.own import Quantizer, is_own, own_kv
 from jllm.analysis.activations import compare_layers, tap
-from jllm.analysis.evaluate import Evaluation, Recorded, evaluate
+from jllm.analysis.evaluate import Evaluation, Part, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
-from jllm.cache import cache_bytes, least_page, make_cache, parse_kv_cache
+from jllm.analysis.protocols import find_protocol
+from jllm.cache import KVCache, cache_bytes, least_page, make_cache, parse_kv_cache
 from jllm.params import Params, linears
 from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model, rotate
@@ -25,6 +28,7 @@ from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.weight_formats import WeightFormat, check_shape
 
 Row = dict[str, Any]
+AnyScheme = str | Scheme | Quantizer
 PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 INTERVALS = ("perplexity", "added", "kl", "top1")
@@ -33,10 +37,12 @@ PAGE = 16  # tokens, where the KV format does not ask for more
 WIDE_BYTES = 2  # of a weight or value that is not quantized: 16 bits, whatever a CPU widens it to
 
 
-def kv_name(kv: str, dtype: Any) -> str | None:
-    """What jllm takes for a KV format of the sweep: "model" and "k=int8-g8,v=model" are the model's dtype."""
+def kv_name(kv: str, dtype: Any) -> KVCache | None:
+    """Returns what jllm takes for a KV format of the sweep: "model" and "k=int8-g8,v=model" are the model's dtype."""
     if kv == PLAIN_KV:
         return None
+    if is_own(kv):
+        return own_kv(kv)
     own = DTYPE_NAMES[np.dtype(dtype).name]
     return ",".join(f"{part[:2]}{own}" if part[2:] == PLAIN_KV else part for part in kv.split(","))
 
@@ -62,25 +68,66 @@ def scheme_found(
     texts: Sequence[Any],
     protocol: str,
     reference: Model | Recorded,
-    scheme: str | Scheme,
+    scheme: AnyScheme,
     kv: str,
     *,
     backend: str | None = None,
 ) -> tuple[Row, Evaluation]:
     """A row of accuracy and bytes, and the evaluation that it is of."""
-    quantized = quantize_model(model, scheme)
+    quantized = rounded_by(scheme, model)
     name = kv_name(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, **options)
+    of_own = scheme.bytes_per_weight if isinstance(scheme, Quantizer) else None
     row = {
         "part": "scheme",
-        "scheme": find_scheme(scheme).name,
+        "scheme": scheme_name(scheme),
         "kv": kv,
         **accuracy(found),
-        "bytes_per_weight": round(bytes_per_weight(quantized.params), 4),
+        "bytes_per_weight": round(of_own or bytes_per_weight(quantized.params), 4),
         "bytes_per_kv": round(bytes_per_kv(model, kv), 4),
     }
     return row, found
+
+
+def rounded_by(scheme: AnyScheme, model: Model) -> Model:
+    return scheme.of(model) if isinstance(scheme, Quantizer) else quantize_model(model, scheme)
+
+
+def scheme_name(scheme: AnyScheme) -> str:
+    return scheme.name if isinstance(scheme, Quantizer) else find_scheme(scheme).name
+
+
+def by_part(found: Evaluation) -> Row:
+    """Returns the sums of each document or window, from which two rows are compared."""
+    columns = {name: [getattr(part, name) for part in found.parts] for name in Part.__dataclass_fields__}
+    return {
+        f"part_{name}": [float(f"{x:.7g}") if isinstance(x, float) else x for x in values]
+        for name, values in columns.items()
+        if values[0] is not None
+    }
+
+
+def evaluation_of(row: Row) -> Evaluation:
+    """Returns the evaluation that a row with `by_part` is of."""
+    protocol = replace(find_protocol(row["protocol"]), context=row["context"], stride=row["stride"])
+    names = [name for name in Part.__dataclass_fields__ if f"part_{name}" in row]
+    parts = [dict(zip(names, values)) for values in zip(*(row[f"part_{name}"] for name in names))]
+    return Evaluation(protocol, tuple(Part(**{"words": None} | part) for part in parts))
+
+
+def difference(row: Row, other: Row) -> Row:
+    """Returns what a row has more than another on the same documents: of perplexity the share, of others the rest."""
+    mine, theirs = evaluation_of(row), evaluation_of(other)
+    found: Row = {"part": "pair", **{key: row[key] for key in ("scheme", "kv", "protocol", "parts")}}
+    found |= {"over_scheme": other["scheme"], "over_kv": other["kv"]}
+    for name in ("perplexity", "kl", "top1"):
+        a, b = mine.measure(name), theirs.measure(name)
+        relative = name == "perplexity"
+        found[name] = rounded(a / b - 1 if relative else a - b)
+        if len(mine.parts) > 1:
+            found[f"{name}_95"] = [rounded(x - relative) for x in mine.interval(name, over=theirs)]
+    return found
 
 
 def accuracy(found: Evaluation) -> Row:
@@ -107,7 +154,8 @@ def bytes_per_weight(params: Params) -> float:
 def bytes_per_kv(model: Model, kv: str) -> float:
     """Bytes of a value of K or V, 16 bits where they are not quantized."""
     c, tokens = model.config, PAGE
-    formats = parse_kv_cache(kv.replace(PLAIN_KV, "bf16"), c, model.params.dtype)
+    name = own_kv(kv) if is_own(kv) else kv.replace(PLAIN_KV, "bf16")
+    formats = parse_kv_cache(name, c, model.params.dtype)
     page = jax.eval_shape(lambda: make_cache(c, 1, tokens, formats))
     return cache_bytes(page) / (2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens)
 
@@ -116,11 +164,12 @@ def bytes_per_kv(model: Model, kv: str) -> float:
 
 
 def layer_rows(
-    model: Model, reference: Model, windows: np.ndarray, scheme: str | Scheme, *, backend: str | None = None
+    model: Model, reference: Model, windows: np.ndarray, scheme: AnyScheme, *, backend: str | None = None
 ) -> Iterator[Row]:
     """A row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized, and
     the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
-    quantized, which = quantize_model(model, scheme), find_scheme(scheme).rotate
+    quantized = rounded_by(scheme, model)
+    which = None if isinstance(scheme, Quantizer) else find_scheme(scheme).rotate
     reference = reference if which is None else rotate(reference, which)  # whose stream is turned likewise
     alone = [divergence_by_layer(quantized, reference, window, backend=backend) for window in windows]
     errors = [compare_layers(quantized, reference, window, backend=backend)[1:] for window in windows]
@@ -128,7 +177,7 @@ def layer_rows(
         noise = np.mean([10 ** (-of_window[i].snr_db / 10) for of_window in errors])
         snr = -10 * math.log10(noise) if noise > 0 else None
         yield {
-            "part": "layer", "scheme": find_scheme(scheme).name, "layer": i + 1, "tokens": windows.size,
+            "part": "layer", "scheme": scheme_name(scheme), "layer": i + 1, "tokens": windows.size,
             "kl": rounded(kl), "snr_db": None if snr is None else round(snr, 2),
         }  # fmt: skip
 

@@ -8,13 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.accuracy.rows import kv_name
+from experiments.accuracy.rows import AnyScheme, kv_name, rounded_by
 from jllm.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
 from jllm.pretrained import Model
-from jllm.quant.rotation import quantize_model
-from jllm.quant.schemes import Scheme
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.kv_pages import RowMap
 
@@ -26,7 +24,7 @@ def check_all_run(
     pairs: Sequence[tuple[str, str]],
     layers: Sequence[str],
     backend: str | None,
-    schemes: Mapping[str, str | Scheme],
+    schemes: Mapping[str, AnyScheme],
 ) -> None:
     """Nothing is computed. `schemes`: by the names that pairs and layers have. Raises ConfigError with what cannot run
     and why, and with what can, in one line."""
@@ -35,7 +33,7 @@ def check_all_run(
     named = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
     formats = dict.fromkeys(kv for _, kv in pairs)
     dtype = model.params.dtype
-    report("scheme", named, lambda name: quantize_model(_shapes(model), schemes[name]))
+    report("scheme", named, lambda name: rounded_by(schemes[name], _shapes(model)))
     report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
     if backend is not None:  # None chooses, and XLA takes everything
         names = {f"{scheme} with KV {kv}": (schemes[scheme], kv) for scheme, kv in pairs}
@@ -56,9 +54,9 @@ def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) ->
         raise ConfigError(f"{text}; what can: {', '.join(good) or 'nothing that was asked for'}")
 
 
-def try_step(model: Model, scheme: str | Scheme, kv: str, backend: str) -> None:
+def try_step(model: Model, scheme: AnyScheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
-    first = quantize_model(_shapes(model, layers=1), scheme)
+    first = rounded_by(scheme, _shapes(model, layers=1))
     c, dtype = first.config, model.params.dtype
     formats, page = parse_kv_cache(kv_name(kv, dtype), c, dtype), max(PAGE, least_page(kv_name(kv, dtype), c))
     tails = partial(make_tails, c, formats, dtype, 1, page)
