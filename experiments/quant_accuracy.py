@@ -68,7 +68,7 @@ from jllm.checkpoint_files import find_model
 from jllm.config import load_config
 from jllm.errors import ConfigError, JllmError
 from jllm.pretrained import BUNDLED, Model
-from jllm.quant.schemes import PLAIN, Scheme
+from jllm.quant.schemes import PLAIN, Scheme, wide_rules
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
@@ -246,6 +246,7 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     args.schemes = [*args.schemes, *(name for name in args.scheme if name not in of_kv)]
     schemes = named_schemes([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(named_schemes(some)) for some in (args.schemes, args.layers))
+    warn_of_wide_rules(schemes)
     models = loaded(args) if args.workers is None else None
     if args.kv is None:
         config = load_config(find_model(args.model)) if models is None else models[0].config
@@ -268,6 +269,17 @@ def named_schemes(names: Iterable[str]) -> dict[str, AnyScheme]:
     names = list(names)
     known = by_name(name for name in names if not is_own(name))
     return {**known, **{name: own_scheme(name) for name in names if is_own(name)}}
+
+
+def warn_of_wide_rules(schemes: Mapping[str, AnyScheme]) -> None:
+    for name, scheme in schemes.items():
+        for pattern, taken in wide_rules(scheme).items() if isinstance(scheme, Scheme) else ():
+            both = " and ".join(taken)
+            print(
+                f"warning: scheme {name}: the rule {pattern!r} takes {both} beside the layers, which costs accuracy: "
+                f'write "*_proj" for the linear layers alone, or first rules that leave {both} {PLAIN}',
+                file=sys.stderr,
+            )
 
 
 def loaded(args: argparse.Namespace) -> tuple[Model, Model]:

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import jllm
 from jllm.chat_template import find_chat_template, read_json
 from jllm.checkpoint import load_params
 from jllm.checkpoint_files import find_model
 from jllm.checkpoint_saving import save
 from jllm.config import RopeScaling, load_config
-from jllm.errors import CheckpointError, ConfigError, OutputError
+from jllm.errors import CheckpointError, ConfigError, OutputError, TokenizerError
 from jllm.param_specs import abstract_params, init_params
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import encode_header, read_header
@@ -206,6 +207,21 @@ def test_known_superfluous_tensors_are_ignored(tmp_path):
     rewrite(tmp_path / WEIGHTS, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, though config\.json ties them"):
         load_params(tmp_path, config)
+
+
+def test_a_model_is_saved_with_its_tokenizer(tmp_path):
+    model = jllm.load(quantize="w8a16")
+    save(tmp_path / "bare", model.params, model.config)
+    save(tmp_path / "whole", model.params, model.config, tokenizer=model.tokenizer)
+    assert jllm.load(tmp_path / "bare").tokenizer is None
+    again = jllm.load(tmp_path / "whole")
+    assert again.tokenizer.encode("Once upon a time") == model.tokenizer.encode("Once upon a time")
+    save(tmp_path / "whole", again.params, again.config, tokenizer=again.tokenizer)  # over its own files
+    assert jllm.load(tmp_path / "whole").tokenizer.decode(again.tokenizer.encode("king")) == "king"
+    gone = dataclasses.replace(model.tokenizer, folder=tmp_path / "none")
+    with pytest.raises(TokenizerError, match="the tokenizer's files are not in .*none"):
+        save(tmp_path / "other", model.params, model.config, tokenizer=gone)
+    assert not (tmp_path / "other").exists()
 
 
 def test_saving_replaces_the_checkpoint_that_was_there(tmp_path):

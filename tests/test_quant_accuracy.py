@@ -171,9 +171,7 @@ class Wide(KVFormat):
 def own(tmp_path, monkeypatch):
     """A module in the current directory, which is on no path."""
     (tmp_path / "own_schemes.py").write_text(OWN)
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": TEXT[a : a + 60 + a]}) + "\n" for a in (0, 7, 21))
-    )
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": TEXT[a : a + 60 + a]}) + "\n" for a in (0, 7, 21)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     accuracy_own.own.cache_clear()
@@ -216,6 +214,14 @@ def test_what_is_ones_own_is_measured_beside_the_rest(sweep, own, capsys, tmp_pa
     assert {Path(file) for file in files} == set(tmp_path.glob("quant_accuracy_text-*"))
 
 
+def test_a_rule_for_everything_is_warned_of(sweep, evaluated, tmp_path, capsys):
+    for name, rule in (("all", "*"), ("layers", "*_proj")):
+        (tmp_path / f"{name}.toml").write_text(f'rules = [["{rule}", "w8a16"]]')
+    assert sweep("--schemes", str(tmp_path / "all.toml"), str(tmp_path / "layers.toml"), "--kv")[0] == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert line.startswith("warning: scheme all: the rule '*' takes embed_tokens and lm_head beside the layers, which")
+
+
 def test_an_edited_module_does_not_go_on_with_rows_of_before(sweep, own, evaluated, tmp_path, capsys):
     options = ["--schemes", "bf16", "--scheme", "own_schemes:coarse", "--kv", "int4-g8"]
     evaluated.fail.append("int4-g8")
@@ -235,7 +241,10 @@ def test_an_edited_module_does_not_go_on_with_rows_of_before(sweep, own, evaluat
             ["--scheme", "own_schemes:NUMBER"],
             "must be a Scheme, a KVFormat or a function of a weight [outputs, inputs]",
         ),
-        (["--scheme", "own_schemes:flat"], "own_schemes:flat: must return a weight of the shape (128, 32), not (4096,)"),
+        (
+            ["--scheme", "own_schemes:flat"],
+            "own_schemes:flat: must return a weight of the shape (128, 32), not (4096,)",
+        ),
         (["--layers", "own_schemes:Wide"], "own_schemes:Wide: is a KV format, not a scheme of weights"),
         (["--kv", "own_schemes:HALF"], "own_schemes:HALF: is a scheme of weights, not a KV format"),
         (["--between", "nf4", "bf16"], "--between nf4: this run has no such scheme or KV format; it has bf16/model"),

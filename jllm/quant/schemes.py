@@ -26,7 +26,6 @@ A scheme may say that the model is rotated first (rotation.py): `rotate = "kv"` 
 import json
 import re
 import tomllib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -224,17 +223,10 @@ def read_scheme(file: Path) -> Scheme:
         raise QuantizationError(f"{file}: not valid {kind}: {error}") from None
     if not isinstance(raw, dict):
         raise QuantizationError(f"{file}: holds a {type(raw).__name__}, not a scheme")
-    scheme = Scheme.from_dict({"name": file.stem} | raw, source=str(file))
-    for pattern, names in _wide_rules(scheme).items():
-        warnings.warn(
-            f"{file}: the rule {pattern!r} takes {' and '.join(names)} beside the layers, which costs accuracy: write "
-            f'"*_proj" for the linear layers alone, or first rules that leave {" and ".join(names)} {PLAIN}',
-            stacklevel=3,
-        )
-    return scheme
+    return Scheme.from_dict({"name": file.stem} | raw, source=str(file))
 
 
-def _wide_rules(scheme: Scheme) -> dict[str, list[str]]:
+def wide_rules(scheme: Scheme) -> dict[str, list[str]]:
     """Returns patterns that quantize the embedding or the head along with layers, and which of the two."""
     found: dict[str, list[str]] = {}
     for name in ("embed_tokens", "lm_head"):

@@ -10,7 +10,7 @@ from jllm.cli.arguments import SCHEMES
 from jllm.errors import QuantizationError
 from jllm.param_specs import param_specs
 from jllm.params import matrix_modules
-from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of
+from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of, wide_rules
 from pallas_kernels.weight_formats import parse_weight_format
 from tests.tiny import CONFIG
 
@@ -122,6 +122,21 @@ def test_the_scheme_of_the_page(tmp_path):
     assert found[LAYER + "self_attn.o_proj"] == ["w8a16"]
     assert found["lm_head"] == ["w8a8"]
     assert LAYER + "self_attn.qkv_proj" not in found
+
+
+@pytest.mark.parametrize(
+    ("rules", "wide"),
+    [
+        ([["*", "nf4"]], {"*": ["embed_tokens", "lm_head"]}),
+        ([["lm_head", "bf16"], ["*", "nf4"]], {"*": ["embed_tokens"]}),
+        ([["model.*", "nf4"]], {"model.*": ["embed_tokens"]}),
+        ([["embed_tokens", "bf16"], ["lm_head", "w8a8"], ["*", "nf4"]], {}),
+        ([["*_proj", "nf4"], ["lm_head", "w8a8"], ["embed_tokens", "nf4"]], {}),
+        ([["*", "bf16"]], {}),
+    ],
+)
+def test_rules_that_take_embedding_and_head_with_the_layers_are_known(rules, wide):
+    assert wide_rules(Scheme.from_dict({"rules": rules})) == wide
 
 
 def test_a_file_without_a_name_is_called_as_the_file_is(tmp_path):
