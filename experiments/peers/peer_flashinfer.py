@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from experiments.peers.shared import (
@@ -140,7 +141,7 @@ def timed(flashinfer: Any, torch: Any, part: str, variant: str, size: tuple[int,
     rows = batch if part == "decode" else batch * context
     q = torch.randn(rows, of_q, D, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    us = graph_us(torch, [lambda kv=kv: call(q, kv, out) for kv in caches])
+    us = graph_us(torch, [partial(call, q, kv, out) for kv in caches])
     if part == "decode":
         return {"us": us, "gbs": nbytes / us / 1e3}
     return {"us": us, "tflops": 2 * batch * of_q * context**2 * D / us / 1e6}

@@ -11,6 +11,7 @@ library. Each time is of a CUDA graph whose calls take other weights in turn, so
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from experiments.peers.shared import (
@@ -38,15 +39,15 @@ def calls(torch: Any, kind: str, m: int, k: int, n: int) -> list[Callable[[], An
         x, *weights = (
             torch.randint(-127, 128, (rows, k), device="cuda", dtype=torch.int8) for rows in [m] + count * [n]
         )
-        return [lambda w=w: torch._int_mm(x, w.t()) for w in weights]
+        return [partial(torch._int_mm, x, w.t()) for w in weights]
     dtype = torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn
     x, *weights = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16).to(dtype) for rows in [m] + count * [n])
     if kind == "bf16":
-        return [lambda w=w: torch.mm(x, w.t()) for w in weights]
+        return [partial(torch.mm, x, w.t()) for w in weights]
     shapes = ((), ()) if kind == "fp8t" else ((m, 1), (1, n))
     of_x, of_w = (torch.ones(shape, device="cuda") for shape in shapes)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return [lambda w=w: torch._scaled_mm(x, w.t(), of_x, of_w, **options) for w in weights]
+    return [partial(torch._scaled_mm, x, w.t(), of_x, of_w, **options) for w in weights]
 
 
 def run(args: argparse.Namespace) -> None:

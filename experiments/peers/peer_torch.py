@@ -12,6 +12,7 @@ variant before any has its second. A decode step's time is the mean over three w
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from experiments.peers.shared import (
@@ -92,8 +93,7 @@ def run(args: argparse.Namespace) -> None:
                 weights = None
                 torch.cuda.empty_cache()
                 weights = random_weights(Shape(), scheme)
-            of = weights, batch, prompt, new, mode, attention
-            output.attempt(about, lambda of=of: measure(*of))
+            output.attempt(about, partial(measure, weights, batch, prompt, new, mode, attention))
 
 
 def main() -> int:

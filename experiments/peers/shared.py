@@ -118,17 +118,14 @@ class Output:
     """Rows of a script, written again with each new one, so that a run that is cut off keeps what it has."""
 
     def __init__(self, path: Path | None, versions: str) -> None:
-        self.path, self.document = path, {"versions": versions, "rows": []}
+        self.path, self.rows = path, list[Row]()
+        self.document: Row = {"versions": versions, "rows": self.rows}
 
     def add(self, row: Row) -> None:
-        self.document["rows"].append(row)
+        self.rows.append(row)
         print(json.dumps(row), flush=True)
         if self.path is not None:
             self.path.write_text(json.dumps(self.document, indent=1), encoding="utf-8")
-
-    @property
-    def rows(self) -> list[Row]:
-        return self.document["rows"]
 
     def attempt(self, about: Row, measure: Callable[[], Row]) -> None:
         """Adds a row of what is measured, or of why it was not."""
