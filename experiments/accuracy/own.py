@@ -61,8 +61,10 @@ def own(name: str) -> Scheme | Quantizer | KVFormats:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        value = getattr(importlib.import_module(module), attribute)
-        value = value() if isinstance(value, type) and issubclass(value, KVFormat) else value
+        value: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(value, type) and issubclass(value, KVFormat):
+            make: Any = value  # whose fields may all have defaults
+            value = make()
     except Exception as error:  # whatever the module raises
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(f"{name}: cannot be imported as package.module:NAME ({why})") from None

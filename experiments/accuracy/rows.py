@@ -37,12 +37,15 @@ PAGE = 16  # tokens, where the KV format does not ask for more
 WIDE_BYTES = 2  # of a weight or value that is not quantized: 16 bits, whatever a CPU widens it to
 
 
-def kv_name(kv: str, dtype: Any) -> KVCache | None:
+def kv_taken(kv: str, dtype: Any) -> KVCache | None:
+    """Returns what jllm takes for a KV format of the sweep, one of one's own too."""
+    return own_kv(kv) if is_own(kv) else kv_name(kv, dtype)
+
+
+def kv_name(kv: str, dtype: Any) -> str | None:
     """Returns what jllm takes for a KV format of the sweep: "model" and "k=int8-g8,v=model" are the model's dtype."""
     if kv == PLAIN_KV:
         return None
-    if is_own(kv):
-        return own_kv(kv)
     own = DTYPE_NAMES[np.dtype(dtype).name]
     return ",".join(f"{part[:2]}{own}" if part[2:] == PLAIN_KV else part for part in kv.split(","))
 
@@ -75,7 +78,7 @@ def scheme_found(
 ) -> tuple[Row, Evaluation]:
     """A row of accuracy and bytes, and the evaluation that it is of."""
     quantized = rounded_by(scheme, model)
-    name = kv_name(kv, model.params.dtype)
+    name = kv_taken(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
     found = evaluate(quantized, texts, protocol, reference=reference, kv_cache=name, **options)
     of_own = scheme.bytes_per_weight if isinstance(scheme, Quantizer) else None

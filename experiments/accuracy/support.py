@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.accuracy.rows import AnyScheme, kv_name, rounded_by
+from experiments.accuracy.rows import AnyScheme, kv_taken, rounded_by
 from jllm.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
@@ -34,7 +34,7 @@ def check_all_run(
     formats = dict.fromkeys(kv for _, kv in pairs)
     dtype = model.params.dtype
     report("scheme", named, lambda name: rounded_by(schemes[name], _shapes(model)))
-    report("KV format", formats, lambda kv: parse_kv_cache(kv_name(kv, dtype), model.config, dtype))
+    report("KV format", formats, lambda kv: parse_kv_cache(kv_taken(kv, dtype), model.config, dtype))
     if backend is not None:  # None chooses, and XLA takes everything
         names = {f"{scheme} with KV {kv}": (schemes[scheme], kv) for scheme, kv in pairs}
         report(f"backend {backend!r}:", names, lambda name: try_step(model, *names[name], backend))
@@ -58,7 +58,7 @@ def try_step(model: Model, scheme: AnyScheme, kv: str, backend: str) -> None:
     """Traces the first layer on a step of prompt chunks."""
     first = rounded_by(scheme, _shapes(model, layers=1))
     c, dtype = first.config, model.params.dtype
-    formats, page = parse_kv_cache(kv_name(kv, dtype), c, dtype), max(PAGE, least_page(kv_name(kv, dtype), c))
+    formats, page = parse_kv_cache(kv_taken(kv, dtype), c, dtype), max(PAGE, least_page(kv_taken(kv, dtype), c))
     tails = partial(make_tails, c, formats, dtype, 1, page)
     cache = jax.eval_shape(lambda: with_tails(make_cache(c, TOKENS // page, page, formats), tails()))
 
