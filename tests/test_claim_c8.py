@@ -85,9 +85,9 @@ def test_each_device_answers_from_its_newest_complete_file(tmp_path):
     h100, h200 = found.answers
     assert h100.startswith("On H100: partly. Yes: at least 1.5 times as fast at batch 1: 4.00. No: ")
     assert h200.startswith("On H200: no. No: at least 1.5 times as fast at batch 1: 1.00; ")
-    assert [(bar["name"].rpartition(", ")[2], bar["value"], bar["met"]) for bar in found.bars] == [
-        ("H100", 4.0, True),
-        ("H200", 1.0, False),
+    assert [(bar["name"], bar["value"], bar["met"]) for bar in found.bars] == [
+        ("INT4 over bf16, decode step, batch 1, H100: at least", 4.0, True),
+        ("INT4 over bf16, decode step, batch 1, H200: at least", 1.0, False),
     ]
     assert c8.CLAIM.verdict(rows[2:]) == c8.judge(rows[2:]), "one device is not named"
 
@@ -104,3 +104,4 @@ def test_rounds_decide_with_their_interval():
     wide = c8.judge(rows([3.0, 3.3, 2.9]))  # the best time alone is 1.38 times as fast, and the mean 1.308
     assert any(text.startswith("Open: at least 1.3") for text in wide.answers)
     assert [(bar["value"], bar["met"]) for bar in wide.bars] == [(1.308, False)]
+    assert c8.CLAIM.verdict(rows([3.0, 3.3, 2.9])).bars == (), "what is open is no bar"

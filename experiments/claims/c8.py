@@ -86,7 +86,8 @@ def judge(rows: list[Row]) -> Verdict:
         side = f"at {'most' if most else 'least'}"
         parts.append(Part(f"{side} {limit:g} times as fast at batch {batch}: {found.shown('{:.2f}')}", holds))
         name = f"INT4 over bf16, decode step, batch {batch}: {side}"
-        bars.append(bar(name, round(found.mean, 3), "1", limit, most=most) | {"met": holds is True})
+        made = bar(name, round(found.mean, 3), "1", limit, most=most) | {"met": holds is True}
+        bars.append(made | ({"open": True} if holds is None else {}))
     lost = next((batch for batch, each in times.items() if each.mean < 1), None)
     rest = [f"{each.mean:.2f} times at batch {batch}" for batch, each in times.items() if batch not in limits]
     slower = f"slower than bf16 from batch {lost} on" if lost else "never slower than bf16"

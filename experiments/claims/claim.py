@@ -5,7 +5,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,20 @@ class Claim:
         return {device: [row for row in rows if row.get("measured_on", device) == device] for device in devices}
 
     def verdict(self, rows: list[Row]) -> Verdict:
-        """Returns what the rows say; of several devices what those of each say."""
+        """Returns what the rows say; of several devices what those of each say. What is open is no bar."""
         of = {device.removeprefix("NVIDIA "): self.judge(some) for device, some in self.of_devices(rows).items()}
         if len(of) < 2:
-            return self.judge(rows)
+            found = self.judge(rows)
+            return replace(found, bars=tuple(bar for bar in found.bars if not bar.get("open")))
         said = {found.verdict for found in of.values()}
         bars: dict[str, Row] = {}
         for device, found in of.items():
             for bar in found.bars:
-                name = bar["name"] if all(bar in other.bars for other in of.values()) else f"{bar['name']}, {device}"
-                bars[name] = bar | {"name": name}
+                if not all(bar in other.bars for other in of.values()):
+                    what, colon, side = bar["name"].partition(": ")
+                    bar = bar | {"name": f"{what}, {device}{colon}{side}"}
+                if not bar.get("open"):
+                    bars[bar["name"]] = bar
         return Verdict(
             said.pop() if len(said) == 1 else "partly",
             tuple(f"On {device}: {found.verdict}. {found.measured}" for device, found in of.items()),

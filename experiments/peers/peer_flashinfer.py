@@ -182,12 +182,12 @@ def run(args: argparse.Namespace) -> None:
                     output.attempt(of, measured)
 
 
-def main() -> int:
-    options = parser(__doc__, 120)
-    options.add_argument("--parts", type=by_commas, default=[*VARIANTS], help="of decode,prefill (default: both)")
-    options.add_argument("--backends", type=by_commas, help="variants (default: all)")
-    return command(run, options)
+def options() -> argparse.ArgumentParser:
+    made = parser(__doc__, 120)
+    made.add_argument("--parts", type=by_commas, default=[*VARIANTS], help="of decode,prefill (default: both)")
+    made.add_argument("--backends", type=by_commas, help="variants (default: all)")
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run, options()))

@@ -144,16 +144,16 @@ def run(args: argparse.Namespace) -> None:
         output.add({"part": "cb", "error": said(error)})
 
 
-def main() -> int:
-    options = parser(__doc__, 330)
-    options.add_argument("--workload", required=True, type=Path, help="JSON list of {prompt_len, output_len, arrival}")
-    options.add_argument("--requests", type=int, help="only the first ones (default: all)")
-    options.add_argument("--parts", choices=["cb"], default="cb", help="continuous batching is all that it has")
-    options.add_argument("--attn", choices=["flash", "sdpa"], default="flash", help="default: flash, by flash-attn")
-    options.add_argument("--passes", type=int, default=2, help="of the workload; the first warms up (default: 2)")
-    options.add_argument("--cb-limit-s", type=float, default=110, help="seconds of a pass at most (default: 110)")
-    return command(run, options)
+def options() -> argparse.ArgumentParser:
+    made = parser(__doc__, 330)
+    made.add_argument("--workload", required=True, type=Path, help="JSON list of {prompt_len, output_len, arrival}")
+    made.add_argument("--requests", type=int, help="only the first ones (default: all)")
+    made.add_argument("--parts", choices=["cb"], default="cb", help="continuous batching is all that it has")
+    made.add_argument("--attn", choices=["flash", "sdpa"], default="flash", help="default: flash, by flash-attn")
+    made.add_argument("--passes", type=int, default=2, help="of the workload; the first warms up (default: 2)")
+    made.add_argument("--cb-limit-s", type=float, default=110, help="seconds of a pass at most (default: 110)")
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run, options()))

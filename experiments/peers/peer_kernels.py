@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> None:
                 output.attempt(about, measured)
 
 
-def main() -> int:
-    options = parser(__doc__, 60)
-    options.add_argument("--parts", choices=["gemm"], default="gemm", help="products are all that it has")
-    options.add_argument("--kinds", type=by_commas, default=KINDS, help=f"of {','.join(KINDS)} (default: all)")
-    options.add_argument("--rows", type=lambda text: [int(m) for m in by_commas(text)], default=ROWS, metavar="M,..")
-    return command(run, options)
+def options() -> argparse.ArgumentParser:
+    made = parser(__doc__, 60)
+    made.add_argument("--parts", choices=["gemm"], default="gemm", help="products are all that it has")
+    made.add_argument("--kinds", type=by_commas, default=KINDS, help=f"of {','.join(KINDS)} (default: all)")
+    made.add_argument("--rows", type=lambda text: [int(m) for m in by_commas(text)], default=ROWS, metavar="M,..")
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run, options()))

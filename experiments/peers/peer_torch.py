@@ -96,18 +96,18 @@ def run(args: argparse.Namespace) -> None:
             output.attempt(about, partial(measure, weights, batch, prompt, new, mode, attention))
 
 
-def main() -> int:
-    options = parser(__doc__, 330)
+def options() -> argparse.ArgumentParser:
+    made = parser(__doc__, 330)
     rows = [row_of(text) for text in DEFAULT]
-    options.add_argument(
+    made.add_argument(
         "--rows",
         type=lambda text: [row_of(part) for part in by_commas(text)],
         default=rows,
         metavar="SCHEME:bBATCH:WORKLOAD,..",
         help=f"default: {','.join(DEFAULT)}",
     )
-    return command(run, options)
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run, options()))

@@ -150,17 +150,17 @@ def one_by_one(args: argparse.Namespace) -> None:
                 output.add(row)
 
 
-def main() -> int:
-    options = parser(__doc__, 560)
-    options.add_argument("--modes", type=by_commas, default=[*MODES], help="of bf16,fp8 (default: both)")
-    options.add_argument("--batches", type=by_commas, default=["1", "32", "128", "512"], help="decoded (default: four)")
-    options.add_argument("--workload", type=Path, help="JSON list of {prompt_len, output_len}, sent all at once")
-    options.add_argument("--repeats", type=int, default=2, help="runs of the workload (default: 2)")
-    options.add_argument("--seqs", type=int, default=512, help="sequences at once (default: 512)")
-    options.add_argument("--tokens", type=int, default=8192, help="of a step at most (default: 8192)")
-    options.add_argument("--config", type=Path, default=LLAMA_2_7B, help="a model's config.json (default: LLaMA-2-7B)")
-    return command(run, options)
+def options() -> argparse.ArgumentParser:
+    made = parser(__doc__, 560)
+    made.add_argument("--modes", type=by_commas, default=[*MODES], help="of bf16,fp8 (default: both)")
+    made.add_argument("--batches", type=by_commas, default=["1", "32", "128", "512"], help="decoded (default: four)")
+    made.add_argument("--workload", type=Path, help="JSON list of {prompt_len, output_len}, sent all at once")
+    made.add_argument("--repeats", type=int, default=2, help="runs of the workload (default: 2)")
+    made.add_argument("--seqs", type=int, default=512, help="sequences at once (default: 512)")
+    made.add_argument("--tokens", type=int, default=8192, help="of a step at most (default: 8192)")
+    made.add_argument("--config", type=Path, default=LLAMA_2_7B, help="a model's config.json (default: LLaMA-2-7B)")
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(run, options()))

@@ -44,6 +44,9 @@ def command(run: Callable[[argparse.Namespace], None], options: argparse.Argumen
     except (Missing, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

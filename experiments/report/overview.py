@@ -69,9 +69,11 @@ def _kernels(results: Results) -> Iterator[str]:
             "over shapes. \\* marks peers whose times are of another run, of which there is no file. "
             "[Their scripts](peers/README.md) say how they run."
         )
-    for device in found:
-        picture = by_device.picture_of("kernels", device)
-        yield f"![Kernels against peers, {short(device)}](results/{picture}.svg)"
+    pictures = {device: by_device.picture_of("kernels", device) for device in found}
+    if found:
+        yield " ".join(
+            f"![Kernels against peers, {short(device)}](results/{name}.svg)" for device, name in pictures.items()
+        )
 
 
 def _accuracy(results: Results) -> Iterator[str]:
@@ -136,14 +138,15 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
 
 
 def _on_each_device(name: str, entry: Entry) -> Iterator[tuple[list[str], str, Sequence[str]]]:
-    """Yields the devices, the verdict and the answers of each answer that a file gives."""
+    """Yields the devices, the verdict and the answers of each answer that a file gives, several where they differ."""
     if claim_of(entry.document) is None:
         row = entry.document["rows"][-1]
         yield entry.devices, row["verdict"], [row["measured"]]
         return
     claim, rows = find(name), measured_rows(entry.document)
-    of = claim.of_devices(rows)
-    for some in reversed(of.values()) if len(of) > 1 else [rows]:
+    of = list(claim.of_devices(rows).values())
+    differ = len({claim.judge(some).verdict for some in of}) > 1
+    for some in reversed(of) if differ else [rows]:
         found = claim.verdict(some)
         yield devices_of(entry.document | {"rows": some}) or entry.devices, found.verdict, found.answers
 

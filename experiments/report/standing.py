@@ -12,16 +12,22 @@ from experiments.report.figures import Results
 
 
 def claim_rows(results: Results) -> list[tuple[str, Entry]]:
-    """Returns the claims in order, each with the newest complete file of each device, the newest first. Files that
-    simulate count only where no other does, and incomplete ones where none is complete. Of claims about any model
-    those of the bundled one count."""
+    """Returns the claims in order, each with the newest complete file of each device, the newest first; where all have
+    one verdict the newest alone. Files that simulate count only where no other does, and incomplete ones where none is
+    complete. Of claims about any model those of the bundled one count."""
     found: dict[str, dict[str, Entry]] = {}
     for name, subject, entry in reversed([*_answers(results)]):
         if subject == BUNDLED_SUBJECT.name:
             of = found.setdefault(name, {})
             if all(_kind(other) == _kind(entry) for other in of.values()):
                 of.setdefault(entry.device, entry)
-    return [(name, entry) for name in TITLES for entry in found.get(name, {}).values()]
+    each = {name: list(of.values()) for name, of in found.items()}
+    alike = {name for name, some in each.items() if len({_verdict(entry) for entry in some}) == 1}
+    return [(name, entry) for name in TITLES for entry in each.get(name, [])[: 1 if name in alike else None]]
+
+
+def _verdict(entry: Entry) -> str:
+    return str(entry.document["rows"][-1]["verdict"])
 
 
 def of_other_models(results: Results) -> dict[str, dict[str, Entry]]:
