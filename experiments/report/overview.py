@@ -64,16 +64,16 @@ def _others(results: Results, others: list[str]) -> Iterator[str]:
 
 def _kernels(results: Results) -> Iterator[str]:
     if found := compared(results):
-        yield (
+        yield "\n".join([
             "How many times as fast as a peer, case by case: green is faster, red slower; two figures are the range "
             "over shapes. \\* marks peers whose times are of another run, of which there is no file. "
-            "[Their scripts](peers/README.md) say how they run."
-        )
-    pictures = {device: by_device.picture_of("kernels", device) for device in found}
-    if found:
-        yield " ".join(
-            f"![Kernels against peers, {short(device)}](results/{name}.svg)" for device, name in pictures.items()
-        )
+            "[Their scripts](peers/README.md) say how they run.",
+            *(f"![Kernels against peers, {short(device)}](results/{_kernels_of(device)}.svg)" for device in found),
+        ])  # fmt: skip
+
+
+def _kernels_of(device: str) -> str:
+    return by_device.picture_of("kernels", device)
 
 
 def _accuracy(results: Results) -> Iterator[str]:
@@ -138,15 +138,14 @@ def _claims(results: Results, anchors: Anchors) -> Iterator[str]:
 
 
 def _on_each_device(name: str, entry: Entry) -> Iterator[tuple[list[str], str, Sequence[str]]]:
-    """Yields the devices, the verdict and the answers of each answer that a file gives, several where they differ."""
+    """Yields the devices, the verdict and the answers of each answer that a file gives, one for each of its devices."""
     if claim_of(entry.document) is None:
         row = entry.document["rows"][-1]
         yield entry.devices, row["verdict"], [row["measured"]]
         return
     claim, rows = find(name), measured_rows(entry.document)
     of = list(claim.of_devices(rows).values())
-    differ = len({claim.judge(some).verdict for some in of}) > 1
-    for some in reversed(of) if differ else [rows]:
+    for some in reversed(of) if len(of) > 1 else [rows]:
         found = claim.verdict(some)
         yield devices_of(entry.document | {"rows": some}) or entry.devices, found.verdict, found.answers
 
