@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from experiments.accuracy.measured_speed import measured_speeds
 from experiments.accuracy.pictures import Speeds, draw_all, speed_key
 from experiments.accuracy.rows import PLAIN_KV, Row
-from jllm.analysis.protocols import find_protocol
+from jllm.analysis.protocols import PROTOCOLS
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import RECORDED
 
@@ -121,7 +121,10 @@ def pair_table(rows: list[Row]) -> Table:
 
 def _parts(row: Row) -> str:
     """Returns how many documents or windows a row's intervals are over."""
-    count, kind = row.get("parts", 1), "window" if find_protocol(row["protocol"]).joined else "document"
+    count, kind = (
+        row.get("parts", 1),
+        "window" if getattr(PROTOCOLS.get(row["protocol"]), "joined", False) else "document",
+    )
     return f"{count} {kind}s" if count > 1 else f"none: 1 {kind}"
 
 
