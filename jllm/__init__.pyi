@@ -37,6 +37,7 @@ from jllm.errors import RemoteError as RemoteError
 from jllm.errors import RequestError as RequestError
 from jllm.errors import SnapshotError as SnapshotError
 from jllm.errors import TokenizerError as TokenizerError
+from jllm.errors import TooLongError as TooLongError
 from jllm.errors import UnknownParameterError as UnknownParameterError
 from jllm.hooks import HookRows as HookRows
 from jllm.hooks import Hooks as Hooks

@@ -18,14 +18,9 @@ AT_MOST = (
 )
 AT_LEAST = (
     r"tflop_s .* rate$|fraction |times .* speed over bf16's$|x over FlashAttention|.* share of the floor$|"
-<<<<<<< ours
-    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|"
+    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|1 learned over|"
     r"1 INT4 over bf16, .*: at least(, .*)?$|1 share of held-out outputs within|"
     r".* (requests a second|times as many as vLLM)$|"
-=======
-    r".* bandwidth$|.* times as fast as bf16$|1 rank correlation|.* of cuDNN's rate$|1 learned over|"
-    r"1 INT4 over bf16, .*: at least$|1 share of held-out outputs within|.* (requests a second|times as many as vLLM)$|"
->>>>>>> theirs
     r"1 .* replicas over one$|1 QPS workload, .*, triton over the default$|"
     r"of all (needles found (with|that were kept)|answers found at)|"
     r"1 .*: times (as fast as plain|the tokens a second)$|1 triton, .*: of mosaic's rate$"

@@ -37,8 +37,8 @@ class Job:
     sampling: SamplingParams
     where: str = ""  # how to name it in an error
     made_with: Mapping[str, Any] = field(default_factory=dict)  # what was asked for besides: model, scheme, formats
-    open_ended: bool = False  # nothing says how many new tokens: the default, or as many as there is room for
     run: Mapping[str, str] = field(default_factory=dict)  # jllm.run_identity: what that was, whatever it is called
+    open_ended: bool = False  # nothing says how many new tokens: the default, or as many as there is room for
 
 
 @dataclass(frozen=True)

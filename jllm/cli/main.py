@@ -87,7 +87,7 @@ def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
     for i, prompt in enumerate(prompts):
         sampling = replace(base, seed=nth_seed(base.seed, i))
         where = "" if len(prompts) == 1 else f"prompt {i + 1}"
-        jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked, args.max_new_tokens is None))
+        jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked, open_ended=args.max_new_tokens is None))
     return jobs
 
 
