@@ -9,7 +9,7 @@ import jllm
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 TALE = "once upon a time there was an old king who had three sons and one golden bird in a tree by the sea"
 WORDS = TALE.split(" ")
-SUMMARY = re.compile(r"(\d+) tokens in (\d+\.\d\d) s: (\d+\.\d) tokens/s \(.*\)")
+SUMMARY = re.compile(r"(\d+) tokens? in (\d+\.\d\d) s: (\d+\.\d) tokens/s \(.*\)")
 
 
 def expected(model, prompts, sampling) -> list[jllm.Completion]:
