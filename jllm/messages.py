@@ -51,7 +51,7 @@ def _others(message: Message, role: str, where: str) -> dict[str, Any]:
     """Returns the fields beside role and content that ask for something."""
     found = {}
     for name, value in message.items():
-        if name in ("role", "content", *LEFT_OUT) or value is None or value == [] or value == {}:
+        if name in ("role", "content", *LEFT_OUT) or value in (None, "", [], {}):
             continue
         if name not in TAKEN[role]:
             raise TokenizerError(f"{where}.{_name(name)} is not served{_why(name)}")

@@ -132,13 +132,8 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of a text that is one special token, which no decoded text shows; None for any other."""
-        try:
-            ids = self.encode(text, add_bos=False)
-        except TokenizerError:  # it is no text
-            return None
-        hidden = [id for id in ids if not self.vocabulary.piece(id)]
-        spaces = not b"".join(map(self.vocabulary.piece, ids)).strip(b" ")  # which tokenizers put before a text
-        return hidden[0] if len(hidden) == 1 and spaces else None
+        id = self.vocabulary.id(text)
+        return None if id is None or self.vocabulary.piece(id) else id
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """An incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.

@@ -27,7 +27,7 @@ from jllm.engine.grammars import make_matcher, one_line
 from jllm.engine.guide import Guide
 from jllm.errors import RequestError
 
-MOST = 2  # processes: a small guide does not wait for a large one
+MOST = 2  # processes: a small guide does not wait for one large one
 SECONDS = 5.0  # of processor time that compiling a guide may take, and as many to feed it tokens
 MASK_SECONDS = 1.0  # of processor time for the first mask, which a step waits for
 PATIENCE = 60.0  # seconds for a trial, on a machine that does much else, and for a process to begin
@@ -37,6 +37,7 @@ WALKS, STEPS = 3, 32  # texts that a trial draws, and tokens of each
 FIRST_MASK = "its first mask"
 NO_WAY_ON = "NoExtension"  # begins llguidance's errors where no byte may follow
 COMMAND = (sys.executable, "-P", "-c", f"from {__name__} import main; main()")
+READING = "reading it"  # the stage before a process tells of one
 
 
 class Words(NamedTuple):
@@ -83,14 +84,23 @@ class Trials:
 
     def verdict(self, guide: Guide) -> Verdict:
         """Tries a guide. Raises RequestError where no process can begin."""
-        child = self._idle.get()
+        child, job = self._idle.get(), Job(guide, SECONDS, MASK_SECONDS, _stack())
         try:
-            child = child or self._begin()
-            stage, found, late = _ask(child, Job(guide, SECONDS, MASK_SECONDS, _stack()))
-            if found is None:
+            for again in (True, False):
+                child = child or self._begin()
+                stage, found, late = _ask(child, job)
+                if found is not None:
+                    return found
                 status, child = self._end(child), None
-                found = Verdict(f"the guide ({guide.kind}) is refused: {stage} {_why(status, late)}", not late)
-            return found
+                if not (again and stage == READING and not late):  # it may have been ended while it waited
+                    break
+            lasting = not late and status != -signal.SIGKILL  # which is not what the guide does
+            return Verdict(f"the guide ({guide.kind}) is refused: {stage} {_why(status, late)}", lasting)
+        except BaseException:  # Ctrl-C, say: its answer to this guide must not be taken for the next one's
+            if child is not None:
+                self._end(child)
+                child = None
+            raise
         finally:
             self._idle.put(child)
 
@@ -104,7 +114,12 @@ class Trials:
         except OSError as error:
             raise RequestError(f"a guide needs a process to be tried in, which cannot begin: {error}") from None
         self._all.add(child)
-        if _ask(child, (self._words, MEMORY))[1] is None:
+        try:
+            begun = _ask(child, (self._words, MEMORY))[1]
+        except BaseException:
+            self._end(child)
+            raise
+        if begun is None:
             status = self._end(child)
             raise RequestError(f"a guide needs a process to be tried in, which ended as it began (status {status})")
         return child
@@ -119,7 +134,7 @@ def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
     """What a process was doing last, its verdict, None where it ended before, and whether it had to be killed."""
     assert child.stdin is not None
     assert child.stdout is not None
-    stage, late = "reading it", threading.Event()
+    stage, late = READING, threading.Event()
 
     def kill() -> None:
         late.set()

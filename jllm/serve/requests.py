@@ -147,7 +147,8 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     wants, top = _take(body, "logprobs", bool, False), _take(body, "top_logprobs", int, None)
     if top and not wants:
         raise bad("top_logprobs", "needs logprobs to be true")
-    if "max_tokens" in body and "max_completion_tokens" in body:
+    limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)}
+    if len(limits) > 1:
         raise bad("max_tokens", "and max_completion_tokens are the same: give one")
     if served.tokenizer is None:
         raise bad("messages", "need a tokenizer with a chat template, and this model has none")
@@ -339,9 +340,10 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
 
 
 def _only(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            raise bad(field, f"{shown(name)} is not served there; {' and '.join(known)} are")
+    for name, value in given.items():
+        if name not in known and value is not None:
+            verb = "is" if len(known) == 1 else "are"
+            raise bad(field, f"{shown(name)} is not served there; {' and '.join(known)} {verb}")
 
 
 def _seed(given: int) -> int:

@@ -25,7 +25,9 @@ NEUTRAL: Mapping[str, Neutral] = {
     "truncation": one_of("disabled"),
     "top_logprobs": one_of(0),
     "include": one_of([], REASONING),
-    "reasoning": Neutral(lambda value: isinstance(value, dict) and not any(value.values()), "without effort"),
+    "reasoning": Neutral(
+        lambda value: isinstance(value, dict) and set(value.values()) <= {None, "none"}, "without effort"
+    ),
     "stream_options": one_of({}, {"include_obfuscation": False}),
     "prompt_cache_retention": one_of("in_memory"),
 }

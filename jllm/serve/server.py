@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jllm.engine.async_engine import AsyncEngine
+from jllm.errors import counted
 from jllm.serve.http import Limits
 
 LAST_WORDS = 5  # seconds that answers may take after their requests have ended
@@ -62,7 +63,7 @@ async def run(server: Server, listener: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT, and says on standard error what was cut."""
     with _signals_that_only_stop():
         await server.serve([listener])
-    cut = f"{server.cut} samples were cut" if server.cut else "all requests had ended"
+    cut = f"{counted(server.cut, 'sample')} cut" if server.cut else "all requests had ended"
     print(f"stopped: {cut}", file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,7 @@
 """The tools of a chat: what its body says of them, what its template sees, and the guide that holds calls to it."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,8 +107,9 @@ def _functions(given: Any) -> list[dict[str, Any]]:
         raise bad("tools", f"must be a list like [{FUNCTION}], not {shown(given)}")
     found = [_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     names = [function["function"]["name"] for function in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise bad("tools", f"{shown(twice)} is there twice")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise bad("tools", f"{shown(name)} is there twice")
     return found
 
 

@@ -301,3 +301,30 @@ def test_json_in_a_guide_of_the_snapshot_s_json():
     """What Guide.json was given is what its text says, whatever was mapped."""
     schema = {"$schema": "http://json-schema.org/draft-07/schema#", "uniqueItems": False, "minLength": 2.0}
     assert json.loads(Guide.json(schema).text) == schema
+
+
+def test_an_answer_that_nobody_read_is_of_no_other_guide(monkeypatch):
+    """Ctrl-C while a guide is tried: its process ends, and the next guide gets a verdict of its own."""
+    own, ask = Trials(BYTES), guide_trials._ask
+
+    def interrupted(child, job):
+        child.stdin.write(guide_trials.pickle.dumps(job))
+        child.stdin.flush()
+        raise KeyboardInterrupt
+
+    own.begin()
+    monkeypatch.setattr(guide_trials, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own.verdict(Guide.regex("[A-Z]{2}"))
+    monkeypatch.setattr(guide_trials, "_ask", ask)
+    assert own.verdict(Guide.regex(r"[^\s\S]")).problem is not None
+    assert own.verdict(Guide.regex("[A-Z]{2}")) == Verdict(None)
+
+
+def test_a_process_that_ended_while_it_waited_is_not_the_next_guides_fault():
+    own = Trials(BYTES)
+    own.begin()
+    for child in list(own._all):
+        child.kill()
+        child.wait()
+    assert own.verdict(Guide.regex("[0-9]{7}")) == Verdict(None)

@@ -34,13 +34,11 @@ TOOL_TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in mess
 HIDDEN = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")  # special tokens of the model that calls tools
 
 
-@pytest.fixture(scope="session")
-def tool_model(tmp_path_factory):
-    """A model with room for tools in its context, whose template writes calls as Hermes."""
-    path = tmp_path_factory.mktemp("tools")
+def write_tool_checkpoint(path, context):
+    """Writes a model with room for tools in its context, whose template writes calls as Hermes."""
     write_checkpoint(path)
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    (path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1024}))
+    (path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": context}))
     raw = json.loads((path / "tokenizer.json").read_text())
     ids = raw["model"]["vocab"]
     for token, unused in zip(HIDDEN, sorted(ids, key=ids.get)[-len(HIDDEN) :], strict=True):
@@ -48,6 +46,12 @@ def tool_model(tmp_path_factory):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         raw["added_tokens"].append({"id": ids[token], "content": token, "special": True, **flags})
     (path / "tokenizer.json").write_text(json.dumps(raw))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools")
+    write_tool_checkpoint(path, 1024)
     return load(path)
 
 

@@ -22,7 +22,10 @@ from jllm.cli.arguments import ENGINE_FLAGS, add_engine
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
+from jllm.pretrained import load
 from jllm.serve.arguments import KEY_VARIABLE, parse_args
+from tests.clients.serve_small import write_small
+from tests.clients.trial import main as trial
 from tests.lm_eval_cases import CONTEXT, write_tasks
 from tests.serve.conftest import listening
 from tests.tiny import full_logits, log_softmax, serve
@@ -132,6 +135,14 @@ def test_many_at_once(address, want):
             return {one.choices[0].text for one in found}
 
     assert asyncio.run(main()) == {want.text}
+
+
+def test_the_trial_of_the_official_client(tmp_path, capsys):
+    """The part of tests/clients that needs no other client."""
+    write_small(tmp_path)
+    with listening(load(tmp_path)) as (_, url):
+        status = trial(["--url", f"{url}/v1", "--only", "openai"])
+    assert (status, capsys.readouterr().out) == (0, f"openai {openai.__version__}: passed\n")
 
 
 def test_clients_that_hang_up_leave_no_page(model):
