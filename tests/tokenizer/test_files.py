@@ -319,6 +319,19 @@ def test_decoders_that_are_not_token_by_token(tmp_path, decoder):
 
 
 @each_kind
+def test_the_id_of_a_special_token(loaded, kind):
+    """A text that the vocabulary cannot spell is no special token, though it is encoded as one of an unknown piece."""
+    tokenizer = loaded[kind]
+    for role, text in tokenizer.special_tokens.items():
+        id = tokenizer.special_id(text)
+        assert id is not None, role
+        assert tokenizer.decode([id]) == ""
+        assert tokenizer.special_id(f" {text}") is None
+    for text in ("###", "\n\n", "\u20ac", "girl", ""):
+        assert tokenizer.special_id(text) is None
+
+
+@each_kind
 def test_text_that_is_no_text(loaded, kind):
     for text in (None, 3, b"bytes", ["list"]):
         with pytest.raises(TokenizerError, match=f"must be a string, not {type(text).__name__}"):
