@@ -154,7 +154,7 @@ class CallParser:
             else:
                 yield from self._call(start)
             if self._calls == before:
-                self._say(start)
+                self._say_or_cut(len(self._rest) if self._last else start, start)
         while not self._last or self._rest:
             self._say(len(self._rest))
             yield
@@ -162,14 +162,26 @@ class CallParser:
     def _to_mark(self) -> Waits[bool]:
         """Says what stands before the next mark, with which the rest then begins; whether there is one."""
         while (at := self._rest.find(self._mark)) < 0:
-            sizes = range(min(len(self._mark) - 1, len(self._rest)), 0, -1)
-            kept = 0 if self._last else next((n for n in sizes if self._mark.startswith(self._rest[-n:])), 0)
+            kept = max(map(self._begun, (self._mark, self._tail) if self._last else (self._mark,)))
             self._say(len(self._rest) - kept)
             if self._last:
+                self._say_or_cut(kept, kept)
                 return False
             yield
         self._say(at)
         return True
+
+    def _begun(self, word: str) -> int:
+        """Returns how many letters at the end of the rest begin a word, without all of it."""
+        sizes = range(min(len(word) - 1, len(self._rest)), 0, -1)
+        return next((n for n in sizes if word.startswith(self._rest[-n:])), 0)
+
+    def _say_or_cut(self, cut: int, said: int) -> None:
+        """Drops what a limit left of a mark, a further call or a tail, if a guide holds calls; else says it."""
+        if self._held and self._last and self._calls and not self._spoken:
+            self._rest = self._rest[cut:]
+        else:
+            self._say(said)
 
     def _mistral(self, at: int) -> Waits[None]:
         """Behind Mistral's mark: a list of calls, or the name of one."""

@@ -141,6 +141,20 @@ def test_arguments_that_a_guide_holds_come_as_they_are_made():
     assert parse(HERMES, CALL[HERMES][:cut]) == (CALL[HERMES][:cut], [])
 
 
+def test_a_further_call_that_is_cut_off_leaves_no_text():
+    """Wherever a limit cuts an answer that a guide holds to calls; without a guide, what is no call stays text."""
+    call = f"{HERMES.mark}{HERMES.head(NAMES[0])}{{}}{HERMES.tail}"
+    for end in range(len(call), 2 * len(call) + 1):
+        text = (call + HERMES.between + call)[:end]
+        for pieces in ([text], list(text)):
+            parser = CallParser(HERMES, NAMES, {}, held=True)
+            parts = [part for i, piece in enumerate(pieces) for part in parser.push(piece, i + 1 == len(pieces))]
+            assert "".join(part.text for part in parts) == ""
+    parser = CallParser(HERMES, NAMES, {}, held=False)
+    parts = parser.push(call + HERMES.between + HERMES.mark, True)
+    assert "".join(part.text for part in parts).strip() == HERMES.mark
+
+
 def test_the_format_is_that_of_the_template():
     llama = '{{ \'{"name": "\' + call.name + \'", "parameters": \' }}'
     assert format_of(TOOL_TEMPLATE, None) is HERMES
