@@ -66,7 +66,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class Named:
-    """What the files beside a vocabulary say."""
+    """Holds what the files beside a vocabulary say."""
 
     roles: Mapping[str, str | None]  # by name; None where a role is switched off
     tokens: tuple[AddedToken, ...]  # each content once, in the order in which those without an id get one

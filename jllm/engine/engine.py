@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def guides(self) -> Guides:
-        """What compiles guides, and has those that were asked for last. Any thread may use it at any time."""
+        """Compiles guides, and keeps those that were asked for last. Any thread may use it at any time."""
         return self._loop.guides
 
     @property

@@ -127,7 +127,7 @@ def _too_deep() -> RequestError:
 
 
 def _check_instance(name: str, value: Any, depth: int) -> None:
-    """Of const or enum."""
+    """Checks the values of const or enum."""
     if depth > DEEPEST:
         raise _too_deep()
     if isinstance(value, dict):
@@ -163,7 +163,7 @@ def _check_number(name: str, value: int | float) -> None:
 
 
 def _is_read_well(value: int | float) -> bool:
-    """Whether llguidance reads a number right: it multiplies a double of all digits by a power of ten."""
+    """Checks that llguidance reads a number right: it multiplies a double of all digits by a power of ten."""
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     return int("".join(map(str, digits))) <= LARGEST and isinstance(exponent, int) and exponent >= -EXACT_POWER
 

@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a trial."""
+    """Holds the outcome of a trial."""
 
     problem: str | None  # None: the guide passed
     lasting: bool = True  # False: another trial of the same guide may end otherwise
@@ -155,7 +155,7 @@ def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
 
 
 def _why(status: int, late: bool) -> str:
-    """What ended a process, from its status."""
+    """Says from its status why a process ended."""
     if late:
         return f"took more than {PATIENCE:g} s"
     if status == -signal.SIGPROF:

@@ -83,7 +83,7 @@ class Guides:
                 LOG.info("guides are ready after %.1f s: their tables of %d tokens are made", seconds, self._vocab_size)
 
     def has(self, guide: Guide) -> bool:
-        """Whether a matcher, or the error, is there at once."""
+        """Says if a matcher, or the error, is there at once."""
         with self._lock:
             return guide in self._compiled
 

@@ -18,7 +18,7 @@ from jllm.snapshot import Snapshot
 
 
 class Refused(NamedTuple):
-    """What an engine was asked for a request, and could not do."""
+    """Tells what an engine was asked for a request, and could not do."""
 
     id: int  # of Replicas
     error: BaseException

@@ -54,7 +54,7 @@ class Answer:
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """What an event adds to a stream."""
+        """Returns the chunks that an event adds to a stream."""
         wanted, key, done = self._wanted, (event.id, event.sample), event.completion
         if wanted.at_once and done:
             self._streamed += len(done.token_ids)
@@ -156,7 +156,7 @@ class Answer:
         return choice
 
     def _message(self, key: tuple[int, int], text: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """What was said: text, and calls."""
+        """Returns the text and the calls that were said."""
         if self._wanted.tools is None:
             return {"content": text}
         talk = self._talks[key] = Talk(self._wanted.tools, self._tokenizer, self._wanted.prompts[key[0]])

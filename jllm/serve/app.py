@@ -67,7 +67,7 @@ class Generate:
             await while_connected(receive, work)
 
     async def _wanted(self, data: bytes) -> Wanted:
-        """What a body asks for, checked; its guide apart from the rest, for that may take long."""
+        """Returns what a body asks for, checked; its guide apart from the rest, as that may take long."""
 
         def parse() -> tuple[dict[str, Any], Wanted]:
             body = parse_json(data)

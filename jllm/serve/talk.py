@@ -1,4 +1,4 @@
-"""What one sample says when it may call tools: text, and calls with their ids."""
+"""Reads one sample that may call tools: text, and calls with their ids."""
 
 import secrets
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ Asked = tuple[str, Callable[[], Guide]]  # a field that asks for a guide, and wh
 
 @dataclass(frozen=True)
 class Tools:
-    """What a model may call in one chat."""
+    """Holds the tools that a model may call in one chat."""
 
     form: Format
     hidden: Mapping[str, int]  # tokens of the form that text does not show
@@ -42,7 +42,7 @@ class Tools:
 
     @property
     def held(self) -> bool:
-        """Whether a guide holds calls to their form."""
+        """Says if a guide holds calls to their form."""
         return self.required or self.strict or self.shaped or not self.many
 
     def parser(self) -> CallParser:
