@@ -19,6 +19,9 @@ class Ascii:
     def encode(self, text):
         return [FIRST + ord(c) - 32 for c in text if 32 <= ord(c) < 32 + self.size - FIRST]
 
+    def id(self, token):
+        return FIRST + ord(token) - 32 if len(token) == 1 and 32 <= ord(token) < 32 + self.size - FIRST else None
+
     def piece(self, id):
         return bytes([32 + id - FIRST]) if FIRST <= id < self.size else b""
 

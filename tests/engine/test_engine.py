@@ -158,6 +158,9 @@ class OneSpecial(Ascii):
     def encode(self, text):
         return [self.special] if text == "<end>" else super().encode(text)
 
+    def id(self, token):
+        return self.special if token == "<end>" else super().id(token)
+
     def piece(self, id):
         return b"" if id == self.special else super().piece(id)
 
