@@ -3,8 +3,8 @@
     how long a step takes       decode_step, throughput (PPL.LLM's table), quant_steps (by weight scheme),
                                 step_profile (by kernel), ceilings (what floors count with)
     requests a second           qps, kv_measured (by KV policy), disaggregation; without a GPU simulate, kv_choices,
-                                clusters, and simulation_error (of these)
-    other devices, and meshes   hardware (all data sheets, with prices), other_devices, meshes: estimates
+                                and simulation_error (of these)
+    other devices               hardware: estimates from all data sheets, with prices
     what quantization costs     report (one page about your model), quant_accuracy, mixed_precision, ptq_methods,
                                 rotations, outliers, continuations, long_context
     speculation                 speculation, train_drafters
@@ -13,7 +13,7 @@
     training                    train_small, train_card (the bundled model), train_needle, train_heads (KV heads),
                                 train_length_predictor
     all that wants a GPU        measure_all, sanitizer
-    what came out               results_page writes RESULTS.md and results/*.md
+    what came out               results_page writes RESULTS.md
 
 What commands share is in rooms: steps/ (the step timer, floors, costs, devices, peers), serving/ (a workload and its
 runs), accuracy/, baselines/ (what the engine is measured against), simulation/, training/, texts/, report/ (the pages).

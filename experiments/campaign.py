@@ -106,7 +106,6 @@ CAMPAIGN = (
     experiment("step_profile_serve_w8a8", "step_profile --kind serve --scheme w8a8 --kv-cache int8-g8 --batch 1"
                " --context 136 --steps 16", 60),
     experiment("speculation", "speculation acceptance", 300),
-    experiment("speculation_claims", "speculation claims", 300),
     experiment("speculation_7b", "speculation steps --threads 14", 300),
     experiment("speculation_8b", "speculation steps --config configs/llama-3-8b.json", 300),
     bench("move_tokens", "", 120),

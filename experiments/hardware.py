@@ -12,7 +12,7 @@ else ran. Value for money is a million tokens for a dollar of rent (configs/devi
 Our estimate: a request is CONTEXT tokens of bf16 K and V, a quarter of a GiB. `same_ms` is a step of the slides' batch,
 whether it fits or not. `requests` is the largest batch that fits nine tenths of the memory beside the weights, and
 `step_ms` and `tokens_s` are its. Steps are costed as on an H200, whose shares of its own limits are carried over to the
-sheet's (other_devices.py), with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and
+sheet's (steps/sheets.py), with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and
 plain XLA on older devices and AMD's. Of all these only H200 and H100 were measured: `check` rows hold the estimate
 against their steps, none of which it was fitted to; `off_by` is estimated over measured, less one.
 """
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.claim import text_table
-from experiments.other_devices import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
 from experiments.report.documents import read_result, result_of
 from experiments.report.svg import svg, without_matplotlib_said
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
@@ -43,6 +42,7 @@ from experiments.steps.cost_model import (
 )
 from experiments.steps.devices import SHEETS, DeviceSheet, device_sheet, device_sheets
 from experiments.steps.floors import step_work
+from experiments.steps.sheets import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
 from jllm.errors import InputFileError
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
@@ -59,7 +59,6 @@ GFLOP, WEIGHTS_GB, REQUESTS_GB, READ = (
 CHECKS = (  # files of measured steps on one device: (name, device in the name, its sheet, the backend that ran)
     ("decode_step-two", "h100-80gb-hbm3", "h100-sxm", "mosaic"),
     ("throughput_llama-2-7b_bf16_kv-bf16", "h200", "h200-sxm", "mosaic"),
-    ("throughput_llama-2-7b_bf16_kv-bf16-three-default", "h200", "h200-sxm", "mosaic"),
     ("throughput_llama-2-7b_bf16_kv-bf16-three-triton", "h200", "h200-sxm", "triton"),
     ("throughput_llama-2-7b_bf16_kv-bf16-three-xla", "h200", "h200-sxm", "xla"),
 )

@@ -1,7 +1,7 @@
 """Long contexts by position: needles found, and perplexity, with K and V in each format and with a cache that forgets.
 
     python -m experiments.long_context
-    python -m experiments.long_context --draw experiments/results/long_context-20261125-cpu.json
+    python -m experiments.long_context --draw results/long_context-20261125-cpu.json
 
 Part "needle": the share of questions that the model of experiments.train_needle answers (`accuracy`, its 95 %
 interval by Wilson), by how deep in the context the pair lies that is asked for: 0 is the beginning. Each context asks

@@ -4,29 +4,27 @@
     python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
     python -m experiments.measure_all --only campaign triton        # by topic; without --only: campaign
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one command on each
-    python -m experiments.measure_all --gpus 4 --only two-gpus qps  # pairs beside others; what takes all is last
     python -m experiments.measure_all --peers                       # others' side of the same work in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
-What JAX compiles is kept for the commands after it and for another time: beside the results directory, in `compiled`,
-unless JAX_COMPILATION_CACHE_DIR names another place. A command gets its own log beside the results, and at most the
-seconds that its line says, or what is left of --seconds; where that is less than half of them it is not begun, and a
-shorter one may be. One that fails or is cut off costs the others nothing: what it had measured is in its result file,
-marked incomplete. Of several GPUs each has its share of the host's cores, so that what one command compiles takes no
-time from the host's work of another.
+Commands share what JAX compiles: in `compiled` beside the results, unless JAX_COMPILATION_CACHE_DIR names a folder. A
+command has its own log beside the results. It gets the seconds of its line, or what is left of --seconds. With less
+than half of its seconds left it is not begun. What a command measured before it was cut off stays in its result file,
+marked incomplete. Each of several GPUs has its share of the host's cores. What takes several GPUs comes last.
 """
 
 import contextlib
 import itertools
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from experiments.campaign import TOPICS, Command
@@ -39,7 +37,7 @@ POLL = 0.1  # seconds between looks at whether a command has ended
 
 
 def compile_cache(results: Path) -> dict[str, str]:
-    """What makes JAX keep all that it compiles, quick and small programs too."""
+    """Returns what makes JAX keep all that it compiles, quick and small programs too."""
     folder = results.absolute().parent / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
@@ -52,7 +50,7 @@ def compile_cache(results: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def ending(stopped: threading.Event) -> Iterator[None]:
-    """Sets it where the block is left by an exception: what other threads run ends with it."""
+    """Sets `stopped` where an exception leaves the block. What other threads run ends with it."""
     try:
         yield
     except BaseException:
@@ -63,8 +61,8 @@ def ending(stopped: threading.Event) -> Iterator[None]:
 def run(
     command: Command, results: Path, deadline: float, gpu: str | None = None, stopped: threading.Event | None = None
 ) -> str:
-    """Runs it on this GPU (as CUDA_VISIBLE_DEVICES names it; None: whichever), its output in a log of its own; says how
-    it ended. What it had started itself ends with it, and it ends once `stopped` is set."""
+    """Runs a command on these GPUs, as CUDA_VISIBLE_DEVICES names them (None: all), and returns how it ended. What it
+    started ends with it. It ends once `stopped` is set."""
     stopped = stopped or threading.Event()
     limit = min(command.seconds, deadline - time.monotonic())
     if stopped.is_set() or limit < LEAST * command.seconds:
@@ -91,7 +89,7 @@ def run(
 
 
 def end_session(leader: int) -> None:
-    """Its group, and the groups that processes of its session began."""
+    """Kills a process's group, and the groups that processes of its session began."""
     os.killpg(leader, signal.SIGKILL)
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
@@ -100,8 +98,7 @@ def end_session(leader: int) -> None:
 
 
 def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
-    """The commands of these names and topics, in the order in which they are asked for. Raises ValueError for another
-    name."""
+    """Returns the commands of these names and topics, in that order. Raises ValueError for another name."""
     names = {command.name: (command,) for commands in TOPICS.values() for command in commands}
     if unknown := [name for name in only if name not in names | TOPICS]:
         known = f"topics: {', '.join(TOPICS)}; commands: {', '.join(sorted(names))}"
@@ -110,39 +107,11 @@ def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
     return [command.beside(peers) for command in asked_for]
 
 
-def keep_to_share(gpus: range, of: int) -> None:
-    """Binds this thread, and so what it starts, to the share that these of all GPUs have of the cores it may use."""
+def keep_to_share(gpu: int, of: int) -> None:
+    """Binds this thread, and so what it starts, to one GPU's share of the cores that it may use."""
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // of
-    if each:
-        os.sched_setaffinity(0, cores[gpus.start * each : gpus.stop * each])
-
-
-def next_one(waiting: Sequence[Command], free: Set[int], gpus: int) -> tuple[Command, range] | None:
-    """The first command that has room on GPUs that are free, and these: a pair has neighbours, from an even one on. The
-    first GPUs are kept for what takes several, as long as some of it waits."""
-    most = max((command.gpus for command in waiting), default=1)
-    for command in waiting:
-        starts = range(most if command.gpus == 1 < most else 0, gpus - command.gpus + 1, command.gpus)
-        for block in (range(start, start + command.gpus) for start in starts):
-            if free >= {*block}:
-                return command, block
-    return None
-
-
-def spread(commands: Sequence[Command], gpus: int, alone: Callable[[Command, range], range]) -> None:
-    """Runs commands, each in a thread as soon as there is room for it on the GPUs."""
-    waiting, free, running = list(commands), set(range(gpus)), set[Future[range]]()
-    while waiting or running:
-        while found := next_one(waiting, free, gpus):
-            command, block = found
-            waiting.remove(command)
-            free -= {*block}
-            thread = ThreadPoolExecutor(1)  # of its own, since it keeps to some of the cores
-            running.add(thread.submit(alone, command, block))
-            thread.shutdown(wait=False)
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        free |= {gpu for each in done for gpu in each.result()}
+    if each := len(cores) // of:
+        os.sched_setaffinity(0, cores[gpu * each : (gpu + 1) * each])
 
 
 @interruptible
@@ -172,30 +141,32 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if short := [command.name for command in commands if command.gpus > args.gpus]:
         parser.error(f"{', '.join(short)}: more GPUs are needed than --gpus {args.gpus}")
-    deadline = time.monotonic() + args.seconds
-    outcomes, stopped = [], threading.Event()
+    deadline, stopped = time.monotonic() + args.seconds, threading.Event()
+    outcomes: list[str] = []
 
-    def one(command: Command, gpus: range | None) -> None:
-        gpu = None if gpus is None else ",".join(map(str, gpus))
-        outcomes.append(run(command, args.results, deadline, gpu, stopped))
+    def one(command: Command, gpus: str | None) -> None:
+        outcomes.append(run(command, args.results, deadline, gpus, stopped))
         print(f"{command.name}: {outcomes[-1]}", flush=True)
 
-    def alone(command: Command, gpus: range) -> range:
-        """On these GPUs, and their share of the cores. Returns the GPUs, which are free again."""
-        if args.gpus > 1:
-            keep_to_share(gpus, args.gpus)
-        one(command, gpus if args.gpus > 1 else None)
-        return gpus
+    def each_alone(gpu: int) -> None:
+        """Runs waiting commands on one GPU, one after another."""
+        keep_to_share(gpu, args.gpus)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                one(waiting.get_nowait(), names[gpu])
 
+    names = [None] if args.gpus == 1 else [str(gpu) for gpu in range(args.gpus)]
+    waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    for command in commands:
+        if command.timed and command.gpus == 1:
+            waiting.put(command)
     with ThreadPoolExecutor(args.gpus * args.jobs) as threads, ending(stopped):
-        untimed = [command for command in commands if not command.timed]
-        on = [None] if args.gpus == 1 else [range(i, i + 1) for i in range(args.gpus)]
-        list(threads.map(one, untimed, itertools.cycle(on)))
-    few = [command for command in commands if command.timed and (command.gpus == 1 or 2 * command.gpus <= args.gpus)]
-    many = [command for command in commands if command.timed and command not in few]
-    with ending(stopped):
-        for waiting in (few, *([command] for command in many)):
-            spread(waiting, args.gpus, alone)
+        list(threads.map(one, [command for command in commands if not command.timed], itertools.cycle(names)))
+    with ThreadPoolExecutor(args.gpus) as threads, ending(stopped):
+        list(threads.map(each_alone, range(args.gpus)))
+    for command in commands:
+        if command.gpus > 1:
+            one(command, ",".join(map(str, range(command.gpus))))
     return 0 if all(outcome.startswith("ok") for outcome in outcomes) else 1
 
 

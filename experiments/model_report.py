@@ -26,12 +26,12 @@ from experiments import quant_accuracy
 from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import by_name
-from experiments.other_devices import floor_on
 from experiments.report.model_page import Choice, page
 from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
 from experiments.steps.floors import step_work, token_bytes
+from experiments.steps.sheets import floor_on
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint_files import find_model
 from jllm.config import LlamaConfig, load_config

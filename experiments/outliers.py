@@ -1,7 +1,7 @@
 """What activation outliers of large models do to quantization, seen on a small one with planted outliers.
 
     python -m experiments.outliers [--text FILE] [--strengths 1 4 16 64]
-    python -m experiments.outliers --draw experiments/results/outliers-20261123-cpu.json
+    python -m experiments.outliers --draw results/outliers-20261123-cpu.json
 
 Outliers are planted without changing the model's function (jllm.analysis.outliers), so that all that is lost is
 quantization's doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap

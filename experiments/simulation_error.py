@@ -1,13 +1,16 @@
-"""How far the simulator and its cost model are from what was measured on one, two and four GPUs, figure by figure.
+"""How far the simulator is from what was served on one GPU and on two, figure by figure.
 
     python -m experiments.simulation_error
 
-Steps of meshes (experiments.meshes) against experiments.decode_step on four H100s, two and one, and on two H200s and
-one; the QPS workload through an engine on an H100 (claim C23's file), all at once and by Poisson arrivals, and through
-an engine on each of one and two, all at once; and on H100s eight and sixteen layers whose prompts are in steps with
-decodes, in steps of their own, and on a GPU of their own (experiments.disaggregation). Each step once, by the newest
-file that has it, and all else by the newest file of its label. `off_by` is the simulated figure over the measured one,
-less 1. Engines that are simulated side by side share no host; those of one process do.
+It simulates three kinds of runs that were measured on H100s:
+
+serving   the QPS workload through one engine, all at once and by Poisson arrivals (claim C23's file)
+replicas  the same all at once, through an engine on each of one and two GPUs
+level     a few layers, with prompts in steps with decodes, in steps of their own, and on a GPU of their own
+          (experiments.disaggregation)
+
+Each run is the newest file of its label. `off_by` is the simulated figure over the measured one, less 1. Engines that
+are simulated side by side share no host. Engines of one process do.
 """
 
 import json
@@ -21,7 +24,6 @@ from typing import Any
 from experiments import disaggregation, qps
 from experiments.baselines import SeparateSteps
 from experiments.claims.loads import MODEL, from_settled, simulated
-from experiments.meshes import EXCHANGE, LINK, SHEET_OF, Mesh, checks
 from experiments.report.documents import label_of
 from experiments.result_file import command_line, record, rounded
 from experiments.serving.workload import Request, read_workload
@@ -29,9 +31,13 @@ from experiments.simulate import Costs
 from experiments.simulation.apart import Make, Prompts, apart, merged
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
-from experiments.steps.cost_model import RESULTS, model_shapes, newest
+from experiments.steps.cost_model import RESULTS, CostModel, calibrated, model_shapes, newest, shapes_of
+from experiments.steps.devices import device_sheet
+from experiments.steps.floors import token_bytes
 from experiments.steps.links import Link, read_link
+from experiments.steps.sheets import floor_on
 from experiments.steps.timer import model_config
+from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 
@@ -41,21 +47,22 @@ COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 
 def figures(results: Path = RESULTS) -> Iterator[Row]:
-    """A row for each figure that was measured."""
-    link = read_link(LINK)
-    for row in checks(results):
-        about = {name: row[name] for name in ("model", "scheme", "layers", "batch", "context")}
-        ms = {"decode_ms": row["measured_ms"]}, {"decode_ms": row["estimated_ms"]}
-        yield from _compared(row["file"], "step", row["ranks"], about, *ms)
-    yield from of_one_engine(results, link)
+    """Yields a row for each figure that was measured."""
+    yield from of_one_engine(results)
     for path in sorted(results.glob(f"qps_{MODEL}_bfloat16_replicas*-{H100}.json"))[-1:]:
-        yield from of_replicas(path, link)
+        yield from of_replicas(path)
     levels = sorted(results.glob(f"disaggregation-*-{H100}.json"))
     for path in {label_of(path): path for path in levels}.values():  # the newest of each label
-        yield from of_levels(path, link)
+        yield from of_levels(path, read_link(disaggregation.LINK))
 
 
-def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
+def cost_on_h100(config: LlamaConfig, scheme: str | None, kv_cache: str | None) -> CostModel:
+    """Returns the cost of steps on an H100, by its data sheet and the shares that an H200 reached."""
+    model = shapes_of(config, scheme)
+    return CostModel(floor_on(device_sheet("h100-sxm"), model), token_bytes(model, kv_cache), calibrated(kv_cache))
+
+
+def of_one_engine(results: Path) -> Iterator[Row]:
     """The QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim C23's,
     in as many pages as experiments.qps had with the same options."""
     found, sizes = newest(results, "claims-C23", H100), newest(results, f"qps_{MODEL}_bfloat16", H100)
@@ -63,20 +70,21 @@ def of_one_engine(results: Path, link: Link) -> Iterator[Row]:
         return
     (name, served), (_, sized) = found, sizes
     pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers say none
-    mesh = Mesh(model_config(qps.parse_args([]).config, None), 1, None, None, link, EXCHANGE, SHEET_OF[H100])
-    serve = partial(simulated, Costs(model_shapes(MODEL), mesh.cost), num_pages=pages)
+    config = model_config(qps.parse_args([]).config, None)
+    serve = partial(simulated, Costs(model_shapes(MODEL), cost_on_h100(config, None, None)), num_pages=pages)
     for row in served["rows"]:
         if "load" in row:
             ours = serve() if row["load"] is None else from_settled(serve, False, row["rate"], row["arrivals_s"])
-            about = {"model": MODEL, "layers": mesh.config.num_layers, "load": row["load"]}
+            about = {"model": MODEL, "layers": config.num_layers, "load": row["load"]}
             yield from _compared(name, "serving", 1, about, row, ours)
 
 
-def of_replicas(path: Path, link: Link) -> Iterator[Row]:
+def of_replicas(path: Path) -> Iterator[Row]:
     """The QPS workload once for each of several H100s, all at once, through an engine on each."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = qps.parse_args(shlex.split(document["command"])[3:])
-    mesh = Mesh(model_config(args.config, None), 1, args.quantize, args.kv_cache, link, EXCHANGE, SHEET_OF[H100])
+    config = model_config(args.config, None)
+    cost = cost_on_h100(config, args.quantize, args.kv_cache)
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     for row in document["rows"]:
         if row["repeat"] == "mean":
@@ -85,9 +93,9 @@ def of_replicas(path: Path, link: Link) -> Iterator[Row]:
                 "max_slots": args.slots, "page_size": args.page_size, "max_step_tokens": args.max_step_tokens,
                 "num_pages": int(row["pages_total"]) // each, "kv_cache": args.kv_cache,
             }  # fmt: skip
-            make = engines(mesh, options, max(request.output for request in requests))
+            make = engines(config, cost, options, max(request.output for request in requests))
             ours = merged(make, _arrivals(requests * each), each).figures()
-            about = {"model": row["model"], "layers": mesh.config.num_layers, "load": None}
+            about = {"model": row["model"], "layers": config.num_layers, "load": None}
             yield from _compared(path.name, "replicas", each, about, row, ours)
 
 
@@ -95,29 +103,32 @@ def of_levels(path: Path, link: Link) -> Iterator[Row]:
     """Prompts in steps with decodes, in steps of their own, and on a GPU of their own, on H100s."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = disaggregation.parse_args(shlex.split(document["command"])[3:])
-    mesh = Mesh(model_config(args.config, args.layers), 1, None, None, link, EXCHANGE, SHEET_OF[H100])
+    config = model_config(args.config, args.layers)
+    cost = cost_on_h100(config, None, None)
     runs = {
         "replicas": partial(merged, engines=2),
-        "apart": partial(apart, prefill=1, decode=1, copy=lambda tokens: link.copy.seconds(tokens * mesh.kv_bytes)),
+        "apart": partial(apart, prefill=1, decode=1, copy=lambda tokens: link.copy.seconds(tokens * cost.token_bytes)),
     }
     for row in document["rows"]:
         if row["part"] == "measured":
             usual, prompts = disaggregation.options_of(row["how"], args, "")
             more: Row = {"scheduler": SeparateSteps} if row["how"] == "separate" else {}
-            make = engines(mesh, usual, 3 * args.output // 2 + 1, prompts, **more)
+            make = engines(config, cost, usual, 3 * args.output // 2 + 1, prompts, **more)
             run = runs.get(row["how"], partial(merged, engines=1))
             ours = run(make, _arrivals(disaggregation.workload(args, row["rate"]))).figures()
             about = {name: row[name] for name in ("model", "layers", "level", "load")}
             yield from _compared(path.name, "level", row["gpus"], about, row, ours)
 
 
-def engines(mesh: Mesh, usual: Row, longest: int, prompts: Row | None = None, **more: Any) -> Make:
+def engines(
+    config: LlamaConfig, cost: CostModel, usual: Row, longest: int, prompts: Row | None = None, **more: Any
+) -> Make:
     """What makes an engine; of which kind, the caller says. Where prompts alone are computed, options are those of
     `prompts` before the usual ones."""
 
     def make(kind: Callable[..., Simulation]) -> Simulation:
         options = EngineOptions(**(usual | (prompts or {}) if kind is Prompts else usual))
-        return kind(mesh.config, options, mesh.cost, longest, **more)
+        return kind(config, options, cost, longest, **more)
 
     return make
 
@@ -128,7 +139,7 @@ def _arrivals(requests: list[Request]) -> list[Arrival]:
 
 def _compared(file: str, of: str, gpus: int, about: Row, measured: Row, simulated: Row) -> Iterator[Row]:
     """A row for each figure that both have."""
-    for figure in (*COMPARED, "decode_ms"):
+    for figure in COMPARED:
         if figure in measured:
             found = {"measured": measured[figure], "simulated": simulated[figure]}
             found["off_by"] = simulated[figure] / measured[figure] - 1

@@ -1,9 +1,9 @@
-"""What speculative decoding gains: how often drafts are accepted, what verifying them costs, and what is claimed of it.
+"""What speculative decoding gains: how often drafts are accepted, and what verifying them costs.
 
     python -m experiments.speculation acceptance                    # the bundled model, its drafters, on any machine
     python -m experiments.speculation acceptance --drafters ngram --workloads repetitive --documents 4
     python -m experiments.speculation steps --config configs/llama-3-8b.json        # a GPU: what verifying drafts costs
-    python -m experiments.speculation claims --claims tree copies
+    python -m experiments.speculation rejection --drafter copy:w4a16-g64
     python -m experiments.speculation draw experiments/results/speculation-*.json
 
 Drafts change no token (docs/speculation.md), so all there is to measure is time. A part is a command of its own, with a
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import add_model_options, add_timing_options, known_scheme
-from experiments.drafts import acceptance, claims, steps
+from experiments.drafts import acceptance, rejection, steps
 from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
 from experiments.report.documents import read_result
@@ -60,13 +60,9 @@ Steps are timed as experiments.decode_step times them.
   tokens_needed          tokens a step by which these steps are as many times as fast as others were (their_times)"""
 
 
-CLAIMED = f"""What is said of speculative decoding, tested with the bundled model on any machine, with verdicts.
+REJECTION = """How often drafts are accepted by rejection sampling, beside equality with the target's own draw.
 
-{chr(10).join(f"  {name:13} {claim.stated}" for name, claim in claims.CLAIMS.items())}
-
-`tree` is in float64. `distillation` reads the files of experiments.train_drafters. Of `copies`, acceptance is of a
-draft where those before it were accepted, kl (nats) and tv are the copy's distance from the target at temperature 1;
-least_acceptance_1 is what tv promises. Times of `nodes` and `batches` are this machine's."""
+  accepted   share of a draft model's drafts, one after each token of the target's own texts; _95: bootstrap"""
 
 
 @dataclass(frozen=True)
@@ -115,33 +111,23 @@ def steps_label(args: argparse.Namespace) -> str:
     return Path(args.config).stem
 
 
-def no_bars(rows: Sequence[Row]) -> Iterator[Row]:
-    return iter(())
-
-
 def step_bars(rows: Sequence[Row]) -> Iterator[Row]:
     """On a GPU alone, for which they are stated."""
     return steps.bars(rows) if on_hopper() else iter(())
 
 
-def add_claims(parser: argparse.ArgumentParser) -> None:
+def add_rejection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
-    names = list(claims.CLAIMS)
-    parser.add_argument("--claims", nargs="+", choices=names, default=names, help="which")
-    parser.add_argument("--documents", type=positive, default=8, help="of copies and rejection (default: %(default)s)")
+    parser.add_argument("--documents", type=positive, default=8, help="beginnings of stories (default: %(default)s)")
     parser.add_argument("--tokens", type=positive, default=48, help="of each document (default: %(default)s)")
-    parser.add_argument("--nodes", type=positive, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of trees")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 4, 16], help="of batches: requests at once")
-    parser.add_argument("--drafter", default="draft", help="of rejection and batches (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=40, help="timed together (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=5, help="of each time (default: %(default)s)")
+    parser.add_argument("--drafter", default="draft", help="a draft model, or copy:SCHEME (default: %(default)s)")
     parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
 
 
 PARTS = {
     "acceptance": Part(ACCEPTANCE, add_acceptance, acceptance.rows, acceptance.bars),
     "steps": Part(STEPS, add_steps, steps.rows, step_bars, steps_label),
-    "claims": Part(CLAIMED, add_claims, claims.rows, no_bars),
+    "rejection": Part(REJECTION, add_rejection, rejection.rows, lambda rows: iter(())),
 }
 
 

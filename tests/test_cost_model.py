@@ -206,22 +206,6 @@ def test_c16_by_hand():
     assert c16.device_row(model, "llama-2-7b", None, small, 1000)["batch"] == 0
 
 
-def test_c16_is_decided_by_what_pays():
-    def rows(*figures):
-        about = {"source": "data sheet", "batch": 1, "gb_ms": 20.0, "step_ms": 20.0}
-        shares = ({"device": str(i), "stream_share": s, "swap_over_recompute": r} for i, (s, r) in enumerate(figures))
-        return [*(about | share for share in shares), {"source": "data sheet", "batch": 0}, {"source": "measured"}]
-
-    assert c16.judge(rows((0.02, 1.5), (0.09, 3.0))).verdict == "yes"
-    partly = c16.judge(rows((0.02, 0.5), (0.2, 3.0)))
-    assert partly.verdict == "partly"
-    assert (
-        "streaming adds at most 10% more sequences in 1 of 2 cases (20.0% to 20.0% of them, on 1)" in partly.answers[2]
-    )
-    fast = [row | ({"gb_ms": 2.0} if row.get("batch") else {}) for row in rows((0.2, 0.5), (0.2, 0.7))]
-    assert c16.judge(fast).verdict == "no"
-
-
 def test_copies_are_timed_both_ways():
     row = c16.copies(1 << 20)
     assert row["source"] == "measured"

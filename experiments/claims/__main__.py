@@ -1,12 +1,14 @@
-"""Tests claims, each with a table, a verdict with by-how-much, and a picture.
+"""Tests claims: prints a table and a verdict for each.
 
     python -m experiments.claims C5 C21 C22 [--json]
     python -m experiments.claims C6 C9 C10 C15 --model DIR --text mine.txt --label mine  # of your own model
 
-Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, its last row the verdict, and an SVG beside
-it. What is about a kernel needs a Hopper GPU; what is computed or simulated (its rows say so) is so on any machine;
-other claims run on a CPU at toy size, which shows how the figures are made and gives no verdict. Pictures need
-matplotlib (the extra `notebooks`); a file measured without it can be drawn later: --draw FILE.json.
+Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, with its rows and its verdict. A verdict has
+two answers. Its direction says whether what is claimed helps, or is so at all. Its size says whether it is as much as
+stated. Both are open where noise leaves them open.
+
+A claim about a kernel needs a Hopper GPU. One that is computed or simulated gives the same verdict on any machine.
+Others run on a CPU at toy size, which shows how the figures are made and gives no verdict.
 """
 
 import argparse
@@ -16,15 +18,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from experiments.arguments import check_draws_only, claim_memory
+from experiments.arguments import claim_memory
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject
-from experiments.claims.claim import Claim, Row, draw, run, text_table
-from experiments.claims.registry import TITLES, claim_named, find
-from experiments.report.documents import result_of
-from experiments.report.judged import judged
-from experiments.report.svg import without_matplotlib_said
+from experiments.claims.claim import Claim, Row, text_table
+from experiments.claims.registry import TITLES, find
+from experiments.claims.run import run
 from experiments.result_file import ResultFile, command_line
-from jllm.errors import InputFileError, JllmError
+from jllm.errors import JllmError
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive_number
@@ -33,10 +33,10 @@ from pallas_kernels.bench.numbers import positive_number
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     known = "\n".join(f"  {name:4} {title}" for name, title in TITLES.items())
     parser = Parser(__doc__, prog="python -m experiments.claims", epilog=f"claims:\n{known}")
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="which ones, of those below")
-    parser.add_argument("--toy", action="store_true", help="toy size on a GPU too, for a try")
+    parser.add_argument("claims", nargs="+", metavar="CLAIM", help="the claims to test, of those below")
+    parser.add_argument("--toy", action="store_true", help="run at toy size on a GPU too, for a try")
     parser.add_argument(
-        "--seconds", type=positive_number, help="that requests arrive for, at each load (default: as the claim says)"
+        "--seconds", type=positive_number, help="how long requests arrive at each load (default: as the claim says)"
     )
     parser.add_argument(
         "--loads",
@@ -44,19 +44,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=positive_number,
         default=[],
         metavar="SHARE",
-        help="at which requests arrive, from the least on until too few are in time: shares of what is served all at"
-        " once (default: as the claim says)",
+        help="loads at which requests arrive, as shares of what is served all at once; they rise until too few requests"
+        " are in time (default: as the claim says)",
     )
-    parser.add_argument("--model", help="directory or Hub id, of claims about any model (default: the bundled one)")
+    parser.add_argument("--model", help="directory or Hub id of a model of your own (default: the bundled one)")
     parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")
-    parser.add_argument(
-        "--draw", nargs="+", type=Path, default=[], metavar="FILE", help="draw results, measure nothing"
-    )
     add_result_options(parser)
     args = parser.parse_args(argv)
-    if bool(args.claims) == bool(args.draw):
-        parser.error("name claims to test, or results to --draw")
-    check_draws_only(parser, args)
     if args.toy:
         parser.refuse(("seconds", "loads"), "{} is for claims at full size: --toy has a few requests")
     if (args.model is None) != (args.text is None):
@@ -75,24 +69,16 @@ def check_device(claim: Claim) -> None:
         raise ValueError(f"{claim.id} needs a Hopper GPU, whose kernel it is about, and this machine has: {device}")
 
 
-def draw_again(path: Path) -> None:
-    """A result's picture, whose answer is by the rule of today. Raises InputFileError for what is no claim's result."""
-    document = result_of(path, "claims-")
-    if claim_named(document["experiment"]) is None or not document["rows"]:
-        raise InputFileError(f"{path.name}: not the result of a claim")
-    try_to_draw(judged(document), path)
-
-
-def try_to_draw(document: Row, path: Path) -> None:
-    """The picture beside a result."""
-    name = claim_named(document["experiment"])
-    assert name is not None
-    with without_matplotlib_said(path):
-        draw(find(name), TITLES[name], document, path.with_suffix(".svg"))
+def conclusion(document: Row, toy: bool) -> str:
+    """Returns a verdict in words, or why there is none."""
+    if (verdict := document.get("verdict")) is None:
+        return "toy size: no verdict" if toy else "incomplete: no verdict"
+    said = f"stated: {verdict['stated']}; measured: {verdict['measured']}"
+    return f"{said}; direction: {verdict['direction']}; size: {verdict['size'] or 'none stated'}\n{verdict['line']}"
 
 
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
-    """Tests claims side by side; what each of them found."""
+    """Tests claims side by side. Returns what each of them found."""
     toy = args.toy or not (claims[0].computed or on_hopper())
     subject = BUNDLED_SUBJECT if args.model is None else Subject(args.model, args.text)
     tested = []
@@ -104,15 +90,13 @@ def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) 
             tested.append((claim, stack.enter_context(result)))
         run(tested, toy, lambda line: print(line, file=sys.stderr, flush=True), args.seconds, subject, args.loads)
     for claim, result in tested:
-        *rows, verdict = result.document["rows"]
-        print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(rows)}\n")
-        print(f"stated: {claim.stated}; measured: {verdict['measured']}; verdict: {verdict['verdict']}\n", flush=True)
-        try_to_draw(result.document, result.path)
+        print(f"{claim.id}: {TITLES[claim.id]}\n\n{text_table(result.document['rows'])}\n")
+        print(f"{conclusion(result.document, toy)}\n", flush=True)
     return [result.document for _, result in tested]
 
 
 def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
-    """Claims whose rows are rounds of the same runs together, each other one alone."""
+    """Returns claims whose rows are rounds of the same runs together, and each other one alone."""
     found: dict[str, list[Claim]] = {}
     for claim in claims:
         found.setdefault("rounds" if claim.alternates else claim.id, []).append(claim)
@@ -124,8 +108,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("claims", argv)
     try:
-        for path in args.draw:
-            draw_again(path)
         claims = [find(name) for name in dict.fromkeys(args.claims)]
         if args.seconds is not None and (brief := [claim.id for claim in claims if not claim.lasts]):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the claims about accuracy share: a model on a text, and one row an evaluation."""
+"""Shares what the claims about accuracy need: a model on a text, and one row an evaluation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Of the model, as answers say it; a directory's own, without those above it."""
+        """Returns the model's name, as lines say it; of a directory its own, without the folders above it."""
         return "the bundled model" if self.model == BUNDLED else f"the model {Path(self.model).name}"
 
 
@@ -32,7 +32,7 @@ BUNDLED_SUBJECT = Subject()
 
 
 def subject_of(rows: list[Row]) -> str:
-    """Which model rows are about: the bundled one, unless they say another."""
+    """Returns the model that rows are about: the bundled one, unless they say another."""
     return rows[0].get("subject", BUNDLED_SUBJECT.name)
 
 
@@ -46,17 +46,18 @@ class Judge:
     reference: Recorded
 
     def row(self, scheme: str = "bf16", kv: str = "model") -> Row:
-        """How much worse weights and a KV format are: perplexity added, divergence, agreement, with intervals."""
+        """Returns how much worse weights and a KV format are: perplexity added, divergence, agreement, with
+        intervals."""
         return self.found(scheme, kv)[0]
 
     def found(self, scheme: str, kv: str = "model") -> tuple[Row, Evaluation]:
-        """The row, and the evaluation that it is of, to be compared with another's."""
+        """Returns the row, and its evaluation, to be compared with another's."""
         row, found = scheme_found(self.model, self.texts, self.protocol, self.reference, scheme, kv)
         return {key: row[key] for key in ("protocol", "perplexity", *KEPT) if key in row}, found
 
 
 def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:
-    """The first documents one by one, or the beginning of a text that is one document, in windows."""
+    """Reads the first documents one by one, or the beginning of a text that is one document, in windows."""
     texts, protocol = tuple(read_documents(subject.text)), "document"
     if len(texts) > 1:
         texts = texts[: TOY_DOCUMENTS if toy else DOCUMENTS]
@@ -64,6 +65,18 @@ def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:
         texts, protocol = (texts[0][: TOY_CHARACTERS if toy else CHARACTERS],), "windows-512"
     model = jllm.load(subject.model)
     return Judge(model, texts, protocol, record(model, texts, protocol))
+
+
+def of_subject(rows: list[Row]) -> str:
+    """Returns what a line says behind its words of a model that is not the bundled one."""
+    return "" if (name := subject_of(rows)) == BUNDLED_SUBJECT.name else f" ({name})"
+
+
+def kept(row: Row, most: float) -> bool | None:
+    """Returns whether at most so much is added to perplexity; None where its interval, if there is one, has room for
+    both."""
+    low, high = row.get("added_95", (row["added"],) * 2)
+    return True if high <= most else False if low > most else None
 
 
 def percent(value: float) -> str:

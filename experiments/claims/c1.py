@@ -5,32 +5,31 @@ many as there are slots, prefill, and decode in as many rows as the batch has me
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict, verdict_of
-from experiments.claims.contest import RULE, contest, draw_qps, gain_parts
+from experiments.claims.claim import Answer, Claim, Row
+from experiments.claims.contest import contest, gain_holds, gain_of, gain_words
+
+STATED = (1.0, 2.0)  # more requests a second, from and to
 
 
 def measure(toy: bool) -> Iterator[Row]:
     yield from contest(toy, {"dynamic": "usual", "static": "static"})
 
 
-def judge(rows: list[Row]) -> Verdict:
-    parts, size, waits = gain_parts(rows, "dynamic", "static", stated=(1.0,))
-    return verdict_of(parts, waits, how=size)
+def holds(rows: list[Row]) -> Answer:
+    return gain_holds(gain_of(rows, "dynamic", "static"), *STATED)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    draw_qps(figure.subplots(), rows)
+def words(rows: list[Row]) -> tuple[str, str]:
+    return gain_words("Dynamic batching", gain_of(rows, "dynamic", "static"), *STATED)
 
 
 CLAIM = Claim(
     id="C1",
-    rule=RULE,
-    stated="QPS +100 % (elsewhere +100 to +200 %)",
+    stated="+100 % requests a second, elsewhere +100 to +200 %",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     serves=True,
     alternates=True,
 )

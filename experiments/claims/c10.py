@@ -8,13 +8,12 @@ too, by its divergence from the unquantized one.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
 from experiments.accuracy.rows import kv_error, rounded, weight_error
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of, subject_of
-from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_of, of_subject
+from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, spread
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.params import linears
@@ -27,7 +26,7 @@ CODES = ("int8", "int4")
 GROUPS, SMALLER = (8, 16, 32, 64), (2, 4)  # what serves, and what could be
 TOKENS, TOY_TOKENS = 512, 32
 WEIGHT_NAMES = {"int8": "w8a16", "int4": "w4a16"}
-CEILING = 8
+CEILING, BEYOND = "8", "4"
 
 
 def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
@@ -53,7 +52,7 @@ def weight_rows(judge: Judge, codes: str, groups: Sequence[int]) -> Iterator[Row
 
 
 def kv_rows(judge: Judge, kv: dict[str, list[jax.Array]], codes: str, groups: Sequence[int]) -> Iterator[Row]:
-    """Rows of K and V together. A group of all a head's values is a row."""
+    """Yields the rows of K and V together. A group of all a head's values is a row."""
     values = [x for each in kv.values() for x in each]
     head_dim = judge.model.config.head_dim
     for group in (*SMALLER, *groups):
@@ -101,63 +100,42 @@ def _row(of: str, codes: str, scale_for: str, bytes_each: float, error: float) -
     }
 
 
-def judge(rows: list[Row]) -> Verdict:
-    figures, falls, best, beyond = [], {}, {}, {}
-    for of, codes in dict.fromkeys((row["of"], row["codes"]) for row in rows):
-        name = f"{of} {codes}"
-        found = {row["scale_for"]: row for row in rows if (row["of"], row["codes"]) == (of, codes)}
-        served = [row for row in found.values() if "kl" in row]
-        falls[name] = all(  # from group 8 up
-            a[key] < b[key] for key in ("relative_error", "kl") for a, b in zip(served, served[1:])
-        )
-        best[name] = found[str(CEILING)]["relative_error"] < found["tensor"]["relative_error"]
-        smaller = found.get("4", {}).get("relative_error")
-        if smaller is not None:
-            beyond[name] = smaller >= found[str(CEILING)]["relative_error"]
-        ends = [
-            f"{served[0]['relative_error']:.2g} at 8",
-            f"{served[-1]['relative_error']:.2g} for {served[-1]['scale_for']}",
-        ]
-        ends += [f"{found['tensor']['relative_error']:.2g} a tensor"] + [f"{e:.2g} at 4" for e in [smaller] if e]
-        more = served[-1]["kl"] / served[0]["kl"]
-        figures.append(f"{name}: error {', '.join(ends)}; KL for {served[-1]['scale_for']} {more:.1f} times that at 8")
-    parts = by_case("groups more accurate than a tensor's scale", best) + by_case("the smaller the more so", falls)
-    parts += by_case(f"{CEILING} the ceiling, groups of 4, which take more bytes, being no better", beyond)
-    return verdict_of(parts, *figures, how=f"On {subject_of(rows)}")
+def cases(rows: list[Row]) -> list[dict[str, Row]]:
+    """Returns the rows of weights, and of K and V, in 8 and in 4 bits: by how many values share a scale."""
+    kinds = dict.fromkeys((row["of"], row["codes"]) for row in rows)
+    return [{row["scale_for"]: row for row in rows if (row["of"], row["codes"]) == kind} for kind in kinds]
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    errors, divergences = figure.subplots(1, 2)
-    for of, style in (("weights", "o-"), ("K and V", "s--")):
-        for codes, color in (("int8", "C0"), ("int4", "C3")):
-            found = [row for row in rows if (row["of"], row["codes"]) == (of, codes)]
-            label = f"{of}, {codes}"
-            for axes, key in ((errors, "relative_error"), (divergences, "kl")):
-                points = [(row["bytes"], row[key]) for row in found if key in row]
-                if not points:
-                    continue
-                axes.semilogy(*zip(*points), style, color=color, markersize=3, label=label)
-                for row in found:
-                    if key in row and (key == "kl" or of == "weights"):
-                        at = (row["bytes"], row[key])
-                        axes.annotate(row["scale_for"], at, (3, 3), textcoords="offset points", fontsize=6)
-    errors.set_ylabel("norm of the rounding error over that of the values")
-    divergences.set_ylabel("KL of the model, nats a token")
-    for axes in (errors, divergences):
-        axes.set_xlabel("bytes a value (numbers: values that share a scale)")
-        axes.legend(fontsize=7)
+def falls(case: dict[str, Row]) -> bool:
+    """Returns whether error and divergence fall with the group, and groups err less than one scale a tensor."""
+    served = [row for row in case.values() if "kl" in row]  # from the smallest group up
+    falling = all(a[key] < b[key] for key in ("relative_error", "kl") for a, b in zip(served, served[1:]))
+    return falling and case[CEILING]["relative_error"] < case["tensor"]["relative_error"]
+
+
+def beyond(rows: list[Row]) -> list[float]:
+    """Returns the error of groups of BEYOND, which take more bytes, over that of groups of CEILING."""
+    both = [(case[BEYOND], case[CEILING]) for case in cases(rows) if BEYOND in case]
+    return [four["relative_error"] / eight["relative_error"] for four, eight in both]
+
+
+def holds(rows: list[Row]) -> Answer:
+    return in_most(map(falls, cases(rows))), in_all(times >= 1 for times in beyond(rows))
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    found = list(map(falls, cases(rows)))
+    further = sum(times < 1 for times in beyond(rows))
+    line = f"Error falls with the group in {sum(found)} of {len(found)} cases, and from 8 to 4 in {further}"
+    return f"groups of 4 err {spread(beyond(rows))} times as much as 8", f"{line}{of_subject(rows)}."
 
 
 CLAIM = Claim(
     id="C10",
-    rule=(
-        "By weights and by K and V, in 8 and in 4 bits: groups of 8 err less than one scale a tensor; error "
-        "and divergence fall with the group; and groups of 4 err no less than those of 8."
-    ),
     stated="groups most accurate, 8 the ceiling",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
     chosen=True,
 )

@@ -8,11 +8,10 @@ themselves.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from experiments.accuracy.rows import rounded, weight_error
-from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, percent, subject_of
-from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
+from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, of_subject
+from experiments.claims.claim import Answer, Claim, Row, in_most, spread
 from jllm.analysis.evaluate import Evaluation
 from pallas_kernels.weight_formats import parse_weight_format
 
@@ -42,55 +41,36 @@ def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
             yield row | added
 
 
-def judge(rows: list[Row]) -> Verdict:
+def pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Returns the rows of NF4 and of int4, by group."""
     found = {(row["codes"], row["group"]): row for row in rows}
-    pairs = [(group, found["nf4", group], found["int4", group]) for group in dict.fromkeys(group for _, group in found)]
-    parts = []
-    for said, key in (("error", "relative_error"), ("divergence", "kl")):
-        ratios = {
-            f"group {group}: {nf4[key] / int4[key]:.2f} of int4's": less(nf4, int4, key) for group, nf4, int4 in pairs
-        }
-        parts += by_case(f"less {said}", ratios)
-    added = {
-        f"group {group}: {percent(nf4['added'])} for {percent(int4['added'])}": less(nf4, int4, "added")
-        for group, nf4, int4 in pairs
-    }
-    return verdict_of([*parts, *by_case("less added to perplexity", added)], how=f"On {subject_of(rows)}")
+    return [(found["nf4", group], found["int4", group]) for group in dict.fromkeys(group for _, group in found)]
+
+
+def holds(rows: list[Row]) -> Answer:
+    """Decides by the error, the divergence and what is added to perplexity, of each group."""
+    return in_most(less(*pair, key) for pair in pairs(rows) for key in ("relative_error", "kl", "added")), ""
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    error, kl = (spread(nf4[key] / int4[key] for nf4, int4 in pairs(rows)) for key in ("relative_error", "kl"))
+    line = f"At equal bits NF4 diverges {kl} times as much as linear INT4{of_subject(rows)}."
+    return f"{error} times INT4's error, {kl} times its divergence", line
 
 
 def less(nf4: Row, int4: Row, key: str) -> bool | None:
-    """Whether NF4's figure is less; None where the interval of their difference, if there is one, has room for both."""
+    """Returns whether NF4's figure is less; None where the interval of their difference, if there is one, has room for
+    both."""
     low, high = nf4.get(f"{key}_over_int4_95", (nf4[key] - int4[key],) * 2)
     return None if low <= 0 <= high and low < high else high < 0
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    every = figure.subplots(1, 3)
-    labels = {"relative_error": "norm of the rounding error", "kl": "KL, nats a token", "added": "perplexity added, %"}
-    for axes, (key, label) in zip(every, labels.items()):
-        scale = 100 if key == "added" else 1
-        for i, codes in enumerate(dict.fromkeys(row["codes"] for row in rows)):
-            found = [row for row in rows if row["codes"] == codes]
-            xs, ys = [row["bytes_per_weight"] for row in found], [scale * row[key] for row in found]
-            ends = [row.get(f"{key}_95", (row[key],) * 2) for row in found]
-            spread = [[max(y - scale * low, 0) for y, (low, _) in zip(ys, ends)],
-                      [max(scale * high - y, 0) for y, (_, high) in zip(ys, ends)]]  # fmt: skip
-            axes.errorbar(xs, ys, yerr=spread, fmt="o-", markersize=3, capsize=2, color=f"C{i}", label=codes)
-        axes.set_xlabel("bytes a weight")
-        axes.set_ylabel(label)
-    every[0].legend(fontsize=7)
-
-
 CLAIM = Claim(
     id="C15",
-    rule=(
-        "By group: NF4's figure is less than that of linear INT4 with the same group, with all of the 95 % interval of "
-        "their difference where there is one; where it has room for either, that is open."
-    ),
     stated="NF4 fits weights better",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
     chosen=True,
 )

@@ -23,14 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accuracy.measured_speed import newest, source_of
-from experiments.claims.claim import FEW, Claim, Part, Row, Verdict, verdict_of
+from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, spread
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
 from experiments.steps.floors import make_floor, step_work, token_bytes
 from jllm.fit import tree_bytes
 from jllm.pretrained import Model
 
-RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("llama-2-7b", "llama-3-8b")
 KV = (None, "int8-g8")
 CONTEXTS = (512, 2048, 8192)
@@ -55,13 +54,12 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """What a GPU's link did, of the newest file of this claim."""
+    """Yields what a GPU's link did, of the newest file of this claim."""
     for document, file in newest(results, "claims-C16")[-1:]:
         yield from (row | source_of(document, file) for row in document["rows"] if row.get("source") == "measured")
 
 
 def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, context: int) -> Row:
-    """One device, model, format and length; computed, nothing runs."""
     row: Row = {"device": sheet.name, "source": "data sheet", "model": name, "kv": kv or "bf16", "context": context}
     each = context * token_bytes(model, kv)
     batch = int((USABLE * sheet.memory - tree_bytes(model.params)) // each)
@@ -83,7 +81,8 @@ def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, cont
 
 
 def copies(nbytes: int) -> Row:
-    """What one array takes to the host and back, the medians of five; page-locked memory where the device has it."""
+    """Times what one array takes to the host and back, the medians of five; page-locked memory where the device has
+    it."""
     device = jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     array = jax.block_until_ready(jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), device))
@@ -114,68 +113,31 @@ def _seconds(copy: Callable[[], Any]) -> float:
 
 
 def computed_rows(rows: list[Row]) -> list[Row]:
-    """Those of devices that have room for a sequence."""
+    """Returns the rows of devices that have room for a sequence."""
     return [row for row in rows if row["source"] == "data sheet" and row["batch"]]
 
 
-def judge(rows: list[Row]) -> Verdict:
+def holds(rows: list[Row]) -> Answer:
+    """Decides by device, model, format and length: offload cannot pay where streaming adds at most PAYS more sequences
+    and swapping takes as long as computing again, or longer."""
     found = computed_rows(rows)
-    parts = []
-    steps = [row["gb_ms"] / row["step_ms"] for row in found]
-    streams, swaps = ([row[key] for row in found] for key in ("stream_share", "swap_over_recompute"))
-    for said, values, holds, shown, unit in (
-        ("1 GB takes a decode step of a full device or longer", steps, lambda x: x >= 1, "{:.2g}", "steps"),
-        (f"streaming adds at most {PAYS:.0%} more sequences", streams, lambda x: x <= PAYS, "{:.1%}", "of them"),
-        ("swapping out and in takes no less than computing again", swaps, lambda x: x >= 1, "{:.2g}", "times"),
-    ):
-        for side in (True, False):
-            some = [(row, value) for row, value in zip(found, values) if holds(value) is side]
-            if some:
-                least, most = (shown.format(end(value for _, value in some)) for end in (min, max))
-                devices = sorted({row["device"].removeprefix("NVIDIA ") for row, _ in some})
-                on = f", on {', '.join(devices)}" if len(devices) <= 2 * FEW else ""
-                parts.append(Part(f"{said} in {len(some)} of {len(found)} cases ({least} to {most} {unit}{on})", side))
-    links = [
-        f"measured on {row['device']}: {row['to_host_gb_s']:g} GB/s to the host and {row['to_device_gb_s']:g} back"
-        for row in rows
-        if row["source"] == "measured" and row.get("device", "cpu") != "cpu"
-    ]
-    return verdict_of(parts, *links, how="Computed from data sheets")
+    vain = (row["stream_share"] <= PAYS and row["swap_over_recompute"] >= 1 for row in found)
+    return in_most(vain), in_all(row["gb_ms"] >= row["step_ms"] for row in found)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
+def words(rows: list[Row]) -> tuple[str, str]:
     found = computed_rows(rows)
-    middle = sorted({row["context"] for row in found})
-    found = [row for row in found if row["context"] == middle[len(middle) // 2]]
-    devices = list(dict.fromkeys(row["device"] for row in found))
-    cases = list(dict.fromkeys((row["model"], row["kv"]) for row in found))
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, key in ((left, "stream_share"), (right, "swap_over_recompute")):
-        for i, case in enumerate(cases):
-            of_case = {row["device"]: row[key] for row in found if (row["model"], row["kv"]) == case}
-            at = [devices.index(name) + (i - (len(cases) - 1) / 2) * 0.2 for name in of_case]
-            axes.barh(at, list(of_case.values()), 0.19, label=f"{case[0]}, KV {case[1]}")
-    right.set_xscale("log")
-    left.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    left.axvline(PAYS, color="black", linestyle="--", linewidth=1)
-    right.axvline(1, color="black", linestyle="--", linewidth=1)
-    left.set_yticks(range(len(devices)), devices, fontsize=6)
-    left.invert_yaxis()
-    left.set_xlabel("stream: more sequences, of those held", fontsize=7)
-    right.set_xlabel("swap: time over computing again", fontsize=7)
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=len(cases), fontsize=6)
+    steps = spread((row["gb_ms"] / row["step_ms"] for row in found), "{:.2g}")
+    beats = f"in {sum(row['swap_over_recompute'] < 1 for row in found)} of {len(found)}"
+    line = f"Moving K and V out and in is quicker than computing them again {beats} computed cases."
+    return f"{steps} steps a GB; swapping quicker {beats}", line
 
 
 CLAIM = Claim(
     id="C16",
-    rule=(
-        "By device, model, format and length: 1 GB takes a step or longer; streaming is worth nothing where "
-        f"it adds at most {PAYS:.0%} more sequences; swapping is worth nothing where it takes as long as "
-        "computing again, or longer."
-    ),
-    stated="1 GB over PCIe 4.0 takes some 20 ms, a whole decode step",
+    stated="1 GB over PCIe 4.0 takes a whole decode step",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
 )

@@ -9,7 +9,6 @@ timed in turn, round after round, a row for each; a change is that within a roun
 """
 
 import re
-import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.claims.claim import Claim, Part, Row, Verdict, change_of, verdict_of
+from experiments.claims.claim import Answer, Claim, Interval, Row, change_of, in_all, in_most, percents
 from experiments.claims.shapes import config_of, random_params
 from experiments.claims.unfused import NAMES, Fusions, layers, split
 from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
@@ -59,7 +58,7 @@ class Run:
     config: LlamaConfig
 
     def time(self) -> tuple[float, jax.Array]:
-        """Microseconds of a call, after a first, and the result of the last."""
+        """Returns microseconds of a call, after a first, and the result of the last."""
         pages = pages_of(self.batch)
         cache = make_cache(self.config, pages, PAGE, parse_kv_cache(None, self.config, self.x.dtype))
         out, cache = self.compiled(self.params, self.x, self.batch, cache[: len(self.params)])
@@ -112,12 +111,12 @@ def lower(params: Any, x: jax.Array, batch: Paged, config: LlamaConfig, fusions:
 
 
 def pages_of(batch: Paged) -> int:
-    """All pages that its tables name."""
+    """Counts all pages that its tables name."""
     return batch.decode_pages.size + batch.chunk_pages.size
 
 
 def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) -> tuple[jax.Array, Paged]:
-    """One new token for each sequence, whose K and V count `tokens` with it; or one whole prompt."""
+    """Makes one new token for each sequence, whose K and V count `tokens` with it; or one whole prompt."""
     each = -(-tokens // PAGE)
     table = jnp.arange(sequences * each, dtype=jnp.int32).reshape(sequences, each)
     rows = sequences if phase == "decode" else tokens
@@ -131,7 +130,7 @@ def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) 
 
 
 def kernels(text: str) -> int:
-    """What a compiled program launches: instructions of its entry, and of what that calls as a whole."""
+    """Counts what a compiled program launches: instructions of its entry, and of what that calls as a whole."""
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
     for line in text.splitlines():
@@ -156,7 +155,7 @@ def kernels(text: str) -> int:
 
 
 def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, list[Row]]]:
-    """Rows by case and by what is fused, one of each round; only cases that have the unfused model."""
+    """Returns rows by case and by what is fused, one of each round; only cases that have the unfused model."""
     found: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
     for row in rows:
         by = found.setdefault((row["phase"], row["sequences"], row["tokens"]), {})
@@ -164,57 +163,44 @@ def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, list[Row]]
     return {case: by for case, by in found.items() if "none" in by}
 
 
-def judge(rows: list[Row]) -> Verdict:
-    """What a fusion changes alone, over none, and as the last of all, over all but it."""
-    saved: dict[str, dict[bool | None, list[str]]] = {}
-    kernels = []
-    for (phase, sequences, tokens), by in cases_of(rows).items():
+def saved(rows: list[Row]) -> dict[str, list[Interval]]:
+    """Returns by how much a step is longer with a fusion, alone and as the last of all, and with "all": by case."""
+    found: dict[str, list[Interval]] = {}
+    for by in cases_of(rows).values():
         for name in [name for name in by if name != "none"]:
             last = name.startswith(BUT) and "all" in by
             ours, over = (by["all"], by[name]) if last else (by[name], by["none"])
-            found = change_of(ours, over, "step_ms", NOISE)
-            if found is None:  # cut off, or failed, in every round that the other has
-                continue
-            longer = found.reaches(0.0)
-            fusion, how = (name.removeprefix(BUT), " as the last") if last else (name, "")
-            text = f"{phase}{how} {found.shown('{:+.1f}', 100, ' %')}"
-            saved.setdefault(fusion, {}).setdefault(None if longer is None else not longer, []).append(text)
-        if "all" in by:
-            none, full = (by[name][0]["kernels"] for name in ("none", "all"))
-            kernels.append(f"{phase} {sequences} x {tokens}: {none:g} to {full:g} kernels a layer")
-    parts = [
-        Part(f"{name}: less time ({', '.join(texts)})", holds)
-        for name, by_side in saved.items()
-        for holds, texts in by_side.items()
-    ]
-    return verdict_of(parts, *kernels, how="Time of a step with each fused alone, as the last of all, and with all")
+            change = change_of(ours, over, "step_ms", NOISE)
+            if change is not None:  # None: cut off, or failed, in every round that the other has
+                found.setdefault(name.removeprefix(BUT) if last else name, []).append(change)
+    return found
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    """Means over the rounds, and each round's own as a dot."""
-    cases = cases_of(rows)
-    for axes, ((phase, sequences, tokens), by) in zip(
-        figure.subplots(1, max(1, len(cases)), squeeze=False)[0], cases.items()
-    ):
-        names = list(by)
-        for x, found in enumerate(by.values()):
-            times = [row["step_ms"] for row in found]
-            axes.bar(x, statistics.fmean(times), 0.7, color="C0")
-            axes.plot([x] * len(times), times, ".", color="black", markersize=2)
-            axes.annotate(f"{found[0]['kernels']:g}", (x, max(times)), ha="center", va="bottom", fontsize=6)
-        axes.set_xticks(range(len(names)), names, fontsize=6, rotation=45)
-        axes.set_title(f"{phase} {sequences} x {tokens}", fontsize=8)
-        axes.set_ylabel("ms a step (above: kernels a layer)", fontsize=7)
+def shorter(change: Interval) -> bool | None:
+    longer = change.reaches(0.0)
+    return None if longer is None else not longer
+
+
+def singly(rows: list[Row]) -> list[bool | None]:
+    return [shorter(change) for name, changes in saved(rows).items() if name != "all" for change in changes]
+
+
+def holds(rows: list[Row]) -> Answer:
+    """Decides by all four together; of the size, by each fusion, alone and as the last."""
+    return in_most(map(shorter, saved(rows).get("all", []))), in_all(singly(rows))
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    together, sides = percents((change.mean for change in saved(rows)["all"]), "{:+.0f}"), singly(rows)
+    good = f"{sum(side is True for side in sides)} of {len(sides)}"
+    line = f"The four fusions change a step's time by {together}; {good} single changes make it shorter."
+    return f"all {together}; {good} single changes save time", line
 
 
 CLAIM = Claim(
     id="C18",
-    rule=(
-        "A fusion, alone or as the last of all, takes less or more time where all of the 95 % interval of its rounds "
-        f"does; else it is open. Of a single round, as older files have one, {NOISE:.0%} of the step decide."
-    ),
-    stated="residual with norm, one QKV product, rotary with what surrounds it, flash attention",
+    stated="each of the four fusions saves time",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
 )

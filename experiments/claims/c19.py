@@ -23,7 +23,7 @@ import jllm
 from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.c4 import sampler_inputs
 from experiments.claims.c22 import Step
-from experiments.claims.claim import Claim, Row, Verdict, by_case, measured_rows, microseconds, verdict_of
+from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, measured_rows, microseconds, percents
 from experiments.claims.shapes import config_of, random_params
 from experiments.serving.engines import HostOnly
 from experiments.steps.timer import decode_steps
@@ -37,7 +37,6 @@ from jllm.state import Outputs
 from jllm.tokenizer import Tokenizer
 from pallas_kernels.backends import on_hopper
 
-RESULTS = Path(__file__).parents[1] / "results"
 PREFILL, DECODE = (1024,), (1, 256)  # tokens of one prompt; sequences
 CONTEXT = 256
 STEPS = 4
@@ -67,7 +66,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """The parts alone, as the newest file of this claim on a GPU has them."""
+    """Yields the parts alone, as the newest file of this claim on a GPU has them."""
     for document, file in newest(results, "claims-C19")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "how" not in row)
 
@@ -85,7 +84,7 @@ def overlapped(results: Path) -> Iterator[Row]:
 
 
 def alone(toy: bool) -> Iterator[Row]:
-    """Each part alone."""
+    """Times each part alone."""
     config = config_of(toy)
     params, tokenizer = random_params(config, toy), jllm.load().tokenizer
     assert tokenizer is not None
@@ -111,7 +110,7 @@ def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
 
 
 def tokenize_us(tokenizer: Tokenizer, tokens: int) -> float:
-    """Microseconds of tokenizing a text of `tokens` tokens, the median of nine."""
+    """Returns microseconds of tokenizing a text of `tokens` tokens, the median of nine."""
     ids = tokenizer.encode(" ".join(read_documents(BUNDLED_TEXT)))[:tokens]
     text = tokenizer.decode(ids)
     return _median_us(lambda: tokenizer.encode(text))
@@ -123,8 +122,8 @@ def sample_us(params: Params, rows: int) -> float:
 
 
 def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
-    """Microseconds of the engine's loop on a device that takes no time, the median: of a step that decodes `batch`
-    sequences, or of all steps of a prompt from its admission to its first token."""
+    """Returns microseconds of the engine's loop on a device that takes no time, the median: of a step that decodes
+    `batch` sequences, or of all steps of a prompt from its admission to its first token."""
     output, length = (1 if prompt else 8 if toy else 64), prompt or 8
     pages = 2 * batch * -(-(length + output) // 16) + batch
     engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))
@@ -155,37 +154,29 @@ def _median_us(call: Any) -> float:
     return statistics.median(times)
 
 
-def judge(rows: list[Row]) -> Verdict:
-    near: dict[str, dict[str, bool]] = {name: {} for name in PARTS}
-    for row in rows:
-        for name, (low, high) in STATED[row["phase"]].items():
-            how = f" {row['how']}" if "how" in row else ""
-            text = f"{row['phase']} {row['batch']} x {row['tokens']}{how} {row[name]:.1%}"
-            near[name][text] = low * (1 - NEAR) <= row[name] <= high * (1 + NEAR)
-    parts = [part for name, found in near.items() if found for part in by_case(name, found)]
-    return verdict_of(parts)
+def near(row: Row) -> Iterator[bool]:
+    """Yields whether each part's share is within NEAR of what is stated."""
+    for name, (low, high) in STATED[row["phase"]].items():
+        if name in row:
+            yield low * (1 - NEAR) <= row[name] <= high * (1 + NEAR)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    axes = figure.subplots()
-    left = [0.0] * len(rows)
-    for name in PARTS:
-        values = [100 * row.get(name, 0.0) for row in rows]
-        axes.barh(range(len(rows)), values, 0.6, left=left, label=name)
-        left = [a + b for a, b in zip(left, values)]
-    labels = [f"{row['phase']} {row['batch']} x {row['tokens']} {row.get('how', 'alone')}" for row in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the work")
-    axes.legend(ncols=len(PARTS), fontsize=7)
+def holds(rows: list[Row]) -> Answer:
+    """Decides case by case: computing is to take the larger part, and each part as much as stated."""
+    return in_most(row["compute"] > 0.5 for row in rows), in_all(side for row in rows for side in near(row))
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    compute, drawn, back = (percents(row[name] for row in rows) for name in ("compute", "sample", "return"))
+    line = f"Computing takes {compute} of the work, sampling {drawn}, and returning {back}."
+    return f"{compute} computing, {drawn} sampling", line
 
 
 CLAIM = Claim(
     id="C19",
-    rule=f"As stated is within {NEAR:.0%} of the share.",
-    stated="prefill 10 / 80 / 10 / 2 to 5 %, decode - / 80 / 10 / 5 %",
+    stated="prefill 10/80/10/2-5 %, decode -/80/10/5 %",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
 )

@@ -7,9 +7,8 @@ of 176B parameters, which is no LLaMA, the weights are all that is known here, a
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from experiments.claims.claim import Claim, Part, Row, Verdict, verdict_of
+from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, percents
 from experiments.steps.cost_model import model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
 from experiments.steps.floors import token_bytes
@@ -60,55 +59,36 @@ def share_row(name: str, weights: float, kv: str | None, token: float | None, sh
 
 
 def fitting(rows: list[Row]) -> list[Row]:
-    """Those of devices that hold the model."""
+    """Returns the rows of devices that hold the model."""
     return [row for row in rows if row["devices"] is not None]
 
 
-def judge(rows: list[Row]) -> Verdict:
-    parts, figures = [], []
-    for name, stated in STATED.items():
-        found = [row for row in fitting(rows) if row["model"] == name and row["kv"] == "bf16"]
-        if not found:
-            continue
-        shares = sorted(row["share"] for row in found)
-        at_80 = [row for row in found if "80 GB" in row["device"] or "80GB" in row["device"]]
-        at = at_80[0] if at_80 else min(found, key=lambda row: abs(row["share"] - shares[len(shares) // 2]))
-        of_8 = [row["share_of_8"] for row in found if row["share_of_8"]]
-        devices = f"{at['devices']} {'devices' if at['devices'] > 1 else 'device'} of 80 GB"
-        near = at["share"] >= stated - ABOUT
-        parts.append(Part(f"{name}: {at['share']:.0%} on {devices}, stated {stated:.0%}", near))
-        figures.append(
-            f"{name}: {shares[0]:.0%} to {shares[-1]:.0%} on as few as hold it, {min(of_8):.0%} to {max(of_8):.0%} on "
-            "eight"
-        )
-    return verdict_of(parts, *figures, how="Computed from data sheets")
+def share_of(rows: list[Row], name: str) -> float | None:
+    """Returns the share on as few devices of 80 GB as hold a model; None where none does."""
+    found = [row for row in fitting(rows) if row["model"] == name and row["kv"] == "bf16"]
+    of_80 = (row["share"] for row in found if "80 GB" in row["device"] or "80GB" in row["device"])
+    return next(of_80, None)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    found = [row for row in fitting(rows) if row["kv"] == "bf16"]
-    models = list(dict.fromkeys(row["model"] for row in found))
-    axes = figure.subplots()
-    for i, name in enumerate(models):
-        of_model = [row for row in found if row["model"] == name]
-        axes.scatter(
-            [i] * len(of_model), [100 * row["share"] for row in of_model], s=[12 * r["devices"] for r in of_model]
-        )
-        if name in STATED:
-            axes.plot([i - 0.3, i + 0.3], [100 * STATED[name]] * 2, color="black", linestyle="--", linewidth=1)
-    axes.set_xticks(range(len(models)), models, fontsize=7)
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("% of weights and KV that is KV (area: devices)")
+def holds(rows: list[Row]) -> Answer:
+    """Decides by the models that have a figure, on devices of 80 GB: K and V are to outweigh the weights, and to take
+    ABOUT what is stated, or more."""
+    found = {name: share for name in STATED if (share := share_of(rows, name)) is not None}
+    sides = in_all(share >= STATED[name] - ABOUT for name, share in found.items())
+    return in_most(share > 0.5 for share in found.values()), sides
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    found = {name: share for name in STATED if (share := share_of(rows, name)) is not None}
+    said = " and ".join(f"{percents([share])} for {name}" for name, share in found.items())
+    return f"{said}, computed", f"K and V take {said} of a full memory."
 
 
 CLAIM = Claim(
     id="C20",
-    rule=(
-        f"As stated is at most {100 * ABOUT:.0f} points less, on as few devices of 80 GB as hold the weights "
-        "and a tenth of them."
-    ),
     stated="84 % for 7B, over 50 % for 176B",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
 )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims.c5 import NOISE
-from experiments.claims.claim import Claim, Part, Row, Verdict, all_hold, by_case, microseconds, verdict_of
+from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, microseconds, spread
 from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
 from jllm.config import LlamaConfig, load_config
 from jllm.param_specs import init_params
@@ -138,64 +138,30 @@ class Contest:
         return row | {"times": round(row["naive_us"] / row["flash_us"], 2)}
 
 
-def judge(rows: list[Row]) -> Verdict:
-    cache = [row for row in rows if row["part"] == "cache"]
-    attention = [row for row in rows if row["part"] == "attention"]
-    parts, figures = [], []
-    if cache:
-        a, b = cache[0], cache[-1]
-        texts = {f"{row['times']:g} times at {row['tokens']}": row["times"] >= LEAST for row in cache}
-        parts += by_case("the cache makes a token faster", texts)
-        parts += grows("the cache", cache)
-        figures.append(
-            f"a token costs {a['cached_ms']} ms at {a['tokens']} and {b['cached_ms']} at {b['tokens']} with the cache, "
-            f"{a['recomputed_ms']} and {b['recomputed_ms']} without; the cache takes {b['cached_mib']:.0f} MiB, "
-            f"recomputation {b['recomputed_mib']:.0f}"
-        )
-    if attention:
-        texts = {}
-        for row in attention:
-            mib = f"{row['flash_mib']:.0f} MiB for {row['naive_mib']:.0f}"
-            better = row["times"] >= LEAST and row["flash_mib"] <= row["naive_mib"]
-            texts[f"{row['times']:g} times at {row['tokens']} with {mib}"] = better
-        parts += by_case("flash is faster than naive attention in less memory", texts)
-        parts += grows("flash", attention)
-    return verdict_of(parts, *figures)
+def gains(rows: list[Row], part: str) -> list[float]:
+    """Returns how many times as fast, from the least length on."""
+    found = [row for row in rows if row["part"] == part]
+    return [row["times"] for row in sorted(found, key=lambda row: row["tokens"])]
 
 
-def grows(what: str, rows: list[Row]) -> list[Part]:
-    """Whether a gain is larger at each longer length; open where two are as near as noise of their four times."""
-    times = [row["times"] for row in sorted(rows, key=lambda row: row["tokens"])]
-    rising = all_hold(None if abs(b / a - 1) <= 4 * NOISE else b > a for a, b in pairwise(times))
-    said = ", ".join(f"{each:g}" for each in times)
-    return [Part(f"{what} gains more by length ({said} times)", rising)] if len(times) > 1 else []
+def holds(rows: list[Row]) -> Answer:
+    """Decides case by case: LEAST times as fast, of flash attention in no more memory; and more so at each longer
+    length, which is open between two that are as near as noise of their four times."""
+    helps = [row["times"] >= LEAST and row.get("flash_mib", 0) <= row.get("naive_mib", 0) for row in rows]
+    longer = [pair for part in ("cache", "attention") for pair in pairwise(gains(rows, part))]
+    return in_most(helps), in_all(None if abs(b / a - 1) <= 4 * NOISE else b > a for a, b in longer)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    names = {"cache": ("cached", "recomputed", "ms"), "attention": ("flash", "naive", "us")}
-    for axes, (part, (ours, other, unit)) in zip(figure.subplots(1, 2), names.items()):
-        found = [row for row in rows if row["part"] == part]
-        tokens = [row["tokens"] for row in found]
-        memory = axes.twinx()
-        for name, color in ((ours, "C0"), (other, "C1")):
-            axes.loglog(tokens, [row[f"{name}_{unit}"] for row in found], "o-", color=color, label=name)
-            memory.loglog(tokens, [max(row[f"{name}_mib"], 0.1) for row in found], "x:", color=color)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(f"{unit} (solid)")
-        memory.set_ylabel("MiB (dotted)")
-        memory.grid(visible=False)
-        axes.legend()
+def words(rows: list[Row]) -> tuple[str, str]:
+    cache, flash = (f"{spread(gains(rows, part), '{:.1f}')} times" for part in ("cache", "attention"))
+    line = f"A KV cache makes tokens {cache} as fast; flash attention is {flash} as fast."
+    return f"cache {cache}, flash {flash} as fast", line
 
 
 CLAIM = Claim(
     id="C22",
-    rule=(
-        f"In each case {LEAST:g} times as fast or more, and more so at each longer length, which is open between two "
-        f"that differ by {4 * NOISE:.0%} or less, as four times of a kernel may that are each off by {NOISE:.0%}; for "
-        "flash attention no more memory. Its authors state no figure."
-    ),
-    stated="less time by length; memory as the price, or saved",
+    stated="less time, the more so by length",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
 )

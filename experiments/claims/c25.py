@@ -12,14 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from experiments.accuracy.measured_speed import STEPS, newest, source_of
-from experiments.claims.claim import Claim, Part, Row, Verdict, all_hold, verdict_of
+from experiments.claims.claim import (
+    NOT_TESTED,
+    RESULTS,
+    Answer,
+    Claim,
+    Interval,
+    Row,
+    in_all,
+    in_most,
+    interval_of,
+    spread,
+)
 from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, server, simulates
 from experiments.quant_steps import Case, parse_args
 from experiments.simulate import Costs
 from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes
 
-RESULTS = Path(__file__).parents[1] / "results"
 SCHEMES = {"fp8": "fp8", "int8": "w8a8-all", "int4": "w4a16-g128"}  # all linear layers quantized
 TOY_INT4 = "w4a16-g32"  # a toy's rows are shorter than a group of 128
 SERVING = 64
@@ -46,8 +56,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> tuple[Row, list[Row]]:
-    """What names the newest file of quant_steps, and its steps over 16-bit pages: {scheme, kind, batch, context, ms}
-    each."""
+    """Returns what names the newest file of quant_steps, and its steps over 16-bit pages: {scheme, kind, batch,
+    context, ms} each."""
     for document, file in newest(results, STEPS)[-1:]:
         rows = [row for row in document["rows"] if row.get("kv") == "bf16"]
         found = [(row, kind) for row in rows for kind in ("decode", "prefill") if f"{kind}_ms" in row]
@@ -61,7 +71,7 @@ def recorded(results: Path) -> tuple[Row, list[Row]]:
 
 
 def fitted(scheme: str, rows: list[Row], file: str) -> Costs:
-    """What steps cost with a scheme's weights, by those that were measured."""
+    """Returns what steps cost with a scheme's weights, by those that were measured."""
     model, options = model_shapes(MODEL, scheme), parse_args([])
     plain = make_cost_model(model, None, Shares())
     steps = []
@@ -73,7 +83,7 @@ def fitted(scheme: str, rows: list[Row], file: str) -> Costs:
 
 
 def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float]:
-    """How many times as fast a format is as another: of steps by kind and batch, of requests by slots."""
+    """Returns how many times as fast a format is as another: of steps by kind and batch, of requests by slots."""
     speed = {}
     for row in rows:
         case = (row["kind"], row["batch"]) if row["part"] == "step" else ("requests", row["slots"])
@@ -82,64 +92,38 @@ def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float
     return {case: speed[name, case] / speed[over, case] for case in both}
 
 
-def judge(rows: list[Row]) -> Verdict:
-    parts: list[Part] = []
-    source = next((row["source"] for row in rows if row["part"] == "requests"), None)
-    errors = [row["fit_error"] for row in rows if "fit_error" in row]
-    how = f"{source} by steps within {max(errors):.0%}" if errors else source
-    said = {"decode": f"decode steps from batch {SERVING} on", "prefill": f"prefill from batch {SERVING} on"}
-    for kind, where in (*said.items(), ("requests", f"requests a second, {how}")):
-        pairs = {}
-        for name, over in (("fp8", "int8"), ("fp8", "int4"), ("int8", "int4")):
-            found = ratios(rows, name, over)
-            pairs[name, over] = [v for (k, n), v in found.items() if k == kind and (k == "requests" or n >= SERVING)]
-        if all(pairs.values()):
-            margin = max(errors, default=NOISE) if kind == "requests" else 0.0
-            gaps = [abs(v - 1) for v in pairs["fp8", "int8"]]
-            equal = all_hold(None if abs(gap - ABOUT) < margin else gap <= ABOUT for gap in gaps)
-            parts.append(Part(f"fp8 about int8's speed in {where} ({between(pairs['fp8', 'int8'])} times)", equal))
-            above = [each for over, each in pairs.items() if over[1] == "int4"]
-            text = " and ".join(between(each) for each in above)
-            faster = all_hold(None if abs(v - 1) <= margin else v > 1 for v in sum(above, []))
-            parts.append(Part(f"both faster than int4 in {where} ({text} times)", faster))
-    few = [
-        f"{v:.2f} at batch {n}" for (k, n), v in ratios(rows, "fp8", "int4").items() if k == "decode" and n < SERVING
-    ]
-    if not parts:
-        return verdict_of([Part("nothing was measured of all three", False)])
-    slower = f"below that int4 is the fastest: fp8 {', '.join(few)} times its decode steps' speed" if few else ""
-    return verdict_of(parts, slower)
+def cases(rows: list[Row], name: str, over: str) -> list[Interval]:
+    """Returns how many times as fast a format is as another in serving: steps from SERVING rows on, and requests a
+    second, which are off by what two runs differ by or, where they are simulated, by the costs' largest error."""
+    margin = max((row["fit_error"] for row in rows if "fit_error" in row), default=NOISE)
+    found = [case for case in ratios(rows, name, over).items() if case[0][0] == "requests" or case[0][1] >= SERVING]
+    return [interval_of([times], margin if kind == "requests" else 0.0) for (kind, _), times in found]
 
 
-def between(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+def above(rows: list[Row]) -> list[Interval]:
+    return cases(rows, "fp8", "int4") + cases(rows, "int8", "int4")
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    left, right = figure.subplots(1, 2)
-    for name in SCHEMES:
-        steps = [row for row in rows if row["part"] == "step" and row["kind"] == "decode" and row["format"] == name]
-        left.loglog([row["batch"] for row in steps], [row["ms"] for row in steps], "o-", base=2, label=name)
-    left.set_xlabel("batch")
-    left.set_ylabel("ms a decode step, measured")
-    left.legend()
-    served = [row for row in rows if row["part"] == "requests"]
-    right.bar(range(len(served)), [row["qps"] for row in served])
-    right.set_xticks(range(len(served)), [f"{row['format']}\n{row['slots']} slots" for row in served], fontsize=7)
-    right.set_ylabel(f"requests a second, {served[0]['source']}" if served else "requests a second")
+def holds(rows: list[Row]) -> Answer:
+    """Decides by whether both are faster than INT4; of the size, by whether FP8 is within ABOUT of INT8."""
+    if not all(cases(rows, *pair) for pair in (("fp8", "int8"), ("fp8", "int4"))):
+        return NOT_TESTED, ""
+    about = in_all(times.within(1 - ABOUT, 1 + ABOUT) for times in cases(rows, "fp8", "int8"))
+    return in_most(times.reaches(1.0) for times in above(rows)), about
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    level, over = (spread(times.mean for times in some) for some in (cases(rows, "fp8", "int8"), above(rows)))
+    line = f"FP8 is {level} times as fast as INT8, and both are {over} times INT4."
+    return f"FP8 {level} times INT8, both {over} times INT4", line
 
 
 CLAIM = Claim(
     id="C25",
-    rule=(
-        f"About as fast is within {ABOUT:.0%} in every case; faster is faster in every case. Of requests a second what "
-        f"{NOISE:.0%} could turn is open, as by so much two runs have differed; of simulated ones, what the largest "
-        "error of the costs on the measured steps could."
-    ),
     stated="FP8 about INT8, both above INT4",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     serves=True,
     computed=True,
 )

@@ -5,32 +5,31 @@ are read, or each step is read before the next is planned.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from experiments.claims.claim import Claim, Row, Verdict, verdict_of
-from experiments.claims.contest import RULE, contest, draw_qps, gain_parts
+from experiments.claims.claim import Answer, Claim, Row
+from experiments.claims.contest import contest, gain_holds, gain_of, gain_words
+
+STATED = (0.05, 0.10)  # more requests a second, from and to
 
 
 def measure(toy: bool) -> Iterator[Row]:
     yield from contest(toy, {"pipelined": "usual", "waiting": "waiting"})
 
 
-def judge(rows: list[Row]) -> Verdict:
-    parts, size, waits = gain_parts(rows, "pipelined", "waiting", stated=(0.05, 0.10, 0.30))
-    return verdict_of(parts, waits, how=size)
+def holds(rows: list[Row]) -> Answer:
+    return gain_holds(gain_of(rows, "pipelined", "waiting"), *STATED)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    draw_qps(figure.subplots(), rows)
+def words(rows: list[Row]) -> tuple[str, str]:
+    return gain_words("Pipelined host work", gain_of(rows, "pipelined", "waiting"), *STATED)
 
 
 CLAIM = Claim(
     id="C3",
-    rule=RULE,
-    stated="QPS +5 to +10 % (elsewhere +10 to +20, +30 to +50 %)",
+    stated="+5 to +10 % requests a second",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     serves=True,
     alternates=True,
 )

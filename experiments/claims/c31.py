@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.claims.claim import Claim, Row, Verdict, by_case, verdict_of
+from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, spread
 from experiments.claims.decoding import Run, compiled, contiguous, moved_bytes, paged, size
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.decode_attention.cases import BENCH_CASES, Case
@@ -75,7 +75,7 @@ def values(pages: KVPages, table: jax.Array, case: Case) -> list[jax.Array]:
 
 
 def dequantize(case: Case) -> Run:
-    """The pass alone."""
+    """Runs the pass alone."""
 
     def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], *_: Any) -> Any:
         return [values(pages, table, case) for pages, table in zip(cache, tables)]
@@ -84,7 +84,7 @@ def dequantize(case: Case) -> Run:
 
 
 def separate(case: Case, library: str = "cudnn") -> Run:
-    """The pass and a library's attention, layer after layer, nothing fused across."""
+    """Runs the pass and a library's attention, layer after layer, nothing fused across."""
     attention = partial(jax.nn.dot_product_attention, scale=case.scale, implementation=library)
 
     def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], *_: Any) -> jax.Array:
@@ -96,51 +96,34 @@ def separate(case: Case, library: str = "cudnn") -> Run:
     return replace(paged(case), attend=attend)
 
 
-def judge(rows: list[Row]) -> Verdict:
-    """By time where there is any, else by bytes. Pointless is what is slower than the fused kernel and gains nothing
-    over K and V that were never quantized."""
-    parts, figures = [], []
-    for part in dict.fromkeys(row["part"] for row in rows):
-        found = [row for row in rows if row["part"] == part]
-        over = ", ".join(
-            f"{min(row[name] for row in found):.2f} to {max(row[name] for row in found):.2f} times {what}"
-            for name, what in (("over_fused", "the fused kernel's"), ("over_library", "unquantized K and V's"))
-        )
-        pointless = {
-            f"{row['kv']} {row['R']} x {row['length']} {row['H']}/{row['K']}": row["over_fused"] > 1
-            and row["over_library"] >= 1
-            for row in found
-        }
-        parts = by_case(f"pointless by {part}", pointless)  # what comes last, time, decides
-        figures.append(f"by {part} the pass takes {over}")
-    return verdict_of(parts, *reversed(figures))
+def deciding(rows: list[Row]) -> list[Row]:
+    """Returns the rows by time where there are any, else by bytes."""
+    return [row for row in rows if row["part"] == "time"] or rows
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    part = rows[-1]["part"]
-    found, unit = [row for row in rows if row["part"] == part], "us" if part == "time" else "mb"
-    axes = figure.subplots()
-    for i, name in enumerate(("fused", "separate", "library")):
-        at = [x + 0.27 * (i - 1) for x in range(len(found))]
-        axes.bar(at, [row[f"{name}_{unit}"] for row in found], 0.25, label=name)
-    names = [f"{row['R']} x {row['length']}\n{row['H']}/{row['K']}\n{row['kv']}" for row in found]
-    axes.set_xticks(range(len(found)), names, fontsize=5)
-    axes.set_yscale("log")
-    axes.set_ylabel("us" if part == "time" else "MB of K and V")
-    axes.legend(fontsize=7)
+def pointless(row: Row) -> bool:
+    """Returns whether it is slower than the fused kernel, and no faster than K and V that were never quantized."""
+    return row["over_fused"] > 1 and row["over_library"] >= 1
+
+
+def holds(rows: list[Row]) -> Answer:
+    sides = list(map(pointless, deciding(rows)))
+    return in_most(sides), in_all(sides)
+
+
+def words(rows: list[Row]) -> tuple[str, str]:
+    found = deciding(rows)
+    times, by = spread(row["over_fused"] for row in found), found[0]["part"]
+    vain = f"pointless in {sum(map(pointless, found))} of {len(found)}"
+    line = f"A separate pass takes {times} times the fused kernel's {by}, and is {vain} cases."
+    return f"{times} times the fused kernel's {by}", line
 
 
 CLAIM = Claim(
     id="C31",
-    rule=(
-        "In each case the pass and the library take longer than the fused kernel, and as long as the library "
-        "on K and V that were never quantized, or longer: by time where they were timed, else by the bytes that each "
-        "has to move, of which the pass writes none where they stay in a cache of "
-        f"{CACHES >> 20} MiB."
-    ),
     stated="a separate dequantization pass is pointless",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     computed=True,
 )

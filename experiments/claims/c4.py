@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.accuracy.measured_speed import newest, source_of
-from experiments.claims.claim import Claim, Part, Row, Verdict, measured_rows, microseconds, verdict_of
-from experiments.claims.contest import RULE, SAMPLING, contest, draw_qps, gain_parts
+from experiments.claims.claim import RESULTS, Answer, Claim, Row, measured_rows, microseconds, spread
+from experiments.claims.contest import SAMPLING, contest, gain_holds, gain_of, gain_words
 from jllm.sampling import Sampling, neutral_sampling, sample, sample_reference
 from pallas_kernels.backends import on_hopper
 
-RESULTS = Path(__file__).parents[1] / "results"
 ASKED = "top-k, top-p"
+STATED = (0.10, 0.20)  # more requests a second, from and to
 TOY_SHAPES = ((1, 256), (4, 256))  # rows, vocabulary
 
 
@@ -34,13 +33,13 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """What the newest file of this claim on a GPU served."""
+    """Yields what the newest file of this claim on a GPU served."""
     for document, file in newest(results, "claims-C4")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "policy" in row)
 
 
 def samplers(results: Path) -> Iterator[Row]:
-    """Microseconds of each sampler alone, from the newest file that has them."""
+    """Yields microseconds of each sampler alone, from the newest file that has them."""
     for document, file in newest(results, "sample")[-1:]:
         found: dict[tuple[int, int], Row] = {}
         for row in document["rows"]:
@@ -71,7 +70,7 @@ def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax
 
 
 def alone(rows: int, vocabulary: int) -> Row:
-    """Microseconds of either sampler for a step of `rows` rows."""
+    """Times either sampler for a step of `rows` rows."""
     arguments = sampler_inputs(rows, vocabulary)
     ours, sorted_ = jax.jit(lambda *rows: sample(*rows)[0]), jax.jit(sample_reference)
     same = float(jnp.mean(ours(*arguments) == sorted_(*arguments)))
@@ -82,38 +81,24 @@ def alone(rows: int, vocabulary: int) -> Row:
     return row | {"threshold_us": round(us[0], 2), "sort_us": round(us[1], 2), "times": round(us[1] / us[0], 2)}
 
 
-def judge(rows: list[Row]) -> Verdict:
-    parts, size, waits = gain_parts(rows, "threshold", "sort", stated=(0.10,))
-    alone = [row for row in rows if "times" in row]
-    for key, sampler in (("times", "the sampler alone"), ("plain_times", "the same in plain jnp")):
-        for count in dict.fromkeys(row["rows"] for row in alone if key in row):
-            times = [row[key] for row in alone if row["rows"] == count]
-            said = f"{sampler} faster than sorting at {count} row{'s' * (count > 1)}"
-            parts.append(Part(f"{said}, {min(times):.2f} to {max(times):.2f} times", min(times) > 1))
-    return verdict_of(parts, waits, how=size)
+def holds(rows: list[Row]) -> Answer:
+    return gain_holds(gain_of(rows, "threshold", "sort"), *STATED)
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    left, right = figure.subplots(1, 2)
-    draw_qps(left, rows)
-    found = [row for row in rows if "times" in row]
-    for i, name in enumerate(("threshold", "plain", "sort")):
-        some = [(x + 0.26 * (i - 1), row[f"{name}_us"]) for x, row in enumerate(found) if f"{name}_us" in row]
-        if some:
-            right.bar(*zip(*some), 0.25, label=name)
-    right.set_yscale("log")
-    right.set_xticks(range(len(found)), [f"{row['rows']} x {row['V']}" for row in found], fontsize=7)
-    right.set_ylabel("us a step")
-    right.legend()
+def words(rows: list[Row]) -> tuple[str, str]:
+    gain = gain_of(rows, "threshold", "sort")
+    measured, line = gain_words("Sampling without a sort", gain, *STATED)
+    if gain is None or not (alone := [row["times"] for row in rows if "times" in row]):
+        return measured, line
+    return f"{100 * gain.mean:+.1f} % requests a second; alone {spread(alone, '{:.1f}')} times as fast", line
 
 
 CLAIM = Claim(
     id="C4",
-    rule=f"{RULE} A sampler alone is faster where it is at both vocabularies.",
-    stated="QPS +10 to +20 %",
+    stated="+10 to +20 % requests a second",
     measure=measure,
-    judge=judge,
-    draw=draw,
+    holds=holds,
+    words=words,
     serves=True,
     computed=True,
     alternates=True,

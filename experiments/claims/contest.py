@@ -7,7 +7,6 @@ interval (Student's t).
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from experiments.baselines import DEVICES
-from experiments.claims.claim import Interval, Part, Row, change_of
+from experiments.claims.claim import NOT_TESTED, Answer, Interval, Row, change_of, in_all, in_most
 from experiments.claims.serving import KEPT, make_model, settings, workload
 from experiments.result_file import rounded
 from experiments.serving.engines import make_engine, sampling_of
@@ -31,11 +30,6 @@ POLICIES: dict[str, dict[str, str]] = {
     "sorting": {"sampling": "sort"},
 }  # fmt: skip
 NOISE = 0.04  # of requests a second: by so much two runs of one policy in one job have differed
-RULE = (
-    "A gain holds where all of its 95 % interval over the rounds reaches it (more requests a second: 0), fails where "
-    f"none of the interval does, and is open between. Of single runs it holds or fails by {100 * NOISE:.0f} % or more: "
-    "by so much two runs of one policy in one job have differed."
-)
 
 
 @dataclass
@@ -53,7 +47,7 @@ class Contest:
     _rows: dict[tuple[str, int], Row] = field(default_factory=dict)
 
     def row(self, policy: str, at: int) -> Row:
-        """The run of one of POLICIES in round `at`."""
+        """Returns the run of one of POLICIES in round `at`."""
         if (policy, at) not in self._rows:
             self._rows[policy, at] = self._run(policy)
         return self._rows[policy, at]
@@ -100,49 +94,33 @@ def contest_of(toy: bool) -> Contest:
 
 
 def contest(toy: bool, policies: Mapping[str, str]) -> Iterator[Row]:
-    """A row a run: in each round one of each policy, under a claim's own name for it."""
+    """Yields a row a run: in each round one of each policy, under a claim's own name for it."""
     for at in range(ROUNDS):
         for name, policy in policies.items():
             yield {"policy": name, "round": at} | contest_of(toy).row(policy, at)
 
 
 def gain_of(rows: list[Row], ours: str, other: str) -> Interval | None:
-    """How many more requests a second one of two policies serves, as a share, over the rounds. None where no round has
-    both."""
+    """Returns how many more requests a second one of two policies serves, as a share, over the rounds. None where no
+    round has both."""
     a, b = ([row for row in rows if row.get("policy") == name] for name in (ours, other))
     return change_of(a, b, "qps", NOISE)
 
 
-def gain_parts(rows: list[Row], ours: str, other: str, stated: tuple[float, ...]) -> tuple[list[Part], str, str]:
-    """The parts of a claim of more requests a second: that there are more, and each gain that is stated. Then in words
-    the conditions, and the waits of both."""
-    gain = gain_of(rows, ours, other)
+def gain_holds(gain: Interval | None, least: float, most: float) -> Answer:
+    """Returns whether there is a gain, and whether it is as large as stated: from `least` on, or "more" than `most`.
+    Each is open where the interval has room for either."""
     if gain is None:
-        return [Part("one of the two was not measured", False)], "", ""
-    found = {name: [row for row in rows if row.get("policy") == name] for name in (ours, other)}
-    qps, first = (
-        [statistics.fmean(row[key] for row in some) for some in found.values()] for key in ("qps", "ttft_ms_p50")
-    )
-    runs = "one run each, no interval" if gain.rounds == 1 else f"{gain.rounds} alternated runs each"
-    more = f"more requests a second, {gain.shown('{:+.1f}', 100, ' %')}, {runs} ({qps[0]:.4g} for {qps[1]:.4g})"
-    parts = [Part(more, gain.reaches(0.0))]
-    parts += [Part(f"{least:+.0%}", gain.reaches(least)) for least in stated]
-    one = found[ours][0]
-    where = f" in {one['slots']} slots" if "slots" in one else ""
-    size = f"{one['requests']:g} requests at once{where}"
-    return parts, size, f"first token p50 {first[0]:.4g} ms for {first[1]:.4g}"
+        return NOT_TESTED, ""
+    return in_most([gain.reaches(0.0)]), "more" if gain.reaches(most) else in_all([gain.reaches(least)])
 
 
-def draw_qps(axes: Any, rows: list[Row]) -> None:
-    """Requests a second and goodput by policy, means over the rounds, and each round's own as a dot."""
-    policies = list(dict.fromkeys(row["policy"] for row in rows if "policy" in row))
-    found = [[row for row in rows if row.get("policy") == policy] for policy in policies]
-    for key, label, side in (("qps", "requests/s", -0.2), ("goodput", "of them in time", 0.2)):
-        means = [statistics.fmean(row[key] for row in some) for some in found]
-        axes.bar([x + side for x in range(len(found))], means, 0.38, label=label)
-        if key == "qps":
-            for x, some in enumerate(found):
-                axes.plot([x + side] * len(some), [row[key] for row in some], ".", color="black", markersize=4)
-    axes.set_xticks(range(len(found)), policies)
-    axes.set_ylabel("requests a second")
-    axes.legend()
+def gain_words(who: str, gain: Interval | None, least: float, most: float) -> tuple[str, str]:
+    """Returns the words for a gain of one policy, which the line calls `who`."""
+    assert gain is not None
+    _, size = gain_holds(gain, least, most)
+    stated = {"no": f", not {100 * least:.0f} % more", "more": ", more than stated"}.get(size, "")
+    noise = ", which is within noise" if gain.reaches(0.0) is None else stated
+    side = "more" if gain.mean >= 0 else "fewer"
+    line = f"{who} serves {abs(100 * gain.mean):.0f} % {side} requests a second{noise}."
+    return f"{gain.shown('{:+.1f}', 100, ' %')} requests a second", line

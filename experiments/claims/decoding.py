@@ -23,24 +23,19 @@ class Compiled(Run):
     """One whose `attend` is compiled."""
 
     def timed(self) -> tuple[float, jax.Array]:
-        """Microseconds of one layer, and the result of the last."""
+        """Returns microseconds of one layer, and the result of the last."""
         arguments = self.make(bench_runs.random_key())
         return microseconds(partial(self.attend, *arguments)) / self.layers, self.attend(*arguments)
 
 
 def size(case: Case) -> dict[str, Any]:
-    """What a row says of a case."""
+    """Returns what a row says of a case."""
     lengths, heads = case.lengths, case.heads
     return {"R": len(lengths), "length": lengths[0], "H": heads[0], "K": heads[1], "D": case.head_dim}
 
 
-def cell_of(row: dict[str, Any]) -> str:
-    """A row's case, as answers name it: sequences x keys, heads of queries and of keys."""
-    return f"{row['R']} x {row['length']} {row['H']}/{row['K']}"
-
-
 def paged(case: Case, dequantize: int = 1) -> Run:
-    """The Mosaic kernel over shuffled pages, the work list made once."""
+    """Runs the Mosaic kernel over shuffled pages, the work list made once."""
     return bench_runs.paged(case, "mosaic", dequantize=dequantize)
 
 

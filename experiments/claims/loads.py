@@ -30,7 +30,7 @@ def simulates(toy: bool) -> bool:
 
 
 def server(toy: bool, costs: Costs | None = None) -> Serve:
-    """What serves. `costs` are those of simulated steps, by default of bf16 weights and K and V."""
+    """Returns what serves. `costs` are those of simulated steps, by default of bf16 weights and K and V."""
     if not simulates(toy):
         return partial(measured, toy)
     return partial(simulated, costs or make_costs(MODEL, None, None))
@@ -41,14 +41,14 @@ def measured(toy: bool, **asked: Any) -> Row:
 
 
 def simulated(costs: Costs, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
-    """The row that serving.served would measure where steps cost so much, with as many pages as an H200 has room for
-    where `num_pages` says no other number."""
+    """Returns the row that serving.served would measure where steps cost so much, with as many pages as an H200 has
+    room for where `num_pages` says no other number."""
     rate = changes.get("rate")
     return simulate(costs, workload(False, count, rate, seconds), **changes)
 
 
 def simulate(costs: Costs, requests: list[Request], **changes: Any) -> Row:
-    """The same for requests of one's own. Raises ValueError for a setting that is not simulated."""
+    """Simulates the same for requests of one's own. Raises ValueError for a setting that is not simulated."""
     args = settings(False, **changes)
     for name in ("sampling", "host"):
         if getattr(args, name) != BASELINES[name][0]:

@@ -1,4 +1,4 @@
-"""What the claims about requests a second share: the QPS workload through one engine after the other.
+"""Shares what the claims about requests a second need: the QPS workload through one engine after the other.
 
 Claims that one command tests share the model, what is compiled for it, and runs under the same settings: compiling
 takes a minute before the first engine, serving half a minute in each. Hence one repeat, too.
@@ -37,7 +37,8 @@ def make_model(toy: bool) -> Model:
 def workload(
     toy: bool, count: int | None = None, rate: float | None = None, seconds: float | None = None
 ) -> list[Request]:
-    """The first `count` requests, or those that arrive within some seconds at a rate, drawn with replacement."""
+    """Returns the first `count` requests, or those that arrive within some seconds at a rate, drawn with
+    replacement."""
     if toy:
         gap = 0.0 if rate is None else 1 / rate
         return [Request(p, o, i * gap) for i, (p, o) in enumerate(TOY_LENGTHS)]
@@ -60,7 +61,7 @@ def settings(toy: bool, **changes: Any) -> argparse.Namespace:
 
 
 def served(toy: bool, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
-    """The mean over the repeats, of the first `count` requests, or of those of some seconds, under settings of
+    """Returns the mean over the repeats, of the first `count` requests, or of those of some seconds, under settings of
     experiments.qps. What a command has served under the same settings is not served again."""
     plain = vars(settings(toy))
     return _served(toy, count, seconds, tuple(sorted((k, v) for k, v in changes.items() if plain[k] != v)))

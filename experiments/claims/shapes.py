@@ -1,4 +1,4 @@
-"""The models that claims measure: LLaMA-2-7B with random weights, or a toy of the same kind."""
+"""Makes the models that claims measure: LLaMA-2-7B with random weights, or a toy of the same kind."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,5 +24,5 @@ def config_of(toy: bool, name: str = "llama-2-7b") -> LlamaConfig:
 
 
 def random_params(config: LlamaConfig, toy: bool) -> Params:
-    """In bfloat16, or for a toy in float32, which a CPU has arithmetic for."""
+    """Returns weights in bfloat16, or for a toy in float32, which a CPU has arithmetic for."""
     return init_params(config, jax.random.key(0), jnp.float32 if toy else jnp.bfloat16)

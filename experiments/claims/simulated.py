@@ -34,7 +34,7 @@ class Bench:
     _costs: dict[tuple[str, str | None], Costs] = field(default_factory=dict)
 
     def rows(self, todo: Iterable[Todo]) -> Iterator[Row]:
-        """A row each. Where the arguments have a context, all of that is allowed."""
+        """Yields a row each. Where the arguments have a context, all of that is allowed."""
         for case, workload, more in tqdm(list(todo), delay=2):
             key = (case.config, case.kv_cache)
             if key not in self._costs:
@@ -46,7 +46,7 @@ class Bench:
 
 
 def gain(row: Row, over: Row) -> float:
-    """How many more requests a second, as a share: 1.0 is twice as many."""
+    """Returns how many more requests a second, as a share: 1.0 is twice as many."""
     return row["qps"] / over["qps"] - 1
 
 

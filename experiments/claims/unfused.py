@@ -29,7 +29,7 @@ apart = jax.lax.optimization_barrier
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which of the four there are."""
+    """Says which of the four there are."""
 
     norm: bool = False  # residual sums in the product before and norms with the product after them
     projections: bool = False  # q, k and v as one product, gate and up as one
@@ -69,7 +69,7 @@ def layers(
     config: LlamaConfig,
     fusions: Fusions,
 ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-    """All layers on x [T, E], decode rows alone or chunks alone: the result, and the cache."""
+    """Runs all layers on x [T, E], decode rows alone or chunks alone: the result, and the cache."""
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     work = _work(x, batch, cache, config) if fusions.attention else None
     found = []
@@ -147,7 +147,7 @@ def _attend(q, pages, batch, work, scale):
 
 
 def _naive(q, pages, batch, scale):
-    """A product, a softmax over all scores, and a product. Chunks: one that starts its sequence."""
+    """Computes a product, a softmax over all scores, and a product. Chunks: one that starts its sequence."""
     decodes = batch.decode_lengths.shape[0] > 0
     table = batch.decode_pages if decodes else batch.chunk_pages
     k, v = apart(tuple(gather(pool, table, q.dtype) for pool in (pages.k, pages.v)))  # [sequences, K, n * P, D]

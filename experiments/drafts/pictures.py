@@ -57,26 +57,4 @@ def draw_steps(figure: Any, rows: list[Row]) -> None:
     panels[-1].legend()
 
 
-def draw_claims(figure: Any, rows: list[Row]) -> None:
-    """Copies: acceptance by divergence; batches: times as fast."""
-    copies, batches = ([r for r in rows if r["claim"] == n and "stated" not in r] for n in CLAIMS)
-    left, right = figure.subplots(1, 2)
-    for row in (row for row in copies if "kl" in row):
-        left.plot(max(row["kl"], 1e-5), row["acceptance_1"], "o", label=row["scheme"])
-    left.set_xscale("log")
-    left.set_xlabel("KL from the target, nats")
-    left.set_ylabel("acceptance of its drafts, temperature 1")
-    left.legend(fontsize=7)
-    for choice in dict.fromkeys(row["choice"] for row in batches):
-        some = [row for row in batches if row["choice"] == choice]
-        right.plot([row["batch"] for row in some], [row["times"] for row in some], "o-", label=choice)
-    right.set_xscale("log", base=2)
-    right.set_xlabel("batch")
-    right.set_ylabel("times as fast as without drafts")
-    right.legend(fontsize=7)
-
-
-CLAIMS = ("copies", "batches")
-PICTURES: dict[str, Callable[[Any, list[Row]], None]] = {
-    "acceptance": draw_acceptance, "steps": draw_steps, "claims": draw_claims
-}  # fmt: skip
+PICTURES: dict[str, Callable[[Any, list[Row]], None]] = {"acceptance": draw_acceptance, "steps": draw_steps}

@@ -8,8 +8,6 @@ text that repeats itself its greedy continuation does so too, for its own reason
 from collections.abc import Iterator
 
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.errors import ConfigError
-from jllm.pretrained import Model
 from jllm.tokenizer import Tokenizer
 
 BEGINNING = 24  # tokens of a story's prompt
@@ -32,13 +30,6 @@ WORDS = ("cat", "dog", "hen", "cow", "fox", "wolf", "bear", "mouse")
 def stories(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
     """The first tokens of documents that the bundled model wrote at temperature 1 (experiments/texts)."""
     return [tokenizer.encode(text)[:BEGINNING] for text in read_documents(BUNDLED_TEXT)[:documents]]
-
-
-def read_stories(model: Model, documents: int) -> list[list[int]]:
-    """The same for a model. Raises ConfigError for one without a tokenizer."""
-    if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer, by which stories become tokens")
-    return stories(model.tokenizer, documents)
 
 
 def repetitive(tokenizer: Tokenizer, documents: int) -> list[list[int]]:

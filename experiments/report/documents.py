@@ -2,17 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.claim import devices_of
-from experiments.claims.registry import claim_named
-from experiments.report.commands import name_of
-from experiments.report.judged import judged
 from jllm.errors import InputFileError
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -23,7 +18,7 @@ BAR_KEYS = {"name", "value", "unit", "bar", "met"}
 
 
 def read_result(path: Path) -> Document:
-    """A result file. Raises InputFileError, with what is wrong, for one that does not keep to the schema."""
+    """Returns a result file's document. Raises InputFileError, with what is wrong, for one that breaks the schema."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -36,7 +31,7 @@ def read_result(path: Path) -> Document:
 
 
 def result_of(path: Path, experiment: str) -> Document:
-    """A result of that experiment, under any label. InputFileError for what is none."""
+    """Returns a result of that experiment, under any label. Raises InputFileError for any other file."""
     document = read_result(path)
     if not document["experiment"].startswith(experiment):
         raise InputFileError(f"{path.name}: a result of {document['experiment']}, not of {experiment}")
@@ -44,7 +39,7 @@ def result_of(path: Path, experiment: str) -> Document:
 
 
 def problems(document: Any) -> Iterable[str]:
-    """What of the schema of results a document breaks."""
+    """Yields each rule of the schema that a document breaks."""
     if not isinstance(document, dict):
         yield "not an object"
         return
@@ -85,49 +80,32 @@ class Entry:
         return self.document["device"]
 
     @property
-    def devices(self) -> list[str]:
-        """Those whose figures it has: a claim's rows may be of other results, or simulated."""
-        return devices_of(self.document) or [self.device]
+    def date(self) -> str:
+        return self.document["date"]
 
     @property
     def rows(self) -> list[Row]:
-        """Those that were measured."""
+        """The rows that were measured."""
         return [row for row in self.document["rows"] if "error" not in row]
-
-    @property
-    def missed(self) -> list[Row]:
-        return [bar for bar in self.document["bars"] if not bar["met"]]
-
-    @cached_property
-    def name(self) -> str:
-        """What its command calls it, whatever the file was renamed to."""
-        return name_of(self.document)
 
 
 def read_all(directory: Path = RESULTS) -> list[Entry]:
-    """Returns the newest file of each name and device, of claims the newest complete one, where there is one. Bars and
-    verdicts are judged.py's."""
+    """Returns the newest file of each name and device: of complete ones, where there is one."""
     found: dict[tuple[str, str], Entry] = {}
     for path in sorted(directory.glob("*.json")):
-        document = judged(read_result(path))
-        key = label_of(path), document["device"]
-        if key not in found or _rank(found[key].document) < _rank(document):
-            found[key] = Entry(key[0], path, document)
+        entry = Entry(label_of(path), path, read_result(path))
+        key = entry.label, entry.device
+        if key not in found or _rank(found[key]) < _rank(entry):
+            found[key] = entry
     return list(found.values())
 
 
-def _rank(document: Document) -> tuple[bool, str]:
-    return document["complete"] or claim_named(document["experiment"]) is None, document["date"]
-
-
-def superseded(directory: Path = RESULTS) -> Iterator[Path]:
-    """Files of which a newer one of the same name and device is there."""
-    newest = {entry.path for entry in read_all(directory)}
-    yield from (path for path in sorted(directory.glob("*.json")) if path not in newest)
+def _rank(entry: Entry) -> tuple[bool, str]:
+    return entry.document["complete"], entry.date
 
 
 def label_of(path: Path) -> str:
-    """matmul-many of matmul-many-20261122-h200.json."""
+    """Returns a file's name without date and device: matmul-many of matmul-many-20261122-h200.json."""
     return re.sub(r"-\d{8}-[^/]*$", "", path.stem)
 
 

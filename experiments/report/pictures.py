@@ -1,14 +1,12 @@
-"""The pictures of RESULTS.md, as SVG: the same bytes for the same results."""
+"""The pictures of RESULTS.md that no experiment draws, as SVG: the same bytes for the same results."""
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.report.by_device import picture_of
 from experiments.report.documents import short
-from experiments.report.figures import Results, Series, best_requests, decode_series, devices
-from experiments.report.strips import Strip, compared, strips
+from experiments.report.figures import Results, Series, decode_series, requests_rows
+from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
@@ -16,9 +14,9 @@ OURS = "#0b62c4"
 KINDS = {"jllm": (OURS, "o-"), "floor": ("#555555", ":")}
 PEERS = {"PyTorch": "#d1495b", "PPL.LLM": "#8d6a9f", "vLLM": "#e08e1b", "transformers": "#999999"}
 TITLES = {
-    "16 bits": "bf16 weights and KV",
-    "int8-g8 KV": "16-bit weights, int8-g8 KV",
-    "8 bits": "8-bit weights and KV",
+    "bf16": "bf16 weights and KV",
+    "bf16, int8-g8 KV": "16-bit weights, int8-g8 KV",
+    "w8a8, int8-g8 KV": "8-bit weights and KV",
 }
 BATCHES = (1, 8, 32, 128, 512)
 RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from its inverse down
@@ -26,31 +24,30 @@ RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from it
 
 def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has something to show. Raises ImportError without matplotlib."""
-    drawn: list[tuple[str, Callable[[Any, Results], None], Results, tuple[float, float]]] = [
-        *((picture_of("steps", device), draw_steps, results.on(device), (11, 4.1)) for device in devices(results)),
+    drawn = [
+        ("decode", draw_decode, (8.6, 4.1), any(decode_series(results).values())),
+        ("requests", draw_requests, (8.6, 3.4), requests_rows(results)),
+        ("kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 1.1), strips(results)),
     ]
-    for device in compared(results):
-        on = results.on(device)
-        drawn.append((picture_of("kernels", device), draw_kernels, on, (11, 0.48 * len(strips(on)) + 1.1)))
     made = []
-    for name, draw, shown, size in drawn:
-        made.append(directory / f"{name}.svg")
-        with svg(made[-1], size, "summary", STYLE) as figure:
-            draw(figure, shown)
+    for name, draw, size, shown in drawn:
+        if shown:
+            made.append(directory / f"summary-{name}.svg")
+            with svg(made[-1], size, "summary", STYLE) as figure:
+                draw(figure, results)
     return made
 
 
-def draw_steps(figure: Any, results: Results) -> None:
-    """Decode steps by batch in three panels, requests a second in a fourth."""
-    *panels, bars = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.15])
-    for axes, (bits, series) in zip(panels, decode_series(results).items()):
-        _step_panel(axes, [each for each in series if each.ms])
-        axes.set_title(TITLES[bits], fontsize=9)
+def draw_decode(figure: Any, results: Results) -> None:
+    """Draws decode steps by batch, a panel for each pair of formats."""
+    panels = figure.subplots(1, len(TITLES))
+    for axes, (formats, series) in zip(panels, decode_series(results).items()):
+        _step_panel(axes, series)
+        axes.set_title(TITLES[formats], fontsize=9)
     figure.suptitle(f"LLaMA-2-7B on one {short(results.device)}", fontsize=10)
     panels[0].set_ylabel("ms a decode step")
-    panels[1].set_yticklabels([])
-    panels[2].set_yticklabels([])
-    _request_panel(bars, results)
+    for axes in panels[1:]:
+        axes.set_yticklabels([])
 
 
 def _step_panel(axes: Any, series: list[Series]) -> None:
@@ -89,29 +86,28 @@ def _peer_color(name: str) -> str:
     return next((color for start, color in PEERS.items() if name.startswith(start)), "#999999")
 
 
-def _request_panel(axes: Any, results: Results) -> None:
-    """Bars, the fastest on top, with 95 % intervals where there are repeats."""
-    rows = sorted(best_requests(results).values(), key=lambda row: row["qps"])
+def draw_requests(figure: Any, results: Results) -> None:
+    """Draws a bar for each system, the fastest on top, with 95 % intervals where there are repeats."""
+    axes, rows = figure.subplots(), requests_rows(results)[::-1]
     colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
     axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
     for i, row in enumerate(rows):
         if row.get("ci"):
             axes.errorbar(row["qps"], i, xerr=row["ci"], color="black", capsize=3, linewidth=1)
         axes.text(1, i, f"{row['qps']:.1f}", va="center", fontsize=8, color="white", fontweight="bold")
-    axes.set_yticks(range(len(rows)), [row["name"].replace(", KV", "\nKV") for row in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("requests a second")
-    axes.set_title("1,024 conversations at once", fontsize=9)
+    axes.set_title(f"1,024 conversations at once, LLaMA-2-7B on one {short(results.device)} each", fontsize=9)
 
 
 def draw_kernels(figure: Any, results: Results) -> None:
-    """A row of cells a kernel and peer."""
-    axes = figure.subplots()
-    found = strips(results)
+    """Draws a row of cells for each kernel and peer."""
+    axes, found = figure.subplots(), strips(results)
     most = max((len(strip.cells) for strip in found), default=1)
     for y, strip in enumerate(found):
         _strip(axes, y, strip)
-    names = [f"{strip.kernel}\nover {strip.peer}{'*' * strip.elsewhere}" for strip in found]
+    names = [f"{strip.kernel}\nover {strip.peer}" for strip in found]
     axes.set_yticks([y + 0.5 for y in range(len(found))], names, fontsize=8)
     axes.set_xlim(0, most)
     axes.set_ylim(len(found), 0)
@@ -136,7 +132,7 @@ def _strip(axes: Any, y: int, strip: Strip) -> None:
 
 
 def cell_color(times: float) -> tuple[float, float, float]:
-    """White where both take as long, green where ours is faster, red where it is slower."""
+    """Returns white where both take as long, green where ours is faster, red where it is slower."""
     from math import log
 
     share = max(-1.0, min(1.0, log(times) / log(RANGE)))

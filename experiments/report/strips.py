@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.report.documents import Row
-from experiments.report.figures import Results, pasted
+from experiments.report.figures import Results
 
 Cells = dict[str, list[float]]  # case -> how many times as fast as the peer, shape by shape
 Name = str | Callable[[Row], str]  # of a row's case: what its values are put into, or what makes it
@@ -20,17 +20,10 @@ class Strip:
     kernel: str
     peer: str
     cells: Cells
-    elsewhere: bool = False  # whether the peer's times are of another run, of which there is no file
-
-
-def compared(results: Results) -> list[str]:
-    """The devices that kernels have strips of, that of the newest results first."""
-    newest = sorted(results.entries, key=lambda entry: entry.document["date"], reverse=True)
-    return [device for device in dict.fromkeys(entry.device for entry in newest) if strips(results.on(device))]
 
 
 def strips(results: Results) -> list[Strip]:
-    """Every kernel's newest benchmark on the device that has the peer."""
+    """Returns every kernel's newest benchmark on the device that has the peer."""
     found = [
         *(
             _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
@@ -55,27 +48,23 @@ def strips(results: Results) -> list[Strip]:
 def _beside(
     results: Results, kernel: str, peer: str, label: str, case: Name, ours: str = "mosaic", **wanted: Any
 ) -> Strip:
-    """Ours against the fastest variant of a peer, by the rows of the newest file that has both, under any label; where
-    none has, against pasted ones, whose keys are fewer."""
-
-    def cells_of(rows: list[Row], theirs: list[Row]) -> Cells:
+    """Ours against the fastest variant of a peer, by the rows of the newest file that has both, under any label."""
+    for entry in results.named(f"{label}(-.*)?"):
+        theirs = [row for row in entry.rows if row.get("peer") == peer and "us" in row]
         cells: Cells = {}
-        for row in rows:
+        for row in entry.rows:
             if row.get("peer") != ours or row.get("Q", 1) != 1 or "us" not in row or not wanted.items() <= row.items():
                 continue
             alike = [
                 other["us"]
                 for other in theirs
-                if "us" in other and all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
+                if all(row.get(k) == v for k, v in other.items() if k not in (*WHO, "kernel", "Q"))
             ]
             if alike:
                 cells.setdefault(_named(case, row), []).append(min(alike) / row["us"])
-        return cells
-
-    for entry in results.named(f"{label}(-.*)?"):
-        if cells := cells_of(entry.rows, [row for row in entry.rows if row.get("peer") == peer]):
+        if cells:
             return Strip(kernel, peer, cells)
-    return Strip(kernel, peer, cells_of(results.rows(label), pasted(results.device, peer=peer)), elsewhere=True)
+    return Strip(kernel, peer, {})
 
 
 def _named(case: Name, row: Row) -> str:

@@ -1,9 +1,7 @@
 """What moving bytes between devices takes, as data from measurements: configs/links/*.json, one file a kind of link.
 
-A table has points [bytes, seconds] for a number of ranks. Between two points seconds are interpolated, below the first
-they are its seconds, beyond the last they grow at its rate. For other numbers of ranks an exchange is extrapolated, and
-an estimate: the time of the smallest size, which is latency, stays, and what is above it grows with the bytes that each
-rank sends and receives when sums go the shortest way, 2 (n - 1) / n of the array.
+A table has points [bytes, seconds] between a number of ranks. Between two points seconds are interpolated. Below the
+first point they are its seconds. Beyond the last they grow at its rate.
 """
 
 import json
@@ -32,15 +30,10 @@ class Table:
         if not good:
             raise ConfigError(f"a link's table needs ranks >= 2 and points [bytes, seconds] in order: {self}")
 
-    def seconds(self, nbytes: float, ranks: int | None = None) -> float:
-        """Seconds of one transfer, or of an exchange of these bytes by `ranks` ranks (by default the table's)."""
-        if ranks == 1:
-            return 0.0
+    def seconds(self, nbytes: float) -> float:
+        """Returns seconds of one transfer or exchange of these bytes."""
         sizes, times = zip(*self.points)
-        found = float(np.interp(nbytes, sizes, times)) * max(1.0, nbytes / sizes[-1])
-        n = self.ranks if ranks is None else ranks
-        least = min(times[0], found)
-        return least + (found - least) * ((n - 1) / n) / ((self.ranks - 1) / self.ranks)
+        return float(np.interp(nbytes, sizes, times)) * max(1.0, nbytes / sizes[-1])
 
 
 @dataclass(frozen=True)

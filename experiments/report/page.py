@@ -1,0 +1,226 @@
+"""The text of RESULTS.md: figures from the newest files, and claims with the verdicts that their files carry."""
+
+import re
+from collections.abc import Iterator
+
+from experiments.report.claims import claims_table
+from experiments.report.documents import Row, short
+from experiments.report.figures import H200, Results, Series, decode_series, floor_shares, over, requests_rows
+from experiments.report.markdown import markdown
+from experiments.report.strips import strips
+from experiments.steps.devices import ceilings_of
+
+BATCHES = (1, 16, 64, 128, 256)  # of the table of decode steps
+SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
+FORMATS = ("int8-g8", "fp8", "int4-g32")
+BF16, CODES = "bf16", "w8a8, int8-g8 KV"  # formats of decode steps
+SERVED = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
+SERVED |= {"jllm w8a8": "jllm w8a8, KV int8-g8", "vLLM fp8": "vLLM fp8, KV fp8"}
+
+
+def page(results: Results) -> str:
+    """Returns the page's text. A section without results is left out."""
+    last = max((entry.date for entry in results.entries), default="never")
+    parts = [
+        "# Results",
+        f"Last run {last}. `python -m experiments.results_page` writes this page from [the files of results](results). "
+        "[Experiments](../docs/experiments.md) shows how to measure. [LOG.md](LOG.md) has what was expected and "
+        "learned. [Quantization](../docs/quantization.md) and [KV cache](../docs/kv-cache.md) explain names like "
+        "`w8a8` and `int8-g8`.",
+    ]
+    sections = (
+        ("In short", summary(results)),
+        (f"Decode steps, {short(results.device)}", decode(results)),
+        ("Requests a second", requests(results)),
+        ("Kernels against peers", kernels(results)),
+        ("Accuracy against bytes", accuracy(results)),
+        ("Claims of the original system", claims_table(results.entries)),
+        ("Where we are behind", behind(results)),
+    )
+    for title, section in sections:
+        if found := list(section):
+            parts += [f"## {title}", *found]
+    return "\n\n".join(parts) + "\n"
+
+
+# Sentences
+
+
+def summary(results: Results) -> Iterator[str]:
+    """Yields what a reader should remember."""
+    decode = decode_series(results)
+    lines = []
+    theirs, limits = [], []
+    for formats, peer, said in ((BF16, "vLLM", "in bf16"), (CODES, "vLLM fp8", "in 8 bits")):
+        found, ours, floor = (_of(decode, formats, name) for name in (peer, f"jllm {formats}", f"floor, {formats}"))
+        if found and found.ours:
+            low, high = over(found, found.ours)
+            theirs.append(f"{low:.2f} to {high:.2f} times ours {said}")
+        if ours and floor:
+            limits.append(f"{_range(over(floor, ours.ms))} {said}")
+    if theirs:
+        lines.append(f"vLLM's decode step takes {', '.join(theirs)}.")
+    if limits:
+        lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
+    rows = _served(results)
+    for one, other in (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8")):
+        if one in rows and other in rows:
+            lines.append(_against(one, rows[one], other, rows[other]))
+    cost = {_name(row): round(100 * row["added"], 2) + 0.0 for row in _accuracy_rows(results)}
+    shown = {"KV int8-g8": "K and V in `int8-g8`", "weights w8a8-all": "`w8a8-all`"}
+    shown |= {"weights w4a16-g128": "`w4a16-g128`"}
+    if parts := [f"{cost[name]:+.2f} % with {what}" for name, what in shown.items() if name in cost]:
+        lines.append(f"Perplexity changes by {', '.join(parts)}.")
+    if lines:
+        yield "\n".join(f"- {line}" for line in lines)
+
+
+def behind(results: Results) -> Iterator[str]:
+    """Yields where others, or the hardware's limits, are ahead."""
+    lines, decode = [], decode_series(results)
+    for strip in strips(results):
+        if strip.peer == "FlashInfer" and strip.kernel in ("prefill attention", "decode attention, 32/8"):
+            times = [1 / each for cell in strip.cells.values() for each in cell]
+            what = strip.kernel.replace(", 32/8", " with 8 KV heads")
+            lines.append(f"Our {what} takes {min(times):.2f} to {max(times):.2f} times FlashInfer's time.")
+    ours, floor = _of(decode, BF16, f"jllm {BF16}"), _of(decode, BF16, f"floor, {BF16}")
+    if ours and floor and (batch := max((batch for batch in ours.ms if batch in BATCHES), default=None)):
+        lines.append(
+            f"A bf16 decode step at batch {batch} reaches {floor.ms[batch] / ours.ms[batch]:.0%} of the limit."
+        )
+    if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
+        low, high = min(low for low, _ in prefill), max(high for _, high in prefill)
+        lines.append(f"Prefill of 1,024 tokens or more reaches {low:.0%} to {high:.0%} of the limit.")
+    rows = {row["name"]: row["qps"] for row in requests_rows(results.on(H200))}
+    if four := rows.get("jllm bf16, KV bf16, 4 replicas"):
+        times = four / rows["jllm bf16, KV bf16"]
+        lines.append(f"Four engines in one process serve {times:.2f} times the requests of one, on H200s.")
+    rows = {row["name"]: row["qps"] for row in requests_rows(results)}
+    if triton := rows.get("jllm bf16, KV bf16, triton"):
+        share = triton / rows["jllm bf16, KV bf16"]
+        lines.append(f"Triton's kernels serve {share:.0%} of Mosaic's requests, and have run on no GPU before Hopper.")
+    if lines:
+        yield "\n".join(f"- {line}" for line in lines)
+
+
+def _of(decode: dict[str, list[Series]], formats: str, name: str) -> Series | None:
+    return next((each for each in decode.get(formats, ()) if each.name == name), None)
+
+
+def _served(results: Results) -> dict[str, Row]:
+    rows = {row["name"]: row for row in requests_rows(results)}
+    return {short_name: rows[name] for short_name, name in SERVED.items() if name in rows}
+
+
+def _against(ours: str, row: Row, theirs: str, other: Row) -> str:
+    """Compares requests a second: within noise where intervals overlap."""
+    more = row["qps"] / other["qps"] - 1
+    apart = row["qps"] - (row["ci"] or 0) > other["qps"] + (other["ci"] or 0)
+    said = f"{ours} serves {row['qps']:.1f} requests a second, {theirs} {other['qps']:.1f}"
+    return f"{said}: {more:+.0%}." if apart else f"{said}: equal within noise."
+
+
+# Tables and pictures
+
+
+def decode(results: Results) -> Iterator[str]:
+    columns = [each for series in decode_series(results).values() for each in series]
+    if not any(each.kind == "jllm" for each in columns):
+        return
+    rates = ceilings_of(results.device)
+    yield (
+        "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
+        "best "
+        f"rates. They are {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
+        "[Devices](../configs/devices) have the rest."
+    )
+    yield "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
+    cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
+    yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
+    sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
+    yield (
+        f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "
+        "its fastest variant's. PPL.LLM published its steps on an H800. They are scaled by the bandwidths of both "
+        "data sheets."
+    )
+    shares = [
+        [
+            f"[{row['name']}](results/{row['file'].name})",
+            *(_range(row.get(what)) for what in ("short", "long", "prefill")),
+        ]
+        for row in floor_shares(results)
+    ]
+    yield markdown(["share of the floor", "decode, 8 in", "decode, 1,024 in", "prefill of 1,024 or more"], shares)
+
+
+def _range(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.0%}" if ends[0] == ends[1] else f"{ends[0]:.0%} to {ends[1]:.0%}"
+
+
+def requests(results: Results) -> Iterator[str]:
+    """Yields requests a second on the QPS workload: all on the page's device, and those of plain bf16 on H200s."""
+    rows = requests_rows(results)
+    plain = [row for row in requests_rows(results.on(H200)) if "KV bf16" in row["name"] and "guided" not in row["name"]]
+    rows += [row for row in plain if results.device != H200]
+    if not rows:
+        return
+    yield (
+        "LLaMA-2-7B serves 1,024 conversations at once. Each replica has a GPU and as many conversations. A figure is "
+        "the mean of one job's runs. Its 95 % interval is Student's t. A single run has none."
+    )
+    yield f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
+    cells = [
+        [
+            row["name"],
+            row["device"].partition(" ")[0],
+            f"{row['qps']:.1f}",
+            f"± {row['ci']:.1f}" if row["ci"] else "",
+            f"[{row['runs']} run{'s' * (row['runs'] > 1)}](results/{row['file'].name})",
+        ]
+        for row in rows
+    ]
+    yield markdown(["system", "GPU", "requests a second", "95 %", "from"], cells)
+
+
+def kernels(results: Results) -> Iterator[str]:
+    if strips(results):
+        yield (
+            "Each cell says how many times as fast as the peer a case is. Green is faster, red is slower. Two figures "
+            "are the range over shapes."
+        )
+        yield f"![Kernels against peers, {short(results.device)}](results/summary-kernels.svg)"
+
+
+def accuracy(results: Results) -> Iterator[str]:
+    entry = results.entry("quant_accuracy", "cpu")
+    if entry is None:
+        return
+    yield f"![Divergence by bytes](results/{entry.path.stem}-bytes.svg)"
+    cells = []
+    for row in _accuracy_rows(results):
+        size = row["bytes_per_kv" if row["scheme"] == "bf16" else "bytes_per_weight"]
+        low, high = (100 * x for x in row["added_95"])
+        cells.append(
+            [_name(row), f"{size:.3f}", f"{row['kl']:.2g}", f"{100 * row['added']:+.2f} [{low:+.2f}, {high:+.2f}]"]
+        )
+    yield markdown(
+        ["quantized, of the bundled model", "bytes a value", "KL, nats a token", "perplexity, % [95 %]"], cells
+    )
+
+
+def _accuracy_rows(results: Results) -> list[Row]:
+    entry = results.entry("quant_accuracy", "cpu")
+    rows = [] if entry is None else [row for row in entry.rows if row.get("part", "scheme") == "scheme"]
+    weights = [row for row in rows if row["scheme"] in SCHEMES and row["kv"] == "model"]
+    return weights + [row for row in rows if row["scheme"] == "bf16" and row["kv"] in FORMATS]
+
+
+def _name(row: Row) -> str:
+    return f"KV {row['kv']}" if row["scheme"] == "bf16" else f"weights {row['scheme']}"
+
+
+def sentences(text: str) -> list[str]:
+    """Returns the sentences of the page outside its tables, for a test of their length."""
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "![")))
+    plain = re.sub(r"^- ", "", re.sub(r"\]\([^)]*\)", "]", prose), flags=re.MULTILINE)
+    return [each for each in re.split(r"(?<=[.])\s+|\n\n", plain) if each.strip()]

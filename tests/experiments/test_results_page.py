@@ -1,0 +1,264 @@
+"""RESULTS.md: the schema of result files, the newest of each, and the page that they make."""
+
+import json
+import re
+
+import pytest
+
+from experiments import results_page
+from experiments.report import pictures
+from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result
+from experiments.report.figures import Results, decode_series, requests_rows
+from experiments.report.markdown import slug
+from experiments.report.page import page, sentences
+from experiments.report.strips import strips
+from experiments.results_page import PAGE
+from jllm.errors import InputFileError
+
+H100 = "NVIDIA H100 80GB HBM3"
+GOOD = {
+    "experiment": "decode_attention", "date": "2026-11-20", "device": H100, "versions": {"jax": "1"},
+    "command": "python -m x", "complete": True, "bars": [], "rows": [],
+}  # fmt: skip
+VERDICT = {
+    "claim": "C1", "title": "more", "stated": "+100 %", "measured": "+26 %", "direction": "yes", "size": "no",
+    "line": "It serves 26 % more.",
+}  # fmt: skip
+
+
+def write(directory, name: str, **changes) -> None:
+    (directory / f"{name}.json").write_text(json.dumps(GOOD | changes))
+
+
+def read(directory) -> Results:
+    return Results(read_all(directory))
+
+
+# Files
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_keeps_to_one_schema(path):
+    document = read_result(path)
+    device = re.sub(r"\W+", "-", document["device"].lower().removeprefix("nvidia "))
+    assert path.stem == f"{label_of(path)}-{document['date'].replace('-', '')}-{device}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"complete": "yes"}, "complete must be there, a bool"),
+        ({"device": None}, "device must be there, a str"),
+        ({"date": "20.11.2026"}, "date must be YYYY-MM-DD"),
+        ({"rows": {}}, "rows must be a list of objects"),
+        ({"rows": [{"a": {"b": 1}}]}, "rows 0: a must be a value"),
+        ({"bars": [{"name": "x"}]}, "bar 0 must have bar, met, name, unit, value"),
+    ],
+)
+def test_what_breaks_the_schema_is_named(tmp_path, changes, problem):
+    write(tmp_path, "x", **changes)
+    with pytest.raises(InputFileError, match=rf"x\.json: {re.escape(problem)}"):
+        read_all(tmp_path)
+
+
+def test_values_are_plain_or_lists_of_plain():
+    assert all(map(is_flat, (1, 1.5, "x", None, True, [1, "x"])))
+    assert not any(map(is_flat, ({}, [[1]], [{}])))
+    assert list(problems([])) == ["not an object"]
+
+
+def test_the_newest_complete_file_of_each_name_and_device_counts(tmp_path):
+    write(tmp_path, "a-20261120-h100")
+    write(tmp_path, "a-20261122-h100", date="2026-11-22")
+    write(tmp_path, "a-20261123-h100", date="2026-11-23", complete=False)
+    write(tmp_path, "a-20261119-cpu", date="2026-11-19", device="cpu", complete=False)
+    write(tmp_path, "a-few-20261119-h100", date="2026-11-19")
+    assert {entry.path.stem for entry in read_all(tmp_path)} == {
+        "a-20261122-h100", "a-20261119-cpu", "a-few-20261119-h100",
+    }  # fmt: skip
+
+
+def test_of_each_name_and_device_one_file_is_kept():
+    assert {entry.path for entry in read_all()} == set(RESULTS.glob("*.json")), "delete the older ones"
+
+
+def test_the_log_is_newest_first():
+    log = (PAGE.parent / "LOG.md").read_text(encoding="utf-8")
+    entries = log.partition("## The newest ten entries")[2]
+    days = re.findall(r"^### .*\((\d{4}-\d\d-\d\d)\)$", entries, re.MULTILINE)
+    assert len(days) == entries.count("\n### ") <= 10, "every entry has its day, and older ones are in git's history"
+    assert days == sorted(days, reverse=True)
+
+
+def test_files_that_rows_name_are_there():
+    rows = [row for path in RESULTS.glob("*.json") for row in read_result(path)["rows"]]
+    named = {name for row in rows for name in str(row.get("file", "")).split(", ") if name}
+    assert named
+    assert not {name for name in named if not (RESULTS / name).exists()}
+
+
+# The committed page
+
+
+def test_the_committed_page_is_what_the_results_say():
+    text = page(read(RESULTS))
+    assert PAGE.read_text(encoding="utf-8") == text, "run python -m experiments.results_page"
+    assert text.count("\n") <= 130
+    long = [each for each in sentences(text) if len(each.split()) > 20]
+    assert not long
+
+
+def test_every_link_of_the_page_leads_somewhere():
+    text = PAGE.read_text(encoding="utf-8")
+    headings = {slug(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text)
+    assert len(found) > 30
+    for target, anchor in found:
+        assert (PAGE.parent / target).exists(), target
+        assert target or anchor in headings
+
+
+def test_every_committed_picture_is_shown():
+    shown = set(re.findall(r"results/([\w.-]+\.svg)", PAGE.read_text(encoding="utf-8")))
+    assert shown == {path.name for path in RESULTS.iterdir() if path.suffix != ".json"}
+    assert len(shown) == 4
+
+
+def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(results_page, "PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    write(tmp_path, "claims-C1-20261120-h100", experiment="claims-C1", verdict=VERDICT)
+    assert results_page.main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().out
+    assert results_page.main([]) == 0
+    assert results_page.main(["--check"]) == 0
+    write(tmp_path, "bad", rows=1)
+    assert results_page.main([]) == 2
+    assert "bad.json: rows must be" in capsys.readouterr().err
+
+
+# Figures
+
+
+def steps(**changes) -> dict:
+    row = {"batch": 16, "input": 8, "decode_ms": 4.0, "decode_floor_ms": 3.2, "h800_decode_ms": 7.0}
+    row |= {"model": "m", "scheme": "s", "kv": "k", "floor_fraction": 0.8, "prefill_floor_fraction": 0.7}
+    return row | changes
+
+
+def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):
+    peer = {"peer": "vLLM", "weights": "bf16", "batch": 16, "input": 8}
+    rows = [steps(), steps(input=1024, decode_ms=9.0, floor_fraction=0.9), *(peer | {"decode_ms": ms} for ms in (6, 5))]
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=rows)
+    later = [steps(decode_ms=8.0), peer | {"decode_ms": 12.0}]
+    write(tmp_path, "throughput_llama-2-7b_x-20261119-h100", date="2026-11-19", rows=later)
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-int8-g8-20261120-h100", rows=[steps()])
+    decode = decode_series(read(tmp_path))
+    floor, ours, vllm = decode["bf16"]
+    assert (floor.ms, ours.ms, vllm.ms, vllm.ours) == ({16: 3.2}, {16: 4.0}, {16: 5}, {16: 4.0})
+    assert decode["bf16, int8-g8 KV"][2].ms == {16: pytest.approx(7.0 * 4800 / 4800, rel=0.5)}
+    text = page(read(tmp_path))
+    assert "vLLM's decode step takes 1.25 to 1.25 times ours in bf16." in text
+    assert "| 16 | 3.20 | 4.00 | 5.00 |" in text
+    assert ") | 80% | 90% | 70% |" in text, "shares are those of the file"
+
+
+def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tmp_path):
+    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
+    runs = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((26.0, 32.0))]
+    mean = row | {"repeat": "mean", "qps": 29.0, "qps_ci": 2.5}
+    triton = row | {"repeat": 0, "qps": 20.0, "backend": "triton"}
+    arrivals = row | {"repeat": 0, "qps": 5.0, "rate": 5.0}
+    vllm = [{"peer": "vLLM", "weights": "bf16", "kv": "bf16", "qps": qps} for qps in (24.0, 24.2)]
+    cut = {"peer": "transformers' continuous batching", "qps": 99.0, "cut_off": True}
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean, triton, arrivals, *vllm, cut])
+    write(tmp_path, "qps_llama-2-7b_x-20261121-h100", date="2026-11-21", rows=[runs[0] | {"qps": 50.0}])
+    found = requests_rows(read(tmp_path))
+    assert [(row["name"], row["qps"], row["runs"]) for row in found] == [
+        ("jllm bf16, KV bf16", 29.0, 2), ("vLLM bf16, KV bf16", 24.1, 2), ("jllm bf16, KV bf16, triton", 20.0, 1),
+    ]  # fmt: skip
+    text = page(read(tmp_path))
+    assert "| jllm bf16, KV bf16 | H100 | 29.0 | ± 2.5 | [2 runs](results/qps_llama-2-7b_bfloat16-2" in text
+    assert "serves 29.0 requests a second, vLLM 24.1: +20%." in text
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean | {"qps_ci": 9.0}, *vllm])
+    assert "vLLM 24.1: equal within noise." in page(read(tmp_path))
+
+
+def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):
+    def row(peer: str, k: int, us: float) -> dict:
+        return {"kernel": "matmul", "peer": peer, "M": 128, "K": k, "N": 8, "us": us, "gb_s": int(us)}
+
+    rows = [row("mosaic", 1, 10.0), row("xla", 1, 12.0), row("mosaic", 2, 10.0), row("xla", 2, 9.0)]
+    write(tmp_path, "matmul-many-20261120-h100", experiment="matmul", rows=[*rows, row("xla", 3, 5.0)])
+    (strip,) = strips(read(tmp_path))
+    assert (strip.kernel, strip.peer, strip.cells) == ("bf16 product, by rows", "XLA", {"128": [1.2, 0.9]})
+    red, white, green = (pictures.cell_color(times) for times in (0.5, 1.0, 2.0))
+    assert (red[0] > red[1], white, green[1] > green[0]) == (True, (1, 1, 1), True)
+
+
+def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    ours = {"kernel": "decode_attention", "peer": "mosaic", "R": 16, "length": 1024, "H": 32, "K": 8, "kv": "bf16"}
+    theirs = [ours | {"peer": "FlashInfer", "variant": v, "us": us, "Q": 1} for v, us in (("tc", 24.0), ("cuda", 30.0))]
+    write(tmp_path, "decode_attention-20261120-h100", rows=[ours | {"us": 20.0}, ours | {"us": 25.0, "Q": 4}, *theirs])
+    write(tmp_path, "decode_attention-20261121-h200", device="NVIDIA H200", rows=[ours | {"us": 1.0}, *theirs])
+    (strip,) = strips(read(tmp_path))
+    assert strip.cells == {"16 x 1024": [1.2]}
+    assert "Our decode attention with 8 KV heads takes 0.83 to 0.83 times FlashInfer's time." in page(read(tmp_path))
+    (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
+    assert drawn.name == "summary-kernels.svg"
+    assert ">1.20</text>" in drawn.read_text(encoding="utf-8")
+
+
+def test_accuracy_is_by_bytes(tmp_path):
+    row = {"part": "scheme", "kv": "model", "kl": 0.00061, "added": 0.0006, "added_95": [-0.0001, 0.0012]}
+    row |= {"bytes_per_weight": 1.0125, "bytes_per_kv": 2.0}
+    kv = row | {"scheme": "bf16", "kv": "int8-g8", "added": -0.00001, "bytes_per_kv": 1.25}
+    rows = [row | {"scheme": "w8a8-all"}, row | {"scheme": "other"}, kv]
+    write(tmp_path, "quant_accuracy-20261120-cpu", device="cpu", rows=rows)
+    text = page(read(tmp_path))
+    assert "| weights w8a8-all | 1.012 | 0.00061 | +0.06 [-0.01, +0.12] |" in text
+    assert "| KV int8-g8 | 1.250 |" in text
+    assert "other" not in text
+    assert "Perplexity changes by +0.00 % with K and V in `int8-g8`, +0.06 % with `w8a8-all`." in text
+
+
+# Claims
+
+
+def claims_of(directory) -> list[str]:
+    return re.findall(r"^\| (\[C.*) \|$", page(read(directory)), re.MULTILINE)
+
+
+def test_claims_have_the_verdicts_that_their_files_carry(tmp_path):
+    write(tmp_path, "claims-C10-20261120-h100", experiment="claims-C10", verdict=VERDICT | {"direction": "no"})
+    write(tmp_path, "claims-C2-20261120-h100", experiment="claims-C2", verdict=VERDICT)
+    write(tmp_path, "claims-C3-20261120-h100", experiment="claims-C3", rows=[{"verdict": "partly"}])
+    second, third, tenth = claims_of(tmp_path)
+    assert second.endswith("| more | +100 % | +26 % | yes | no | It serves 26 % more.")
+    assert second.startswith("[C2](results/claims-C2-20261120-h100.json) |")
+    assert third.endswith("|  | Its file has no verdict: run `python -m experiments.claims C3`.")
+    assert "| no | no |" in tenth
+
+
+def test_another_device_or_model_has_a_row_where_its_answer_differs(tmp_path):
+    write(tmp_path, "claims-C1-20261121-h100", experiment="claims-C1", date="2026-11-21", verdict=VERDICT)
+    write(tmp_path, "claims-C1-20261120-h200", experiment="claims-C1", device="NVIDIA H200", verdict=VERDICT)
+    assert len(claims_of(tmp_path)) == 1
+    other = VERDICT | {"size": "yes"}
+    write(tmp_path, "claims-C1-20261120-h200", experiment="claims-C1", device="NVIDIA H200", verdict=other)
+    write(tmp_path, "claims-C1-subject-20261127-h100", experiment="claims-C1-subject", date="2026-11-27",
+          verdict=VERDICT | {"size": "more"})  # fmt: skip
+    found = claims_of(tmp_path)
+    assert [row.partition(" |")[0].rpartition(", ")[2] for row in found] == ["H100", "H200", "a larger model"]
+
+
+def test_what_was_measured_answers_before_what_is_simulated_or_was_cut_off(tmp_path):
+    rows = [{"source": "simulated"}]
+    other = {"verdict": VERDICT | {"direction": "no"}, "device": "cpu", "date": "2026-11-27"}
+    write(tmp_path, "claims-C1-20261120-h100", experiment="claims-C1", complete=False)
+    write(tmp_path, "claims-C1-20261127-cpu", experiment="claims-C1", rows=rows, **other)
+    assert ["-cpu" in row for row in claims_of(tmp_path)] == [True]
+    write(tmp_path, "claims-C1-20261120-h100", experiment="claims-C1", verdict=VERDICT)
+    assert ["-h100" in row for row in claims_of(tmp_path)] == [True]
