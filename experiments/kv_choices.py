@@ -10,7 +10,6 @@ compaction  what moving extents together would be worth if it took no time: exte
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,10 +23,8 @@ from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import calibrated
 from jllm.engine.kv_policy import OnDemand, Policy
 from jllm.engine.options import PAGE_SIZES, EngineOptions
-from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
 from jllm.kv_policies.extent import Extent
-from jllm.kv_policies.length import Quantile
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import gibibytes, positive, seed_number
 
@@ -52,36 +49,22 @@ class Compacted(Extent):
             pool.allocate_run = run  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class Chosen(EngineOptions):
-    """Options with a policy that no option names."""
-
-    policy: Callable[[PagePool], Policy] = OnDemand
-
-    def make_policy(self) -> Callable[[PagePool], Policy]:
-        return self.policy
-
-
-def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Callable[[PagePool], Policy]]]]:
-    """(question, answer, quantile, what makes the policy's maker): a predictor that learns is new for each run."""
-    yield "victim", "cheapest", None, lambda: OnDemand
-    yield "victim", "newest", None, lambda: NewestVictim
+def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Policy]]]:
+    """(question, answer, quantile, what makes the policy): a predictor that learns is new for each run."""
+    yield "victim", "cheapest", None, OnDemand
+    yield "victim", "newest", None, NewestVictim
     for q in QUANTILES:
         for overflow in ("scatter", "move"):
-            yield "overflow", overflow, q, partial(extent, Extent, q, overflow)
-        yield "compaction", "none", q, partial(extent, Extent, q, "scatter")
-        yield "compaction", "free", q, partial(extent, Compacted, q, "scatter")
+            yield "overflow", overflow, q, partial(Extent, quantile=q, overflow=overflow)
+        yield "compaction", "none", q, partial(Extent, quantile=q)
+        yield "compaction", "free", q, partial(Compacted, quantile=q)
 
 
-def extent(kind: type[Extent], quantile: float, overflow: str) -> Callable[[PagePool], Policy]:
-    return partial(kind, predictor=Quantile(), quantile=quantile, overflow=overflow)
-
-
-def simulate(policy: Callable[[PagePool], Policy], costs: Costs, gib: float, args: argparse.Namespace) -> Row:
+def simulate(policy: Policy, costs: Costs, gib: float, args: argparse.Namespace) -> Row:
     workload, truth = read_workload(WORKLOAD), Truth()
     pages = int(gib * GIB / (args.page_size * costs.cost.token_bytes))
-    options = Chosen(
-        max_slots=args.slots, page_size=args.page_size, num_pages=pages, max_step_tokens=2048, policy=policy
+    options = EngineOptions(
+        max_slots=args.slots, page_size=args.page_size, num_pages=pages, max_step_tokens=2048, kv_policy=policy
     )
     simulation = Simulation(costs.model.config, options, costs.cost, workload.longest_output, truth=truth)
     simulation.run(arrivals(workload.samples, args.requests, None, args.seed))

@@ -26,7 +26,7 @@ from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
 from jllm.errors import ConfigError
 from jllm.kv_policies.length import Oracle
-from jllm.kv_policies.options import KV_POLICIES
+from jllm.kv_policies.names import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, natural, positive

@@ -45,7 +45,7 @@ from experiments.steps.floors import make_floor, token_bytes, workload_seconds
 from experiments.steps.words import ENDLESS
 from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError
-from jllm.kv_policies.options import KV_POLICIES
+from jllm.kv_policies.names import KV_POLICIES
 from jllm.pretrained import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
@@ -222,6 +222,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.refuse(vars(args).keys() - set(OVER_HTTP), "{} has no meaning with --url: the server decides it")
     if args.guided is not None and (args.host_only or args.model):
         parser.error("--guided is of random weights: leave --host-only and --model out beside it")
+    if args.replicas and (args.length_predictor or args.admission_quantile):
+        parser.error("--length-predictor and --admission-quantile are of one engine: leave --replicas out beside them")
     if (args.replicas or args.devices) and args.host_only:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
     if args.replicas and args.trace:

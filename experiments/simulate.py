@@ -31,18 +31,19 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.arguments import known_scheme
+from experiments.policies import LEARNED, NAMES, learned_by, policy_with
 from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.steps.floors import token_bytes
+from experiments.training.learned_length import Learned
 from jllm.engine.options import PAGE_SIZES, EngineOptions
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError
-from jllm.kv_policies.learned_length import PREFIX, Learned, load_learned
-from jllm.kv_policies.length import NAMES
-from jllm.kv_policies.options import KV_POLICIES, OVERFLOWS
+from jllm.kv_policies.extent import OVERFLOWS
+from jllm.kv_policies.names import KV_POLICIES
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive, positive_number, seed_number
@@ -104,10 +105,9 @@ def options_of(case: Case, costs: Costs, truth: Truth, learned: Any = None) -> E
         num_pages=int(case.pool_gib * GIB / page_bytes),
         max_step_tokens=case.step_tokens,
         kv_cache=case.kv_cache,
-        kv_policy=case.policy,
-        length_predictor=predictor,
-        admission_quantile=case.quantile,
-        extent_overflow=case.overflow if case.policy == "extent" else None,
+        kv_policy=policy_with(
+            case.policy, predictor, case.quantile, case.overflow if case.policy == "extent" else None
+        ),
     )
 
 
@@ -176,9 +176,9 @@ def simulate_all(args: argparse.Namespace) -> Iterator[Row]:
 
 def learned_of(args: argparse.Namespace) -> dict[str, Learned]:
     """Those asked for, by name. Raises LengthPredictorError."""
-    names = [name for name in args.predictor if name.startswith(PREFIX)]
+    names = [name for name in args.predictor if name.startswith(LEARNED)]
     model = load(args.predictor_model) if names else None
-    return {name: load_learned(name.removeprefix(PREFIX), model) for name in names if model is not None}
+    return {name: learned_by(name, model) for name in names if model is not None}
 
 
 def replay_all(args: argparse.Namespace) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Trains a length predictor for one model on what it said: jllm/kv_policies/learned_length.py in a file.
+"""Trains a length predictor for one model on what it said: training/learned_length.py in a file.
 
     python -m experiments.train_length_predictor --out length.safetensors
     python -m experiments.train_length_predictor --model DIR --texts-file texts.jsonl --texts 500
@@ -10,7 +10,7 @@ figures are of these; --workload writes one request of each kind from each, for 
 parts: each in turn is what a network trained on the rest is tested on, which says how long to train and what corrects
 the shares that it gives; the last network learns from all of them.
 
-The engine takes the file as length_predictor="learned:length.safetensors".
+Experiments take the file as learned:length.safetensors, and an engine as training/learned_length.py says.
 
 Figures, by kind: `nats`, the negative log-likelihood of the bin that came out, beside that of a predictor that knows no
 prompt (`blind_nats`) and one that knows the kind alone (`kind_nats`); `coverage_q`, the share of outputs no longer than
@@ -30,10 +30,10 @@ import numpy as np
 
 from experiments.length_data import Request, cut_requests, generate_texts, line_tokens
 from experiments.result_file import ResultFile, check_output, command_line, refusing, told
+from experiments.training.learned_length import Learned, fingerprint, save_learned
 from experiments.training.length_fit import Recipe, bins_of, fit, make_edges
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, OutputError
-from jllm.kv_policies.learned_length import Learned, fingerprint, save_learned
 from jllm.pretrained import BUNDLED, Model, load
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import non_negative_number, portion, positive, positive_number, seed_number

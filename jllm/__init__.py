@@ -20,6 +20,7 @@ _MODULE_OF = {
     if isinstance(node, ast.ImportFrom) and node.module
     for name in node.names
 }
+_GONE = {"LengthPredictorError": "experiments.training.learned_length has it"}  # names that were here
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
@@ -39,7 +40,8 @@ def _submodule(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    successor = f": {_GONE[name]}" if name in _GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{successor}")
 
 
 def __dir__() -> list[str]:

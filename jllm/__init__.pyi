@@ -28,7 +28,6 @@ from jllm.errors import EngineClosed as EngineClosed
 from jllm.errors import EvaluationError as EvaluationError
 from jllm.errors import InputFileError as InputFileError
 from jllm.errors import JllmError as JllmError
-from jllm.errors import LengthPredictorError as LengthPredictorError
 from jllm.errors import NoRoomError as NoRoomError
 from jllm.errors import OutputError as OutputError
 from jllm.errors import QuantizationError as QuantizationError

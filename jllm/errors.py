@@ -55,10 +55,6 @@ class SnapshotError(JllmError, ValueError):
     """A snapshot of a KV cache that is damaged, or does not fit the cache or the pages that it should go to."""
 
 
-class LengthPredictorError(JllmError, ValueError):
-    """A file of a learned length predictor that is damaged, or was made for another vocabulary or model."""
-
-
 class RequestError(JllmError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
 

@@ -125,7 +125,7 @@ def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main
         (start_up.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
         (start_up.main, ["--processes", "65"], "an integer from 0 to 64"),
         (qps.main, ["--top-p", "0"], "top_p must be in (0, 1]"),
-        (qps.main, ["--length-predictor", "wrong"], "length_predictor must be one of"),
+        (qps.main, ["--length-predictor", "wrong"], "a length predictor must be one of"),
         (qps.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
         (qps.main, ["--pages", "1"], "num_pages must be at least max_slots"),
         (qps.main, ["--pool-gib", "1e-9"], "num_pages must be an integer >= 1"),

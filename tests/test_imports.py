@@ -32,7 +32,7 @@ MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
     "serve": BELOW_ENGINE | {"engine", "cli"},
 }
 # The engine's options name policies; nothing else of the engine knows them.
-BY_NAME = {("engine/options.py", "kv_policies"), ("engine/engine.py", "kv_policies")}
+BY_NAME = {("engine/options.py", "kv_policies")}
 OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
 
 

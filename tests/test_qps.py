@@ -132,9 +132,13 @@ def test_memory_policies_are_options(tmp_path, capsys):
     )
     assert document["bars"] == []
     assert main([*command, str(tmp_path), "--kv-policy", "reserve", "--length-predictor", "quantile"]) == 2
-    assert "takes no length_predictor" in capsys.readouterr().err
+    assert "takes no length predictor" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_args(["--pool-gib", "1", "--pages", "4"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parse_args(["--replicas", "2", "--length-predictor", "quantile"])
+    assert "of one engine: leave --replicas out" in capsys.readouterr().err
 
 
 def test_a_trace_has_the_warm_up_and_then_each_repeat(tmp_path):

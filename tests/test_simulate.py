@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from experiments.policies import policy_with
 from experiments.simulate import Case, Costs, bars, cases, main, make_costs, parse_args, predictors_of, simulate
 from experiments.simulation.requests import WORKLOADS, Arrival, Sample, Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
@@ -16,6 +17,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, InputFileError, RequestError
+from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest
 from tests.tiny import CONFIG
 
@@ -23,12 +25,12 @@ FLOOR = Floor((), Matrix(1, 1, 1, 1e18), 1, 1e18, 1e18)  # nothing costs anythin
 SECOND = CostModel(FLOOR, 64.0, Shares(fixed=1.0))  # but a step
 LONG = replace(CONFIG, context=1024)
 POLICIES = [
-    {"kv_policy": "paged"},
-    {"kv_policy": "paged", "length_predictor": "quantile"},
-    {"kv_policy": "reserve"},
-    {"kv_policy": "extent", "length_predictor": "quantile"},
-    {"kv_policy": "extent", "length_predictor": "longest"},
-    {"kv_policy": "extent", "length_predictor": "quantile", "extent_overflow": "move", "admission_quantile": 0.5},
+    {"policy": "paged"},
+    {"policy": "paged", "predictor": "quantile"},
+    {"policy": "reserve"},
+    {"policy": "extent", "predictor": "quantile"},
+    {"policy": "extent", "predictor": "longest"},
+    {"policy": "extent", "predictor": "quantile", "overflow": "move", "quantile": 0.5},
 ]
 
 
@@ -87,9 +89,8 @@ class Hasty(Longest):
 
 
 def test_moved_pages_cost_their_copies():
-    options = {"kv_policy": "extent", "length_predictor": Hasty(), "extent_overflow": "move"}
     cost = CostModel(replace(FLOOR, bandwidth=64.0), 8.0, Shares(products=0.0, attention=0.0))
-    moving = simulation(cost, 90, max_slots=16, num_pages=60, **options)
+    moving = simulation(cost, 90, max_slots=16, num_pages=60, kv_policy=Extent(Hasty(), overflow="move"))
     seconds = sum(seconds for _, seconds in moving.steps(arrivals([a.sample for a in workload(97)], 60, None, 0)))
     copied = moving.scheduler.counts.copied_pages
     assert copied > 0
@@ -105,7 +106,7 @@ def sequences() -> int:
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: "-".join(map(str, options.values())))
 def test_nothing_is_lost_or_leaks(options):
     cost = CostModel(FLOOR, 64.0, Shares(fixed=0.01))
-    run = simulation(cost, 90, max_slots=16, num_pages=70, **options)
+    run = simulation(cost, 90, max_slots=16, num_pages=70, kv_policy=policy_with(**options))
     tally = run.run(workload(500))
     pool = run.scheduler.pool
     assert (tally.requests, run.scheduler.counts.finished) == (500, 500)
@@ -159,7 +160,7 @@ def test_the_oracle_knows_each_request():
     truth = Truth()
     run = Simulation(
         LONG,
-        EngineOptions(max_slots=4, page_size=8, num_pages=40, kv_policy="extent", length_predictor=truth.oracle()),
+        EngineOptions(max_slots=4, page_size=8, num_pages=40, kv_policy=Extent(truth.oracle())),
         SECOND, 90, truth=truth,
     )  # fmt: skip
     run.run(sent((10, 3, 0.0), (10, 70, 0.0)))
@@ -235,11 +236,11 @@ def test_one_file_of_rows(tmp_path, capsys):
         (["--kv-cache", "int7"], "int7"),
         (["--pool-gib", "0.05"], "need"),
         (["--policy", "extent"], "extent needs a predictor"),
-        (["--quantile", "2", "--predictor", "quantile"], "admission_quantile"),
+        (["--quantile", "2", "--predictor", "quantile"], "quantile must be a number in (0, 1), not 2"),
         (["--quantile", "0.5", "--predictor", "none", "longest"], "--quantile has no meaning"),
         (["--overflow", "move"], "--overflow has no meaning"),
         (["--predictor", "learned:nothing"], "nothing: cannot be read as a length predictor"),
-        (["--predictor", "taught"], "length_predictor must be one of"),
+        (["--predictor", "taught"], "a length predictor must be one of"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, tmp_path, capsys):

@@ -18,7 +18,7 @@ from experiments.claims.claim import Answer, Claim, Row, in_most, percents
 from experiments.claims.simulated import Bench, Todo, cell
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
-from jllm.kv_policies.learned_length import load_learned
+from experiments.training.learned_length import load_learned
 from jllm.pretrained import load
 
 PREDICTOR = Path(__file__).parents[1] / "workloads" / "stories_length.safetensors"

@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.arguments import MEMORY_SHARE, check_backend
 from experiments.baselines import BASELINES, engine_with
+from experiments.policies import LEARNED, learned_by, policy_with
 from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
 from experiments.steps.timer import random_params
@@ -16,6 +17,7 @@ from experiments.steps.words import words_tokenizer
 from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
+from jllm.engine.kv_policy import Policy
 from jllm.engine.layout import WHOLE
 from jllm.engine.placement import find_placements
 from jllm.engine.replicas import Replicas
@@ -27,7 +29,7 @@ from jllm.parallel.mesh import make_mesh, spread
 from jllm.pretrained import Model, load
 from jllm.state import Outputs
 
-MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's memory
+MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options that make the engine's KV policy
 DEVICE_BYTES = 139 << 30  # of an H200, where there is none
 
 
@@ -87,12 +89,23 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     )
 
 
+def make_policy(model: Model, args: argparse.Namespace) -> str | Policy | None:
+    """Returns the option kv_policy: by name where nothing else is asked for, so that each replica has its own."""
+    predictor = args.length_predictor
+    if predictor is None and args.admission_quantile is None:
+        return args.kv_policy
+    if isinstance(predictor, str) and predictor.startswith(LEARNED):
+        predictor = learned_by(predictor, model)
+    return policy_with(args.kv_policy or "paged", predictor, args.admission_quantile)
+
+
 def make_engine(
     model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None, backend: str | None = None
 ) -> Engine | Replicas:
     """By the options; `device` makes it one in place of its sampler's. `backend`: None is the best for the device."""
-    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", "compile_processes", *MEMORY, *BASELINES)
+    names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", "compile_processes", *BASELINES)
     options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
+    options["kv_policy"] = make_policy(model, args)
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
     if args.replicas is not None:  # each on a mesh where the model is on one

@@ -1,4 +1,4 @@
-"""Fits the network of a length predictor (jllm/kv_policies/learned_length.py) to requests whose outputs are known."""
+"""Fits the network of a length predictor (learned_length.py) to requests whose outputs are known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from experiments.length_data import Request
 from experiments.training.later import optax
-from jllm.kv_policies.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned, features
+from experiments.training.learned_length import BAG, DENSE, LAST, PLACES, STOPS, Learned, features
 
 Weights = dict[str, jax.Array]
 RATIO = 1.15  # of bins' edges

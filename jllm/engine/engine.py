@@ -23,7 +23,6 @@ from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
-from jllm.kv_policies.options import with_learned
 from jllm.snapshot import Snapshot, join
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Engine:
         **options: Unpack[EngineKeywords],
     ):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._options = make_options(with_drafter(with_learned(options, model), model))
+        self._options = make_options(with_drafter(options, model))
         self._device = device(model.config, model.params, self._options)
         self._loop = loop(model, self._options, self._device, scheduler)
         self._scheduler, self._ledger = self._loop.scheduler, self._loop.ledger

@@ -1,7 +1,8 @@
 """Who gets which pages of the KV pool, and when: the protocol of KV policies, and the default one.
 
 The scheduler asks; a policy owns nothing but its pool. It changes `pages` and `expected` of sequences and nothing else
-of them: the page table, the step and the kernels know no policy. Others are in jllm/kv_policies.
+of them: the page table, the step and the kernels know no policy. Others are in jllm/kv_policies. What options are given
+has no pool. A scheduler makes a pool, and the policy over it; both anew once the device was lost.
 
 A sequence may come to admission with pages that it shares with others (PagePool.share), full ones, at the head of
 seq.pages, whose tokens count as computed: a policy takes what is missing behind them.
@@ -9,17 +10,25 @@ seq.pages, whose tokens count as computed: a policy takes what is missing behind
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Protocol
+from copy import copy
+from numbers import Real
+from typing import Protocol, Self, runtime_checkable
 
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from jllm.errors import TooLongError
+from jllm.errors import ConfigError, TooLongError
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """What the scheduler asks about memory. One object for each page pool."""
+    """What the scheduler asks about memory. One object for each page pool, but for that which options are given."""
 
-    pool: PagePool
+    def make_pool(self, num_pages: int, page_size: int) -> PagePool:
+        """Returns a pool such as the policy needs, all of it free."""
+
+    def over(self, pool: PagePool) -> Self:
+        """Returns the policy that hands out the pages of a pool of make_pool. This one stays as it is. What it was
+        made of is shared: a predictor goes on learning."""
 
     def check(self, length: int, max_length: int) -> None:
         """TooLongError when a sequence of `length` tokens, alone, could never run to max_length."""
@@ -61,8 +70,18 @@ class OnDemand:
     to grow into and `watermark`, a share of the pool, stay available, but for a sequence alone.
     """
 
-    def __init__(self, pool: PagePool, *, watermark: float = 0.0):
-        self.pool, self.watermark = pool, watermark
+    pool: PagePool  # where there is one: see over
+
+    def __init__(self, *, watermark: float = 0.0):
+        self.watermark = checked_share("watermark", watermark)
+
+    def make_pool(self, num_pages: int, page_size: int) -> PagePool:
+        return PagePool(num_pages, page_size)
+
+    def over(self, pool: PagePool) -> Self:
+        made = copy(self)
+        made.pool = pool
+        return made
 
     def check(self, length: int, max_length: int) -> None:
         pool, need = self.pool, self.pool.pages_for(max_length - 1)  # the last token never gets KV
@@ -122,3 +141,14 @@ class OnDemand:
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
         seq.pages += self.pool.allocate(min(pages, self.pool.num_available)) or []
         return []
+
+
+def checked_share(name: str, value: float, *, open_at_0: bool = False) -> float:
+    """Returns the value, a number from 0 to 1 without the 1, nor the 0 where that end is open. Raises ConfigError."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) < 1 or (open_at_0 and not value):
+        raise ConfigError(f"{name} must be a number in {'(' if open_at_0 else '['}0, 1), not {value!r}")
+    return value
+
+
+PAGED = OnDemand()

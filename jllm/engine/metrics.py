@@ -109,7 +109,7 @@ class Metrics:
     pages_used: int
     pages_total: int
     page_size: int  # tokens
-    fragmentation: float  # share of pages_free outside of their longest run
+    fragmentation: float  # share of pages_free outside of their longest run; 0 where a policy needs no runs
     empty_tokens: int  # tokens that the pages of samples have room for and do not hold
     cached_pages: int  # that the prefix cache keeps, of free pages and of used ones
     sharing: PrefixCounts  # what was found computed already

@@ -1,7 +1,7 @@
 """Sizes of an engine, checked against the model before anything is allocated."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
@@ -10,14 +10,12 @@ from jllm.batch import FEW_SLOTS, Bucket, make_buckets
 from jllm.cache import KVCache, shared_block
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy
-from jllm.engine.pages import PagePool
 from jllm.engine.plan import Limits, most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
 from jllm.hooks import Hooks
-from jllm.kv_policies.length import Predictor
-from jllm.kv_policies.options import check_policy, policy_of
+from jllm.kv_policies.names import policy_of
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
@@ -28,6 +26,12 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
 MOST_PROCESSES = 64  # that trace: each is a Python with JAX
 MOST_DRAFTS = MOST_NODES // 2  # in a chain
+GONE = {  # options that were here, and what takes them now
+    "length_predictor": "Predicted(predictor) or Extent(predictor)",
+    "admission_quantile": "Predicted(predictor, quantile=...)",
+    "watermark": "OnDemand(watermark=...)",
+    "extent_overflow": "Extent(overflow=...)",
+}
 MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
 
 
@@ -45,14 +49,7 @@ class EngineOptions:
     buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: make_buckets
     backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
     deterministic: bool = False  # a row's bits do not depend on how many rows are computed with it (docs/sampling.md)
-    # Who gets pages when: see jllm/kv_policies.
-    kv_policy: str = "paged"  # one of KV_POLICIES
-    length_predictor: str | Predictor | None = (
-        None  # default: "none" for paged, "quantile" for extent; never for reserve
-    )
-    admission_quantile: float | None = None  # of the predicted lengths; default: 0.9
-    watermark: float | None = None  # paged: share of the pool that admission leaves free; default: 0
-    extent_overflow: str | None = None  # extent: where outgrown ones go on, one of OVERFLOWS; default: the first
+    kv_policy: str | Policy = "paged"  # who gets pages when: a name or an object of jllm/kv_policies
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
     # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
@@ -98,7 +95,7 @@ class EngineOptions:
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")
         if self.trace is not None and not isinstance(self.trace, Sink):
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
-        check_policy(self)
+        policy_of(self.kv_policy)
         if not isinstance(self.speculate, str | Drafter | None):
             raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {self.speculate!r}")
         if not isinstance(self.hooks, Hooks | None):
@@ -124,18 +121,17 @@ class EngineOptions:
     @property
     def memory(self) -> dict[str, Any]:
         """The options that decide about memory, as plain data."""
-        names = ("kv_policy", "length_predictor", "admission_quantile", "watermark", "extent_overflow", "kv_cache")
-        found = {name: getattr(self, name) for name in (*names, "prefix_cache")}
-        if not isinstance(self.length_predictor, str | None):
-            found["length_predictor"] = type(self.length_predictor).__name__
+        found = {name: getattr(self, name) for name in ("kv_policy", "kv_cache", "prefix_cache")}
+        if not isinstance(self.kv_policy, str):
+            found["kv_policy"] = type(self.kv_policy).__name__
         if not isinstance(self.kv_cache, str | None):
             formats = (self.kv_cache,) if isinstance(self.kv_cache, KVFormat) else self.kv_cache
             found["kv_cache"] = ",".join(fmt.name for fmt in formats)
         return found
 
-    def make_policy(self) -> Callable[[PagePool], Policy]:
-        """What makes the KV policy for a pool."""
-        return policy_of(self)
+    def make_policy(self) -> Policy:
+        """Returns the KV policy; one by name is new each time, and so is what it learns."""
+        return policy_of(self.kv_policy)
 
 
 def check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
@@ -159,11 +155,7 @@ class EngineKeywords(TypedDict, total=False):
     buckets: tuple[Bucket, ...] | None
     backend: str | None
     deterministic: bool | None
-    kv_policy: str | None
-    length_predictor: str | Predictor | None
-    admission_quantile: float | None
-    watermark: float | None
-    extent_overflow: str | None
+    kv_policy: str | Policy | None
     prefix_cache: bool | None
     speculate: str | Drafter | None
     drafts: int | None
@@ -180,6 +172,8 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
     of them."""
     names = [f.name for f in fields(EngineOptions)]
     for name in given:
+        if name in GONE:
+            raise ConfigError(f"{name} is an option of KV policies now: give kv_policy={GONE[name]} (jllm/kv_policies)")
         if name not in names:
             raise ConfigError(f"unknown engine option {name!r}; known are {', '.join(names)}")
     return EngineOptions(**{name: value for name, value in given.items() if value is not None})

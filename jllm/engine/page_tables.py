@@ -6,20 +6,17 @@ next step can always follow. Drafts take pages that are left over, and give them
 or is preempted.
 """
 
-from collections.abc import Callable
-
 from jllm.engine.kv_policy import Policy
-from jllm.engine.pages import PagePool
 from jllm.engine.plan import Limits, PlanParts, ScheduleCounts
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import Sharing
 
 
 class PageTables:
-    """The scheduler's half that hands out slots and pages. policy makes the KV policy for a pool."""
+    """The scheduler's half that hands out slots and pages. It renews the given policy with each pool."""
 
-    def __init__(self, limits: Limits, policy: Callable[[PagePool], Policy], prefix_cache: bool):
-        self.limits, self.make_policy = limits, policy
+    def __init__(self, limits: Limits, policy: Policy, prefix_cache: bool):
+        self.limits, self.policy = limits, policy
         self.sharing = Sharing(prefix_cache, limits.block)
         self.counts = ScheduleCounts()
         self.running: list[Sequence] = []
@@ -27,8 +24,8 @@ class PageTables:
 
     def _renew(self) -> None:
         """A pool in which all is free."""
-        self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
-        self.policy = self.make_policy(self.pool)
+        self.pool = self.policy.make_pool(self.limits.num_pages, self.limits.page_size)
+        self.policy = self.policy.over(self.pool)
         self.sharing.renew(self.pool)
         self.returns = 0  # how often pages were given back
         self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))

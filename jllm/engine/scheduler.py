@@ -30,9 +30,8 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from operator import attrgetter
 
-from jllm.engine.kv_policy import OnDemand, Policy
+from jllm.engine.kv_policy import PAGED, Policy
 from jllm.engine.page_tables import PageTables
-from jllm.engine.pages import PagePool
 from jllm.engine.plan import Chunk, Limits, PlanParts, ScheduleCounts, StepPlan
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import ReusedPrefix
@@ -48,7 +47,7 @@ class Scheduler(PageTables):
     decode_sizes are numbers of rows that a step without prompts can compute. Where a few decodes too many would take it
     to the next, at most one in EXCESS, these sit out the step, in turn: fewer rows for nothing are worth the delay.
 
-    policy makes the KV policy for a pool (see kv_policy.py); by default pages on demand.
+    policy is the KV policy (see kv_policy.py); by default pages on demand.
 
     prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
 
@@ -65,7 +64,7 @@ class Scheduler(PageTables):
         prompt_sizes: tuple[int, ...] = (),
         decode_sizes: tuple[int, ...] = (),
         *,
-        policy: Callable[[PagePool], Policy] = OnDemand,
+        policy: Policy = PAGED,
         prefix_cache: bool = False,
         draft_rows: Callable[[int, bool], int] | None = None,
     ):

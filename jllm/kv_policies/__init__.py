@@ -1,8 +1,9 @@
 """Other ways to hand out KV memory than pages as tokens come, behind the protocol in engine/kv_policy.py.
 
-    reserve     all pages that a request could ever need, at admission: it never waits again
-    predicted   pages as tokens come, but admission only of what is expected to be held to the end
-    extent      a run of pages in a row of the predicted length, at admission (a VM allocator's way)
+    Reserve     all pages that a request could ever need, at admission: it never waits again
+    Predicted   pages as tokens come, but admission only of what is expected to be held to the end
+    Extent      a run of pages in a row of the predicted length, at admission (a VM allocator's way)
 
-What predicts lengths is in length.py and learned_length.py; options.py has the engine's options that choose among all.
+`Engine(kv_policy=...)` takes one as an object, with its own options, or by its name (names.py). length.py predicts
+lengths; runs.py has the page pool of extents.
 """

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence as List
 
-from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from jllm.kv_policies.length import Predictor
+from jllm.errors import ConfigError
+from jllm.kv_policies.length import Predictor, Quantile
 from jllm.kv_policies.predicted import Predicted
+from jllm.kv_policies.runs import RunPool
+
+OVERFLOWS = ("scatter", "move")
 
 
 class Extent(Predicted):
@@ -16,11 +19,21 @@ class Extent(Predicted):
         "scatter"   it goes on in another run, or a single page: the page table doesn't mind
 
     Nothing is ever compacted: experiments.kv_choices says what that would be worth, and why "scatter" is the default.
+    The predictor is a Quantile by default, which learns: each engine needs one of its own.
     """
 
-    def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, overflow: str = "scatter"):
-        super().__init__(pool, predictor=predictor, quantile=quantile)
+    pool: RunPool
+
+    def __init__(
+        self, predictor: Predictor | None = None, *, quantile: float | None = None, overflow: str = OVERFLOWS[0]
+    ):
+        super().__init__(Quantile() if predictor is None else predictor, quantile=quantile)
+        if overflow not in OVERFLOWS:
+            raise ConfigError(f"overflow must be {' or '.join(OVERFLOWS)}, not {overflow!r}")
         self.overflow = overflow
+
+    def make_pool(self, num_pages: int, page_size: int) -> RunPool:
+        return RunPool(num_pages, page_size)
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
         pages = self._begins(seq, running) - len(seq.pages)

@@ -1,9 +1,8 @@
 """How long an output will be: what admission may count on.
 
-A predictor is any object with Predictor's three methods; `Engine(length_predictor=...)` takes one, or the name of one.
-The names: "none", "longest" (max_new_tokens), "quantile" (what has ended so far says). Oracle knows, for
-tests and experiments. A learned one looks at the prompt; it is the caller's object, and so is the check that it was
-made for this model.
+A predictor is any object with Predictor's three methods; the policies Predicted and Extent take one. Longest says
+max_new_tokens, and Quantile what has ended so far. Oracle knows, for tests and experiments. One that looks at the
+prompt is the caller's object: experiments/training has such a one.
 """
 
 from bisect import bisect_left
@@ -14,7 +13,6 @@ import numpy as np
 
 from jllm.engine.request import SamplingParams
 
-NAMES = ("none", "longest", "quantile")
 Tokens = tuple[int, ...]
 
 
@@ -117,8 +115,3 @@ class Quantile:
         at_risk = reached - (lost - self._ended) / 2  # the actuary's: cut off half-way through the bucket
         hazard = np.divide(self._ended, at_risk, out=np.zeros_like(lost), where=self._ended > 0)
         return np.maximum(np.cumprod(1 - hazard), 0.0).tolist()
-
-
-def make_predictor(name: str) -> Predictor | None:
-    """The predictor called `name`, one of NAMES."""
-    return {"none": lambda: None, "longest": Longest, "quantile": Quantile}[name]()

@@ -4,21 +4,27 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from jllm.engine.kv_policy import OnDemand
-from jllm.engine.pages import PagePool
+from jllm.engine.kv_policy import OnDemand, checked_share
 from jllm.engine.sequence import Sequence
-from jllm.kv_policies.length import Predictor
+from jllm.errors import ConfigError
+from jllm.kv_policies.length import Longest, Predictor
 
 
 class Predicted(OnDemand):
     """Pages as tokens come; but a sequence waits as long as all that run and it, each ending where it is expected to,
-    would at some time hold more pages than there are."""
+    would at some time hold more pages than there are. `quantile` is the one of a length that is expected; the default
+    is 0.9."""
 
     ALIVE = 16  # requests that end before the predictor hears again of those that run
 
-    def __init__(self, pool: PagePool, *, predictor: Predictor, quantile: float = 0.9, watermark: float = 0.0):
-        super().__init__(pool, watermark=watermark)
-        self.predictor, self.quantile = predictor, quantile
+    def __init__(self, predictor: Predictor, *, quantile: float | None = None, watermark: float = 0.0):
+        super().__init__(watermark=watermark)
+        if not isinstance(predictor, Predictor):
+            raise ConfigError(f"predictor must be an object like length.Predictor, not {predictor!r}")
+        if type(predictor) is Longest and quantile is not None:
+            raise ConfigError("quantile has no meaning with the predictor Longest: leave it out")
+        self.predictor = predictor
+        self.quantile = checked_share("quantile", 0.9 if quantile is None else quantile, open_at_0=True)
         self._ended = 0  # requests that have ended since the predictor was told who is alive
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:

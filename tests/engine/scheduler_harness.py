@@ -259,7 +259,7 @@ class Loop:
     def check_pages(self, taken: list[int]):
         """`taken`: pages of sequences, and those that plans still read."""
         pool = self.scheduler.pool
-        assert sorted(taken + pool.free_pages()) == list(range(pool.num_pages)), "a page is lost or has two owners"
+        assert sorted([*taken, *pool.free_pages]) == list(range(pool.num_pages)), "a page is lost or has two owners"
         assert all(pool.refcount(page) == 1 for page in taken), "references are miscounted"
 
     def check_state(self):

@@ -10,6 +10,7 @@ import pytest
 from jllm.batch import Bucket
 from jllm.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.engine.engine import Engine
+from jllm.kv_policies.extent import Extent
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max
@@ -107,12 +108,12 @@ def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(mo
     monkeypatch.setattr(between_steps, "jit_copy_pages", counted)
     want, _ = tokens()
     assert calls == []
-    got, m = tokens(kv_policy="extent", length_predictor=Short(), extent_overflow="move")
+    got, m = tokens(kv_policy=Extent(Short(), overflow="move"))
     assert got == want
     assert sum(calls) == m["copied_pages"] > 4
     assert len(calls) < m["steps"] / 2
     assert m["moves"] > 1
-    got, m = tokens(kv_policy="extent", length_predictor=Short())
+    got, m = tokens(kv_policy=Extent(Short()))
     assert (got, m["copied_pages"]) == (want, 0)
     assert m["outgrown"] > 4
 
@@ -131,4 +132,4 @@ def test_a_move_that_forgets_the_copy_changes_tokens(monkeypatch):
 
     want = tokens()
     monkeypatch.setattr(between_steps, "jit_copy_pages", lambda cache, pages: cache)
-    assert tokens(kv_policy="extent", length_predictor=Short(), extent_overflow="move") != want
+    assert tokens(kv_policy=Extent(Short(), overflow="move")) != want

@@ -13,6 +13,7 @@ from jllm.api import as_prompts
 from jllm.batch import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
+from jllm.engine.kv_policy import OnDemand
 from jllm.engine.live import Live
 from jllm.engine.request import SamplingParams
 from jllm.engine.texts import PendingEvent
@@ -120,22 +121,12 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"kv_cache": KVFormat("int8", 24)}, "KV format int8-g24 does not fit the head dim"),
         ({"backend": "foo"}, "backend must be one of xla, mosaic, triton, deterministic, not 'foo'"),
         ({"max_slot": 4}, "unknown engine option 'max_slot'; known are max_slots"),
-        ({"kv_policy": "pooled"}, "kv_policy must be one of paged, reserve, extent, not 'pooled'"),
-        ({"length_predictor": "mean"}, "length_predictor must be .*none, longest, quantile"),
-        ({"length_predictor": object()}, "length_predictor must be .*an object like length.Predictor"),
-        ({"kv_policy": "reserve", "length_predictor": "quantile"}, "reserves the longest length: it takes no length_"),
-        ({"kv_policy": "extent", "length_predictor": "none"}, "kv_policy='extent' needs a length_predictor"),
-        ({"admission_quantile": 0.9}, "admission_quantile has no meaning without a length_predictor: leave it out"),
-        (
-            {"length_predictor": "longest", "admission_quantile": 0.9},
-            "admission_quantile has no meaning with",
-        ),
-        ({"length_predictor": "quantile", "admission_quantile": 0}, r"admission_quantile must be a number in \(0, 1\)"),
-        ({"length_predictor": "quantile", "admission_quantile": 1.0}, r"admission_quantile must be .* not 1\.0"),
-        ({"kv_policy": "reserve", "watermark": 0.1}, "watermark has no meaning without kv_policy='paged'"),
-        ({"watermark": True}, r"watermark must be a number in \[0, 1\), not True"),
-        ({"extent_overflow": "move"}, "extent_overflow is an option of kv_policy='extent', not of 'paged'"),
-        ({"kv_policy": "extent", "extent_overflow": "swap"}, "extent_overflow must be scatter or move, not 'swap'"),
+        ({"kv_policy": "pooled"}, "kv_policy must be one of paged, reserve, extent, or an object .*, not 'pooled'"),
+        ({"kv_policy": OnDemand}, "kv_policy must be one of paged, reserve, extent, or an object"),
+        ({"length_predictor": "quantile"}, r"length_predictor is .* give kv_policy=Predicted\(pred"),
+        ({"admission_quantile": 0.9}, r"admission_quantile is .* give kv_policy=Predicted\(predictor, quantile="),
+        ({"watermark": 0.1}, r"watermark is an option of KV policies now: give kv_policy=OnDemand\(watermark="),
+        ({"extent_overflow": "move"}, r"extent_overflow is .* give kv_policy=Extent\(overflow="),
         ({"num_pages": 3}, r"num_pages must be at least max_slots = 4 \(one page a slot\), not 3"),
         ({"buckets": ()}, "buckets must have one that holds 4 decode rows"),
         ({"buckets": (Bucket(4, 0, 0), Bucket(1, 16, 4))}, "buckets must have one that holds 4 decode rows"),

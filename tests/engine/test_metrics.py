@@ -111,7 +111,7 @@ def test_an_aborted_request_has_no_end_to_end_time_and_preemptions_are_counted(m
 
 
 def test_what_is_left_in_the_prefix_cache_is_no_fragmentation(model):
-    engine = Engine(model, **{**OPTIONS, "num_pages": 8})
+    engine = Engine(model, **{**OPTIONS, "num_pages": 8, "kv_policy": "extent"})
     for start in (10, 30):  # together: of each one, the first page of two is kept
         engine.submit(list(range(start, start + 9)), greedy(2))
     list(engine.run())

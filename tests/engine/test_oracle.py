@@ -16,7 +16,9 @@ from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
+from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Quantile
+from jllm.kv_policies.predicted import Predicted
 from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG, full_logits, tiny_model
 
@@ -153,11 +155,11 @@ def told() -> Quantile:
 
 
 POLICIES = {
-    "reserve": {"kv_policy": "reserve"},
-    "paged, quantile": {"length_predictor": told, "admission_quantile": 0.5, "watermark": 0.1},
-    "paged, wrong": {"length_predictor": Wrong},
-    "extent, scattered": {"kv_policy": "extent", "length_predictor": Wrong, "extent_overflow": "scatter"},
-    "extent, moved": {"kv_policy": "extent", "length_predictor": Wrong, "extent_overflow": "move"},
+    "reserve": lambda: "reserve",
+    "paged, quantile": lambda: Predicted(told(), quantile=0.5, watermark=0.1),
+    "paged, wrong": lambda: Predicted(Wrong()),
+    "extent, scattered": lambda: Extent(Wrong(), overflow="scatter"),
+    "extent, moved": lambda: Extent(Wrong(), overflow="move"),
 }
 POOLS = {  # the pool of COMPANY, and one of large pages
     8: COMPANY["pool that forces preemption"],
@@ -191,9 +193,8 @@ def policy_jobs(request, model64):
 def test_any_company_same_tokens_under_every_policy(model64, policy_jobs, policy):
     options, jobs, wants = policy_jobs
     seen: dict = {}
-    memory = {name: value() if callable(value) else value for name, value in POLICIES[policy].items()}
     with jax.enable_x64(True):
-        got = play(model64, jobs, {**options, **memory}, seen)
+        got = play(model64, jobs, {**options, "kv_policy": POLICIES[policy]()}, seen)
     for job, completion, want in zip(jobs, got, wants, strict=True):
         assert_same(completion, want, job.abort_after is not None)
     assert (seen["preemptions"] > 0) == (seen["outgrown"] > 0) == (policy != "reserve"), "another test than it was"

@@ -46,30 +46,6 @@ def test_a_page_twice_in_one_list():
         pool.free([page, page])
 
 
-def test_runs_are_the_shortest_that_fit_and_freed_neighbours_merge():
-    pool = PagePool(16, 8)
-    pages = pool.allocate(16)
-    pool.free([2, 3, 4, 8, 9, 12])
-    assert (pool.num_free, pool.largest_run, pool.fragmentation) == (6, 3, 0.5)
-    assert pool.allocate_run(4) is None
-    assert pool.allocate_run(2) == [8, 9]
-    assert pool.allocate_run(2) == [2, 3]
-    assert pool.extend(3, 5) == [4]
-    assert pool.extend(3, 5) == []
-    assert pool.extend(15, 1) == []
-    pool.free([11, 13])
-    assert pool.allocate_run(3) == [11, 12, 13]
-    assert pages == list(range(16))
-
-
-def test_scattered_pages_come_from_short_runs():
-    pool = PagePool(12, 8)
-    pool.allocate(12)
-    pool.free([0, 2, 4, 5, 6, 7])
-    assert sorted(pool.allocate(3)) == [0, 2, 4]
-    assert pool.largest_run == 3
-
-
 def test_shared_pages_are_free_when_the_last_holder_frees_them():
     pool = PagePool(4, 8)
     pages = pool.allocate(2)
@@ -116,25 +92,6 @@ def test_what_is_short_is_reclaimed_and_no_more():
     assert len(pool.allocate(8)) == 8
     assert len(hoard.pages) == 4
     assert pool.allocate(5) is None
-    pool = PagePool(12, 8)
-    pool.evictor = hoard = Hoard(pool)
-    assert pool.allocate_run(5) == [7, 8, 9, 10, 11]
-    assert len(hoard.pages) == 4, "evicted more than it took"
-    assert pool.allocate_run(7) == [0, 1, 2, 3, 4, 5, 6]
-    assert pool.allocate_run(1) is None
-    pool = PagePool(12, 8)
-    pool.evictor = Hoard(pool)
-    assert pool.allocate_run(12) == list(range(12)), "all of it"
-
-
-def test_what_can_be_reclaimed_parts_no_run():
-    pool = PagePool(12, 8)
-    pool.evictor = hoard = Hoard(pool)
-    assert (pool.fragmentation, pool.scattered()) == (pytest.approx(5 / 6), 0)
-    hoard.pages.remove(4)  # somebody else holds it
-    assert pool.scattered() == pytest.approx(4 / 11)
-    pool.evictor = None
-    assert pool.scattered() == pool.fragmentation
 
 
 class Model:
@@ -156,16 +113,9 @@ class Model:
         return sorted(runs)
 
 
-actions = st.one_of(
-    st.tuples(st.sampled_from(["allocate", "run"]), st.integers(1, 9)),
-    st.tuples(st.sampled_from(["free", "share", "extend"]), st.integers(0, 8)),
-)
-
-
-@settings(max_examples=150, derandomize=True)
-@given(st.integers(1, 20), st.lists(actions, max_size=40))
-def test_pages_are_conserved(num_pages, actions):
-    pool, model, held = PagePool(num_pages, 8), Model(num_pages), []
+def play(pool, actions, also=lambda model: None) -> None:
+    """Does these, and checks the pool against a model after each."""
+    num_pages, model, held = pool.num_pages, Model(pool.num_pages), []
     for name, n in actions:
         largest = max((length for length, _ in model.runs), default=0)
         free = model.refcounts.count(0)
@@ -202,10 +152,26 @@ def test_pages_are_conserved(num_pages, actions):
             for page in taken:
                 model.refcounts[page] += 1
             held.append(taken)
-        assert sorted(pool.free_pages()) == [page for page in range(num_pages) if not model.refcounts[page]]
+        assert sorted(pool.free_pages) == [page for page in range(num_pages) if not model.refcounts[page]]
         assert [pool.refcount(page) for page in range(num_pages)] == model.refcounts
-        assert pool.largest_run == max((length for length, _ in model.runs), default=0)
         assert pool.num_free == model.refcounts.count(0)
+        also(model)
     for pages in held:
         pool.free(pages)
-    assert pool.allocate_run(num_pages) == list(range(num_pages))
+    assert sorted(pool.allocate(num_pages)) == list(range(num_pages))
+
+
+def actions(*names):
+    """Some of those that play knows, beside allocate, free and share."""
+    takes, others = (
+        ["allocate", *(n for n in names if n == "run")],
+        ["free", "share", *(n for n in names if n != "run")],
+    )
+    one = st.tuples(st.sampled_from(takes), st.integers(1, 9)), st.tuples(st.sampled_from(others), st.integers(0, 8))
+    return st.lists(st.one_of(*one), max_size=40)
+
+
+@settings(max_examples=150, derandomize=True)
+@given(st.integers(1, 20), actions())
+def test_pages_are_conserved(num_pages, actions):
+    play(PagePool(num_pages, 8), actions)

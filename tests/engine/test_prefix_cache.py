@@ -87,9 +87,9 @@ def test_least_recently_used_first_and_children_before_parents():
     cache.pool.free(match.pages)  # used again: b's page is now the oldest, then c's
     order = []
     for _ in range(6):
-        before = set(cache.pool.free_pages())
+        before = set(cache.pool.free_pages)
         cache.evict(1)
-        order += set(cache.pool.free_pages()) - before
+        order += set(cache.pool.free_pages) - before
     assert order == [b[1], c[1], c[0], a[2], a[1], shared]
     assert cache.num_pages == cache.evictable == 0
     assert cache.counts.pages_evicted == 6
@@ -104,22 +104,6 @@ def test_what_is_held_is_not_given_back():
     assert cache.pool.allocate(4) is None
     assert len(cache.pool.allocate(3)) == 3
     assert cache.lookup((1, 1, 2, 2, 5)) == match
-
-
-def test_nothing_is_forgotten_for_a_run_that_cannot_be():
-    cache = make(8, 2)
-    pool = cache.pool
-    pages = pool.allocate(8)
-    for page in pages[::2]:  # pages of others stand between those that it keeps
-        cache.insert((page, page), [page], leaving=True)
-    pool.free(pages[::2])
-    assert (pool.num_available, pool.num_free) == (4, 0)
-    assert pool.allocate_run(2) is None
-    assert cache.num_pages == 4
-    pool.free([3])
-    assert pool.allocate_run(4) is None
-    assert cache.num_pages == 4
-    assert pool.allocate_run(3) == [2, 3, 4]
 
 
 def test_two_that_computed_the_same_at_a_time():

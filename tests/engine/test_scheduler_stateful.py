@@ -12,8 +12,10 @@ import pytest
 
 from jllm.engine.kv_policy import OnDemand
 from jllm.engine.scheduler import Limits, Scheduler
+from jllm.kv_policies.extent import OVERFLOWS, Extent
 from jllm.kv_policies.length import Longest, Oracle, Quantile
-from jllm.kv_policies.options import make_policy
+from jllm.kv_policies.predicted import Predicted
+from jllm.kv_policies.reserve import Reserve
 from tests.engine.scheduler_harness import Loop, output_of
 
 pytest.importorskip("hypothesis")
@@ -57,7 +59,7 @@ class Wrong(Longest):
 
 @st.composite
 def policies(draw):
-    """What makes a policy, and whether it never preempts: since all memory that it will need is taken at admission."""
+    """A policy, and whether it never preempts: since all memory that it will need is taken at admission."""
     name = draw(st.sampled_from(["paged", "reserve", "extent"]))
     predictors = {
         "longest": Longest,
@@ -65,12 +67,16 @@ def policies(draw):
         "quantile": Quantile,
         "wrong": Wrong,
     }
-    if name == "paged":
-        predictors["none"] = lambda: None
-    predictor = draw(st.sampled_from(sorted(predictors)))
-    options = {"predictor": predictors[predictor](), "watermark": draw(st.sampled_from([0.0, 0.2]))}
-    options["overflow"] = draw(st.sampled_from(["scatter", "move"]))
-    return make_policy(name, **options), name == "reserve" or (name == "extent" and predictor in ("longest", "oracle"))
+    if name == "reserve":
+        return Reserve(), True
+    predictor = draw(st.sampled_from([*predictors, *(["none"] if name == "paged" else [])]))
+    if name == "extent":
+        policy = Extent(predictors[predictor](), overflow=draw(st.sampled_from(OVERFLOWS)))
+        return policy, predictor in ("longest", "oracle")
+    watermark = draw(st.sampled_from([0.0, 0.2]))
+    if predictor == "none":
+        return OnDemand(watermark=watermark), False
+    return Predicted(predictors[predictor](), watermark=watermark), False
 
 
 class Machine(RuleBasedStateMachine):
@@ -344,7 +350,7 @@ URGENT = {
     PreemptsAnybody: "a more urgent one was preempted",
     ForgetsPriorities: "one that came later stands before one that came earlier",
 }
-EXTENT = make_policy("extent", predictor=Wrong(), overflow="move")
+PAGED, EXTENT = OnDemand(), Extent(Wrong(), overflow="move")
 
 
 def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2, priorities=(0,)) -> Counter[str]:
@@ -370,17 +376,17 @@ def play(scheduler, policy, runs: int, rows: int = 1, page: int = 2, priorities=
 @pytest.mark.parametrize(("fault", "message"), DRAFTS.items())
 def test_the_checks_catch_faults_with_drafts(fault, message):
     with pytest.raises(AssertionError, match=message):
-        play(fault, OnDemand, 100, rows=4, page=1)
+        play(fault, PAGED, 100, rows=4, page=1)
 
 
 @pytest.mark.parametrize(("fault", "message"), URGENT.items())
 def test_the_checks_catch_faults_with_priorities(fault, message):
     with pytest.raises(AssertionError, match=message):
-        play(fault, OnDemand, 100, priorities=(0, 3))
+        play(fault, PAGED, 100, priorities=(0, 3))
 
 
 def test_equal_priorities_change_nothing():
-    plain, equal, mixed = (play(Scheduler, OnDemand, 100, priorities=some) for some in ((0,), (-7,), (0, 3)))
+    plain, equal, mixed = (play(Scheduler, PAGED, 100, priorities=some) for some in ((0,), (-7,), (0, 3)))
     assert plain == equal != mixed
     assert mixed["preempted"] > 20
 
@@ -389,15 +395,15 @@ def test_equal_priorities_change_nothing():
 def test_the_checks_catch(fault, message):
     """Of the same requests, which the right scheduler passes (see the next test)."""
     with pytest.raises(AssertionError, match=message):
-        play(fault, EXTENT if fault in MOVING else OnDemand, 100)
+        play(fault, EXTENT if fault in MOVING else PAGED, 100)
 
 
 def test_what_the_faults_are_tried_on_does_happen():
-    paged, moving = play(Scheduler, OnDemand, 100), play(Scheduler, EXTENT, 100)
+    paged, moving = play(Scheduler, PAGED, 100), play(Scheduler, EXTENT, 100)
     assert paged["preempted"] > 20
     assert min(moving["preempted"], moving["moved"]) > 10
     assert moving["copied_pages"] > moving["moved"]
     assert moving["outgrown"] > moving["moved"]
-    drafts = play(Scheduler, OnDemand, 100, rows=4)
+    drafts = play(Scheduler, PAGED, 100, rows=4)
     assert drafts["preempted"] > 20
     assert drafts["steps"] < 0.8 * paged["steps"]

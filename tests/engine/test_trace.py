@@ -66,7 +66,7 @@ def test_every_token_of_kv_is_in_some_step(model):
 
 
 def test_a_file_reads_as_the_list_does(model, tmp_path):
-    numpy = {"num_pages": np.int64(4), "length_predictor": "quantile", "admission_quantile": np.float32(0.5)}
+    numpy = {"num_pages": np.int64(4)}
     run(model, str(tmp_path / "trace.jsonl"), **numpy)  # not closed: what is done is in the file all the same
     run(model, records := [], **numpy)
     a, b = read_trace(tmp_path / "trace.jsonl"), read_trace(records)

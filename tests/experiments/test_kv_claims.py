@@ -8,7 +8,7 @@ from experiments.claims.run import run
 from experiments.result_file import ResultFile
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
-from jllm.kv_policies.learned_length import load_learned
+from experiments.training.learned_length import load_learned
 from jllm.pretrained import load
 
 

@@ -11,12 +11,13 @@ from jllm.engine.pages import PagePool
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.errors import RequestError
+from jllm.errors import ConfigError, RequestError
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Oracle, Quantile
-from jllm.kv_policies.options import make_policy
+from jllm.kv_policies.names import policy_of
 from jllm.kv_policies.predicted import Predicted, peak_pages
 from jllm.kv_policies.reserve import Reserve
+from jllm.kv_policies.runs import RunPool
 from tests.engine.scheduler_harness import Loop
 
 P = 4
@@ -43,16 +44,51 @@ class Fixed(Longest):
 
 @pytest.mark.parametrize("name", ["paged", "reserve", "extent"])
 def test_what_could_never_fit_is_refused_with_the_numbers(name):
-    policy = make_policy(name)(PagePool(5, P))
+    policy = policy_of(name)
+    policy = policy.over(policy.make_pool(5, P))
     says = "3 prompt tokens and 19 new ones need 6 pages of 4, the page pool has 5: shorten the request or raise num_"
     with pytest.raises(RequestError, match=says):
         policy.check(3, 22)
     policy.check(3, 21)
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Extent("mean"), "predictor must be an object like length.Predictor, not 'mean'"),
+        (lambda: Predicted(object()), "predictor must be an object like length.Predictor, not <object"),
+        (
+            lambda: Predicted(Longest(), quantile=0.9),
+            "quantile has no meaning with the predictor Longest: leave it out",
+        ),
+        (lambda: Predicted(Quantile(), quantile=0), r"quantile must be a number in \(0, 1\), not 0"),
+        (lambda: Extent(quantile=1.0), r"quantile must be a number in \(0, 1\), not 1\.0"),
+        (lambda: OnDemand(watermark=True), r"watermark must be a number in \[0, 1\), not True"),
+        (lambda: Extent(overflow="swap"), "overflow must be scatter or move, not 'swap'"),
+    ],
+)
+def test_bad_options_of_policies_are_named(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_one_policy_over_two_pools_learns_from_both():
+    given = Extent(Quantile())
+    one, two = (given.over(given.make_pool(8, P)) for _ in range(2))
+    assert one.admit(seq(6, 20), [])
+    assert (one.pool.num_free, two.pool.num_free) == (3, 8)
+    for _ in range(Quantile.FEWEST):
+        ended = seq(6, 20)
+        ended.output, ended.finish_reason = [1], "stop"
+        one.observe(ended)
+    after = seq(6, 20)
+    assert two.admit(after, [])
+    assert len(after.pages) == 2
+
+
 def test_reserve_takes_the_longest_up_front_and_never_again():
     pool = PagePool(10, P)
-    policy = Reserve(pool)
+    policy = Reserve().over(pool)
     a, b = seq(5, 22), seq(5, 22)
     assert policy.admit(a, [])
     assert (len(a.pages), pool.num_free) == (6, 4)
@@ -64,7 +100,7 @@ def test_reserve_takes_the_longest_up_front_and_never_again():
 
 def test_paged_keeps_a_watermark_but_not_from_a_sequence_alone():
     pool = PagePool(20, P)
-    policy = OnDemand(pool, watermark=0.25)
+    policy = OnDemand(watermark=0.25).over(pool)
     first = seq(79, 81)
     assert policy.admit(first, [])  # all 20 pages
     running = [seq(5, 30)]
@@ -75,7 +111,7 @@ def test_paged_keeps_a_watermark_but_not_from_a_sequence_alone():
 
 def test_paged_with_a_predictor_admits_what_it_can_hold_to_the_end():
     pool = PagePool(12, P)
-    policy = Predicted(pool, predictor=Fixed(16))
+    policy = Predicted(Fixed(16)).over(pool)
     a = seq(4, 100)
     assert policy.admit(a, [])
     policy.grow(a, 1, 0, 9)
@@ -94,7 +130,7 @@ def test_paged_with_a_predictor_admits_what_it_can_hold_to_the_end():
 def test_pages_that_were_found_are_not_counted_on_when_a_sequence_ends():
     """Two share 8 of 20 pages; a third is to grow by 9 pages, after the two have given back what is theirs alone."""
     pool = PagePool(20, P)
-    policy = Predicted(pool, predictor=Fixed(36))
+    policy = Predicted(Fixed(36)).over(pool)
     shared = pool.allocate(8)
     running = []
     for i in range(2):
@@ -123,8 +159,8 @@ def test_peak_pages_against_every_step(seed):
 
 
 def test_an_extent_is_a_run_of_the_predicted_length():
-    pool = PagePool(32, P)
-    policy = Extent(pool, predictor=Fixed(10))
+    pool = RunPool(32, P)
+    policy = Extent(Fixed(10)).over(pool)
     a = seq(6, 100)
     assert policy.admit(a, [])
     assert a.pages == [0, 1, 2, 3]  # 6 + 10 - 1 tokens of KV
@@ -144,8 +180,8 @@ def full(pool, policy, expected=10):
 
 @pytest.mark.parametrize("overflow", ["move", "scatter"])
 def test_an_outgrown_extent_goes_on_right_behind_if_it_can(overflow):
-    pool = PagePool(32, P)
-    policy = Extent(pool, predictor=Fixed(10), overflow=overflow)
+    pool = RunPool(32, P)
+    policy = Extent(Fixed(10), overflow=overflow).over(pool)
     a = full(pool, policy)
     assert policy.grow(a, 1, 0, 99) == []
     assert a.pages == list(range(7))
@@ -154,8 +190,7 @@ def test_an_outgrown_extent_goes_on_right_behind_if_it_can(overflow):
 
 def test_a_sequence_that_wants_more_than_was_expected_is_counted():
     """Expected to come to 8 tokens of KV, two pages; then to 12, which it does."""
-    policy = partial(Extent, predictor=Fixed(4))
-    loop = Loop(Limits(1, 8, 8, 1, P, 8, 8), partial(Scheduler, policy=policy))
+    loop = Loop(Limits(1, 8, 8, 1, P, 8, 8), partial(Scheduler, policy=Extent(Fixed(4))))
     loop.add(4, new_tokens=9)
     loop.run()
     assert loop.scheduler.counts.outgrown == 1
@@ -163,8 +198,8 @@ def test_a_sequence_that_wants_more_than_was_expected_is_counted():
 
 def test_an_outgrown_extent_moves_or_is_scattered():
     for overflow in ("move", "scatter"):
-        pool = PagePool(16, P)
-        policy = Extent(pool, predictor=Fixed(10), overflow=overflow)
+        pool = RunPool(16, P)
+        policy = Extent(Fixed(10), overflow=overflow).over(pool)
         a = full(pool, policy)
         assert pool.extend(3, 2) == [4, 5]
         copies = policy.grow(a, 1, 0, 99)
@@ -179,8 +214,8 @@ def test_an_outgrown_extent_moves_or_is_scattered():
 
 def test_a_move_needs_room_in_the_page_table_and_spares_others():
     for room, spare in ((6, 0), (99, 6)):
-        pool = PagePool(16, P)
-        policy = Extent(pool, predictor=Fixed(10), overflow="move")
+        pool = RunPool(16, P)
+        policy = Extent(Fixed(10), overflow="move").over(pool)
         a = full(pool, policy)
         pool.extend(3, 1)
         assert policy.grow(a, 1, spare, room) == []
@@ -190,8 +225,8 @@ def test_a_move_needs_room_in_the_page_table_and_spares_others():
 
 
 def test_no_run_is_left_but_pages_are():
-    pool = PagePool(8, P)
-    policy = Extent(pool, predictor=Fixed(10))
+    pool = RunPool(8, P)
+    policy = Extent(Fixed(10)).over(pool)
     pool.allocate(8)
     pool.free([0, 2, 4, 6])
     a = seq(6, 100)
@@ -203,7 +238,7 @@ def test_no_run_is_left_but_pages_are():
 
 def test_the_victim_is_the_cheapest_that_frees_enough_and_never_the_oldest():
     pool = PagePool(40, P)
-    policy = OnDemand(pool)
+    policy = OnDemand().over(pool)
     sizes = [1, 30, 9, 12, 9]
     running = [seq(n, 60, computed=n, pages=pool.allocate(-(-n // P)), arrival=i) for i, n in enumerate(sizes)]
     assert policy.victim(running, 1) is running[4]  # of equals the newest
@@ -247,12 +282,14 @@ def truth(prompt, params) -> int:
 def runs() -> Callable[..., Scheduler]:
     """simulate, each policy once."""
     done: dict[tuple, Scheduler] = {}
-    predictors = {"oracle": lambda: Oracle(truth), "quantile": Quantile, "longest": Longest, None: lambda: None}
+    predictors = {"oracle": lambda: Oracle(truth), "quantile": Quantile, "longest": Longest}
+    kinds = {"paged": Predicted, "extent": Extent}
 
     def run(name, predictor=None, **options):
         key = (name, predictor, *options.items())
         if key not in done:
-            done[key] = simulate(make_policy(name, predictor=predictors[predictor](), **options))
+            policy = kinds[name](predictors[predictor](), **options) if predictor else policy_of(name)
+            done[key] = simulate(policy)
         return done[key]
 
     return run
@@ -260,8 +297,8 @@ def runs() -> Callable[..., Scheduler]:
 
 def test_predictions_prevent_preemption(runs):
     assert runs("paged").counts.preempted > 20
-    for name in ("reserve", "paged", "extent"):
-        assert runs(name, "longest").counts.preempted == 0
+    for name in (("reserve",), ("paged", "longest"), ("extent", "longest")):
+        assert runs(*name).counts.preempted == 0
     assert runs("paged", "oracle").counts.preempted <= 1  # prompts in chunks may delay an end that was counted on
     assert runs("extent", "oracle").counts.preempted == 0
     assert runs("extent", "oracle").counts.outgrown == 0

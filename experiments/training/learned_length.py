@@ -1,5 +1,7 @@
-"""A length predictor that looks at the prompt: a small network over its tokens' statistics, trained by
-experiments/train_length_predictor.py on what one model really said, and good for that model alone.
+"""A length predictor that looks at the prompt: a small network over its tokens' statistics. train_length_predictor.py
+trains it on what one model really said, and it is good for that model alone. A KV policy takes it as an object:
+
+    Engine(model, kv_policy=Extent(load_learned("length.safetensors", model)))
 
 The network sees hashed tokens (how often each bucket occurs, and the last ones in their order), the prompt's length,
 and the strings that stop the request. It yields a distribution over the output's length, in bins that grow with it. The
@@ -20,18 +22,21 @@ import safetensors
 import safetensors.numpy
 
 from jllm.engine.request import SamplingParams
-from jllm.errors import LengthPredictorError
+from jllm.errors import JllmError
 
 if TYPE_CHECKING:
     from jllm.pretrained import Model
 
 FORMAT = "jllm-length-predictor-1"
-PREFIX = "learned:"  # of the name that options take, before the file's path
 BAG, LAST, STOPS = 512, 256, 32  # buckets that tokens, the last tokens, and stop strings are hashed to
 PLACES = 4  # last tokens that count by their place
 DENSE = 4  # features that are numbers
 ARRAYS = ("edges", "bag", "last", "stops", "dense", "bias", "out", "out_bias", "levels")
 REMEMBERED = 4096  # prompts
+
+
+class LengthPredictorError(JllmError, ValueError):
+    """A file of a learned length predictor that is damaged, or was made for another vocabulary or model."""
 
 
 @dataclass(frozen=True)

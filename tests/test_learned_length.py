@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("optax")
 
+import jllm
 from experiments import length_data
 from experiments import train_length_predictor as train
 from experiments.length_data import (
@@ -20,12 +21,9 @@ from experiments.length_data import (
     generate_texts,
     read_texts,
 )
+from experiments.policies import LEARNED, learned_by
 from experiments.training import length_fit
-from jllm.batch import Bucket
-from jllm.engine.engine import Engine
-from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, InputFileError, JllmError, LengthPredictorError, OutputError
-from jllm.kv_policies.learned_length import (
+from experiments.training.learned_length import (
     ARRAYS,
     BAG,
     DENSE,
@@ -33,12 +31,18 @@ from jllm.kv_policies.learned_length import (
     PLACES,
     STOPS,
     Learned,
+    LengthPredictorError,
     corrected,
     features,
     fingerprint,
     load_learned,
     save_learned,
 )
+from jllm.batch import Bucket
+from jllm.engine.engine import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import InputFileError, JllmError, OutputError
+from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Predictor
 from pallas_kernels.one_writer import open_alone
 from tests.tiny import greedy, tiny_model
@@ -131,14 +135,19 @@ def test_a_file_is_good_for_its_model_alone(tmp_path):
         load_learned(path, model)
 
 
-def test_the_engine_takes_one_by_its_file(tmp_path):
+def test_the_error_that_the_library_had_is_named():
+    with pytest.raises(AttributeError, match="'LengthPredictorError': experiments.training.learned_length has it"):
+        _ = jllm.LengthPredictorError
+
+
+def test_the_engine_takes_one_as_an_object(tmp_path):
     model, path = tiny_model(bos_id=1), tmp_path / "length.safetensors"
     save_learned(path, arrays([0.1, 0.2, 0.4, 0.2, 0.1]), model, {})
     buckets = (Bucket(SLOTS, 0, 0), Bucket(SLOTS, SLOTS, SLOTS))
     options = {"max_slots": SLOTS, "page_size": 32, "max_step_tokens": 2 * SLOTS, "buckets": buckets}
     plain, counting = (
         Engine(model, **options, **more)
-        for more in ({}, {"kv_policy": "extent", "length_predictor": f"learned:{path}", "admission_quantile": 0.5})
+        for more in ({}, {"kv_policy": Extent(learned_by(f"{LEARNED}{path}", model), quantile=0.5)})
     )
     said = []
     for engine in (plain, counting):
@@ -146,10 +155,6 @@ def test_the_engine_takes_one_by_its_file(tmp_path):
         done = {event.id: event.completion for event in engine.run() if event.completion}
         said.append([done[i].token_ids for i in ids])
     assert said[0] == said[1]
-    with pytest.raises(LengthPredictorError, match="another model"):
-        Engine(tiny_model(seed=1, bos_id=1), length_predictor=f"learned:{path}")
-    with pytest.raises(ConfigError, match="length_predictor must be one of"):
-        Engine(model, length_predictor="taught")
 
 
 def test_requests_are_cut_wherever_it_is_not_known_what_follows():

@@ -1,0 +1,44 @@
+"""KV policies by the names that options of experiments have for them, and for what admission counts on."""
+
+from typing import Any
+
+from experiments.training.learned_length import Learned, load_learned
+from jllm.engine.kv_policy import Policy
+from jllm.errors import ConfigError
+from jllm.kv_policies.extent import Extent
+from jllm.kv_policies.length import Longest, Predictor, Quantile
+from jllm.kv_policies.names import policy_of
+from jllm.kv_policies.predicted import Predicted
+from jllm.pretrained import Model
+
+LEARNED = "learned:"  # a file's path follows
+PREDICTORS = {"longest": Longest, "quantile": Quantile}
+NAMES = ("none", *PREDICTORS)
+
+
+def learned_by(name: str, model: Model) -> Learned:
+    """Returns the predictor of learned:FILE. Raises LengthPredictorError."""
+    return load_learned(name.removeprefix(LEARNED), model)
+
+
+def policy_with(
+    policy: str, predictor: str | Predictor | None = None, quantile: float | None = None, overflow: str | None = None
+) -> Policy:
+    """Returns a KV policy by its name. `predictor` is an object or one of NAMES; None leaves it to the policy. Raises
+    ConfigError for what does not go together."""
+    if isinstance(predictor, str) and predictor not in NAMES:
+        raise ConfigError(f"a length predictor must be one of {', '.join(NAMES)} or {LEARNED}FILE, not {predictor!r}")
+    if policy == "extent" and predictor == "none":
+        raise ConfigError("extent needs a length predictor: longest if nothing better, not none")
+    if policy == "reserve" and predictor not in (None, "none", "longest"):
+        raise ConfigError("reserve reserves the longest length: it takes no length predictor")
+    if policy != "extent" and overflow is not None:
+        raise ConfigError(f"an overflow has no meaning with {policy}: leave it out")
+    found: Any = PREDICTORS[predictor]() if predictor in PREDICTORS else predictor
+    if policy == "extent":
+        return Extent(found, quantile=quantile, **({} if overflow is None else {"overflow": overflow}))
+    if policy == "paged" and found not in (None, "none"):
+        return Predicted(found, quantile=quantile)
+    if quantile is not None:
+        raise ConfigError(f"a quantile has no meaning with {policy} without a length predictor: leave it out")
+    return policy_of(policy)
