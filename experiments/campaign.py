@@ -45,7 +45,7 @@ def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: 
 
 
 # 80 GB hold every scheme's weights at once, and beside them K and V in bf16 of 256 sequences of 160 tokens.
-STAGES = "decode:bf16:1,16,64,128,256 prefill:bf16:64,256 decode:int8-g8:64:bf16,w8a8-talk"
+STAGES = "decode:bf16:1,16,64,128,256 prefill:bf16:64,256 decode:int8-g8:64:bf16,w8a8"
 FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
 # Rows of throughput that 80 GB hold, each table's largest batches aside; the best, median and longest of three runs.
 FEW = "1x8x256 16x8x256 64x8x256 128x8x256 256x8x256 1x1024x1024 16x1024x1024"
@@ -54,7 +54,7 @@ TIMED = "--seconds 0.3 --repeats 3 --threads 16"
 # What train_small --size subject leaves in ./subject, and schemes that all backends have: Mosaic refuses MLPs of 704,
 # as the bundled model's, fp4 and blocks of small floats, and no other backend takes over from one that is named.
 SERVED = (
-    "continuations --dtype bf16 --model subject --schemes w8a16 w8a8-talk w8a8-all w8a8-groups fp8 fp8-weight llm-int8"
+    "continuations --dtype bf16 --model subject --schemes w8a16 w8a8 w8a8-all w8a8-groups fp8 fp8-weight llm-int8"
     " uint8-zp nf4 nf4-dq w4a16-g128 w4a16-g64-zp"
 )
 TESTS = (
@@ -117,7 +117,7 @@ CAMPAIGN = (
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),
 )  # fmt: skip
 FORMATS = (
-    experiment("groups", "quant_steps --label groups --backend mosaic --schemes bf16 w8a8-talk w8a8-all w8a8-groups"
+    experiment("groups", "quant_steps --label groups --backend mosaic --schemes bf16 w8a8 w8a8-all w8a8-groups"
                " --stages decode:bf16:1,16,64,128 decode:int8-g8:1,16,64 prefill:bf16:64 --seconds 240", 280),
     experiment("groups_profile", "step_profile --scheme w8a8-groups --backend mosaic --batch 1 16 64 --context 136"
                " --label groups", 60),

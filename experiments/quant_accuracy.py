@@ -74,11 +74,11 @@ from pallas_kernels.bench.command import Parser, add_result_options, interruptib
 from pallas_kernels.bench.numbers import positive
 
 SCHEMES = (
-    PLAIN, "w8a16", "uint8-zp", "w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-groups", "w8a8-tensor", "llm-int8",
+    PLAIN, "w8a16", "uint8-zp", "w8a8", "w8a8-all", "w8a8-head", "w8a8-groups", "w8a8-tensor", "llm-int8",
     "fp8-weight", "fp8", "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-g32-zp", "w4a16-g64-zp", "w4a16-g128-zp",
     "nf4", "nf4-dq",
 )  # fmt: skip
-BOTH = (("w8a8-talk", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
+BOTH = (("w8a8", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
 LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # whose layers are tried one by one
 WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
 TOKENS = 8192

@@ -1,7 +1,7 @@
 """What each weight format makes of a whole step's time: LLaMA-7B, decoding and prefilling, by batch, in one run.
 
     python -m experiments.quant_steps --stages decode:bf16:1,16,64,128,256,512 prefill:bf16:128,512
-    python -m experiments.quant_steps --stages decode:int8-g8:1,64,512:bf16,w8a8-talk
+    python -m experiments.quant_steps --stages decode:int8-g8:1,64,512:bf16,w8a8
 
 Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
 KV format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding: every slot at
@@ -35,7 +35,7 @@ from experiments.arguments import (
     scheme_name,
 )
 from experiments.result_file import bar, command_line, draw_all, record, refusing
-from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars
+from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars, weights_of
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.speedups import draw, read_document
 from experiments.steps.timer import (
@@ -60,7 +60,7 @@ from pallas_kernels.bench.numbers import positive, positive_number
 
 Row = dict[str, Any]
 
-SCHEMES = ("bf16", "w8a8-talk", "w8a8-all", "w4a16-g128", "nf4", "fp8")
+SCHEMES = ("bf16", "w8a8", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PAGE = 16
 W4A16_MS = 1.75  # of a decode step of one sequence, at most
@@ -196,7 +196,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
                 yield bar(f"decode, {where}", r["decode_ms"], "ms", W4A16_MS, most=True, of=H200)
         if "prefill_ms" in r:
             yield from prefill_bars(f"prefill, {where}", r, r["T"], r["floor_fraction"])
-            if r["scheme"] == "w8a8-talk" and r["T"] >= LEAST_TOKENS and "over_bf16" in r and of_own_kernels(r):
+            if weights_of(r) == "w8a8" and r["T"] >= LEAST_TOKENS and "over_bf16" in r and of_own_kernels(r):
                 yield bar(f"prefill, {where}, times as fast as bf16", r["over_bf16"], "1", 1.5)
 
 

@@ -36,11 +36,11 @@ from experiments.result_file import bar, command_line, record, refusing, rounded
 from experiments.simulation.replay import replay
 from experiments.simulation.requests import Workload, arrivals, read_workload
 from experiments.simulation.run import Simulation, Truth
+from experiments.simulation.trace import load_trace
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.steps.floors import token_bytes
 from experiments.training.learned_length import Learned
 from jllm.engine.options import PAGE_SIZES, EngineOptions
-from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError
 from jllm.kv_policies.extent import OVERFLOWS
 from jllm.kv_policies.names import KV_POLICIES
@@ -184,7 +184,7 @@ def learned_of(args: argparse.Namespace) -> dict[str, Learned]:
 def replay_all(args: argparse.Namespace) -> Iterator[Row]:
     kv = None if args.kv_cache[0] == "bf16" else args.kv_cache[0]
     costs = make_costs(args.config, args.quantize, kv, args.floor)
-    for row in replay(read_trace(args.replay), costs.cost):
+    for row in replay(load_trace(args.replay), costs.cost):
         yield {"config": Path(args.config).stem, "kv": args.kv_cache[0], "trace": Path(args.replay).name} | row
 
 

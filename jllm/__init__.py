@@ -20,7 +20,12 @@ _MODULE_OF = {
     if isinstance(node, ast.ImportFrom) and node.module
     for name in node.names
 }
-_GONE = {"LengthPredictorError": "experiments.training.learned_length has it"}  # names that were here
+_SNAPSHOTS = "save a snapshot and resume it with share=True (docs/several-gpus.md)"
+GONE = {  # names that were here, and what takes their place
+    "KVStore": _SNAPSHOTS,
+    "StoringEngine": _SNAPSHOTS,
+    "LengthPredictorError": "experiments.training.learned_length has it",
+}
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
@@ -40,7 +45,7 @@ def _submodule(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
-    successor = f": {_GONE[name]}" if name in _GONE else ""
+    successor = f": {GONE[name]}" if name in GONE else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{successor}")
 
 

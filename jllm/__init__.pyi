@@ -11,8 +11,6 @@ from jllm.engine.async_engine import AsyncEngine as AsyncEngine
 from jllm.engine.disaggregated import Disaggregated as Disaggregated
 from jllm.engine.engine import Engine as Engine
 from jllm.engine.guide import Guide as Guide
-from jllm.engine.kv_store import KVStore as KVStore
-from jllm.engine.kv_store import StoringEngine as StoringEngine
 from jllm.engine.options import EngineOptions as EngineOptions
 from jllm.engine.replicas import Replicas as Replicas
 from jllm.engine.request import Completion as Completion
@@ -20,6 +18,7 @@ from jllm.engine.request import Event as Event
 from jllm.engine.request import SamplingParams as SamplingParams
 from jllm.engine.request import Timings as Timings
 from jllm.engine.request import TokenLogprob as TokenLogprob
+from jllm.engine.trace import read_trace as read_trace
 from jllm.errors import CheckpointError as CheckpointError
 from jllm.errors import ConfigError as ConfigError
 from jllm.errors import DrafterError as DrafterError

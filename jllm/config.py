@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jllm.errors import ConfigError
 from jllm.hf_fields import (
@@ -126,9 +126,9 @@ class LlamaConfig:
         }
 
     @staticmethod
-    def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> "LlamaConfig":
-        """`from_hf`, as a constructor."""
-        return from_hf(raw, source=source)
+    def from_hf(*_: Any, **__: Any) -> NoReturn:
+        """Raises AttributeError: the name is gone."""
+        raise AttributeError("LlamaConfig.from_hf is gone: use jllm.config.from_hf")
 
 
 def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:

@@ -82,8 +82,7 @@ def eager_step(
         inputs = SPREAD, WHOLE, spread_drafter(drafter), WHOLE
         return per_rank(own, config, inputs, (SPREAD, WHOLE))(params, state, batch, drafter, hooks)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
-    rejects = state.drafts is not None and state.drafts.logits is not None
-    takes_rows = variant.takes_rows or variant.taps or hooks is not None or rejects
+    takes_rows = variant.takes_rows or variant.taps or hooks is not None
     parts = draw is draw_tokens and not takes_rows
     state, logits = forward(params, state, batch, hooks, **options, parts=parts)
     if logits.values.shape[1] != config.vocab_size:

@@ -77,8 +77,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise TokenizerError(f"{where} must be an object like {CALL}")
-    _only(call, ("id", "type", "function"), LEFT_OUT_OF_CALLS, where)
-    _only(function, ("name", "arguments"), LEFT_OUT_OF_CALLS, f"{where}.function")
+    check_only(call, ("id", "type", "function"), where, LEFT_OUT_OF_CALLS)
+    check_only(function, ("name", "arguments"), f"{where}.function", LEFT_OUT_OF_CALLS)
     name = _text(function.get("name"), f"{where}.function.name")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     id = {} if call.get("id") is None else {"id": _text(call["id"], f"{where}.id")}
@@ -109,14 +109,23 @@ def _part(part: Any, where: str) -> str:
         raise TokenizerError(f'{where} must be a part like {{"type": "text", "text": "..."}}')
     if part["type"] != "text":
         raise TokenizerError(f"{where} has the type {shown(part['type'])}: only text parts are served")
-    _only(part, ("type", "text"), (), where)
+    check_only(part, ("type", "text"), where)
     return _text(part.get("text"), f"{where}.text")
 
 
-def _only(given: Message, taken: Sequence[str], left_out: Sequence[str], where: str) -> None:
+def check_only(
+    given: Mapping[str, Any],
+    taken: Sequence[str],
+    where: str,
+    left_out: Sequence[str] = (),
+    error: Callable[[str], Exception] = TokenizerError,
+) -> None:
+    """Raises an error for a field of an object that is none of `taken` and `left_out`, and asks for something."""
     for name, value in given.items():
         if name not in (*taken, *left_out) and value is not None and value != [] and value != {}:
-            raise TokenizerError(f"{where}.{_name(name)} is not served; {', '.join(taken[:-1])} and {taken[-1]} are")
+            *most, last = taken
+            served = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+            raise error(f"{where}.{_name(name)} is not served; {served}")
 
 
 def _text(value: Any, where: str) -> str:

@@ -82,14 +82,6 @@ class Rows:
         drafts = drafts.reshape(-1, drafts.shape[2])
         return jnp.pad(drafts, ((0, self.slot.shape[0] - self.used.shape[0]), (0, 0)), constant_values=-1)
 
-    @property
-    def next_drafts(self) -> jax.Array:
-        """i32[R Q + B], the draft in a chain after each of the head's rows, -1 where there is none."""
-        R, Q = self.tokens.shape
-        after = jnp.arange(1, Q + 1, dtype=jnp.int32)[None, :] < self.used[:, None]
-        drafts = jnp.where(after, jnp.roll(self.tokens, -1, axis=1), -1).reshape(-1)
-        return jnp.pad(drafts, (0, self.slot.shape[0] - R), constant_values=-1)
-
     def by_sequence(self, values: jax.Array, nodes: jax.Array) -> jax.Array:
         """Takes values of the head's rows [R Q + B, ...] at nodes i32[R, W], and those of the chunks in their first
         column: [R + B, W, ...]."""

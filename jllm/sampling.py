@@ -8,7 +8,7 @@ Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens,
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -22,14 +22,6 @@ from pallas_kernels.sample import xla
 from pallas_kernels.sample.noise import gumbel
 
 STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
-
-
-class Purpose(enum.IntEnum):
-    """What a row's noise is for: draws at one position for different purposes are independent."""
-
-    SAMPLING = 0  # the target's draws
-    DRAFTING = 1  # a drafter's, where drafts are accepted by rejection sampling; else those have the target's noise
-    ACCEPTING = 2  # that rejection sampling accepts a draft
 
 
 class Draws(enum.IntEnum):
@@ -68,7 +60,6 @@ class Sampling:
     stop_ids: Any  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
     max_length: Any  # i32[R]; prompt and output tokens at which the sequence ends
     penalties: Penalties | None = None
-    purpose: Purpose = field(default=Purpose.SAMPLING, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -210,17 +201,6 @@ def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
     return xla.perturbed(logits, *_asked(logits, params), _keys(params, position))
 
 
-def scores(logits: Array, params: Sampling) -> Array:
-    """What `sample` draws a row's token from, as logits: `perturbed` without the noise, [R, V] -> [R, V] in the compute
-    dtype. The row's softmax are the probabilities. Without a temperature all but the most likely token has -inf."""
-    return xla.scores(logits, *_asked(logits, params))
-
-
-def noise(params: Sampling, position: Array, size: int, dtype: Any) -> Array:
-    """Gumbel noise of each row's tokens 0 to size - 1 -> [R, size]: -log E, E exponential."""
-    return gumbel(_keys(params, position), size, dtype)
-
-
 def threshold(logits: Array, params: Sampling) -> Array:
     """The lowest logit of each row [R, V] that top-k, top-p and min-p leave to be drawn -> [R]; -inf when all are off.
 
@@ -283,5 +263,5 @@ def _asked(logits: Array, params: Sampling) -> tuple[Array, Array, Array, Array]
 
 def _keys(params: Sampling, position: Array) -> Array:
     """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
-    parts = (params.seed, params.sample, position, jnp.full_like(position, params.purpose))
+    parts = (params.seed, params.sample, position, jnp.zeros_like(position))  # all draws have one purpose
     return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)

@@ -15,8 +15,6 @@ from jllm.parallel.ranks import HEADS, STACKED, WHOLE, place
 from jllm.sampling import Draws, Sampling, TokenCounts, neutral_sampling
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
-from jllm.speculative.rejection import check_acceptance
-from pallas_kernels.numerics import compute_dtype
 
 TOP_LOGPROBS = 20
 WANTS = ("penalties", "logprobs", "prompt_logprobs", "guided")  # of a variant: what single requests ask for
@@ -131,19 +129,17 @@ def init_state(
     kv_cache: KVCache | None = None,
     dtype: Any = None,
     drafter: Drafter | None = None,
-    acceptance: str = "equal",
 ) -> State:
     """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
     of the pool. kv_cache is or names the format of K and V, by default that of dtype, which defaults to the config's.
-    acceptance is one of rejection.ACCEPTANCES: how drafts are accepted. Raises ConfigError for an unknown format, and
-    for a drafter that does not fit the config or the acceptance."""
+    Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
     tails = make_tails(config, formats, dtype, slots, page_size, 1 if drafter is None else drafter.tree.size)
     cache = make_cache(config, num_pages, page_size, formats)
     state = place_state(State(cache, make_slots(slots, table), tails=tails), config)
-    return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype, acceptance))
+    return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype))
 
 
 # What of a State devices of a mesh have by KV heads, and what is alike on all of them.
@@ -160,9 +156,8 @@ def place_state(state: State, config: LlamaConfig) -> State:
     return place(state, config, SPREAD)
 
 
-def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any, acceptance: str = "equal") -> Drafts:
+def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any) -> Drafts:
     """No drafts yet, for the slots and pages of a state; see init_state."""
-    check_acceptance(drafter, acceptance)
     if state.tails is not None and (isinstance(drafter, QuantizedCopy) or not drafter.tree.is_chain):
         what = "by the model's own pages" if drafter.tree.is_chain else "trees"
         name, others = state.cache[0].k.format.name, "take ngram, a draft model, or Medusa or EAGLE heads, in a chain"
@@ -171,8 +166,5 @@ def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any,
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)
     tree = drafter.tree
-    logits = None
-    if acceptance == "rejection":
-        logits = jnp.zeros((S, tree.size - 1, config.vocab_size), compute_dtype(dtype))
     none = jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32)
-    return place(Drafts(*none, cache, memory, tree, logits), config, WHOLE)
+    return place(Drafts(*none, cache, memory, tree), config, WHOLE)

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jllm.batch import Chunks, RaggedBatch
 from jllm.config import LlamaConfig
 from jllm.params import Params
-from jllm.sampling import Purpose
 from jllm.speculative.drafter import Advance, Drafter
 from jllm.speculative.forced import with_forced
-from jllm.speculative.rejection import certain
 from jllm.state import Outputs, State
 from jllm.step_forward import Logits
 
@@ -37,9 +35,6 @@ def draft(
     if outputs.nodes is not None:
         nodes = jnp.maximum(outputs.nodes, 0)
     slot = jnp.where(rows.written, rows.slot, S)
-    sampling = rows.of_slots(slots.sampling)
-    if drafts.logits is not None:
-        sampling = replace(sampling, purpose=Purpose.DRAFTING)
     advance = Advance(
         slot=slot,
         start=rows.start,
@@ -48,7 +43,7 @@ def draft(
         hidden=rows.by_sequence(logits.hidden, nodes),
         pages=slots.pages[rows.slot],
         room=jnp.concatenate([batch.decode_room, batch.chunk_room]),
-        sampling=sampling,
+        sampling=rows.of_slots(slots.sampling),
         chunk_slot=batch.chunk_slot,
         chunks=Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[rows.slot[R:]]),
         chunk_hidden=logits.chunk_hidden,
@@ -61,10 +56,5 @@ def draft(
     drafts = replace(drafts, count=count, cache=found.cache, memory=found.memory)
     if wanted:
         drafts = replace(drafts, tokens=drafts.tokens.at[slot].set(found.tokens, mode="drop"))
-    if wanted and drafts.logits is not None:
-        kept, drawn_from = drafts.logits, found.logits
-        if drawn_from is None:
-            drawn_from = certain(found.tokens, kept.shape[2], kept.dtype)
-        drafts = replace(drafts, logits=kept.at[slot].set(drawn_from.astype(kept.dtype), mode="drop"))
     cache = state.cache if found.target_cache is None else found.target_cache
     return replace(state, drafts=drafts, cache=cache)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jllm.parallel.ranks import WHOLE, per_rank
 from jllm.rows import Rows
 from jllm.sampling import Sampling, constrain, count_tokens, penalize, token_logprobs, top_logprobs
 from jllm.sampling import sample as draw_tokens
-from jllm.speculative.rejection import accept_or_draw
 from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Outputs, Slots, State, Variant
 from jllm.step_forward import Logits
 from pallas_kernels.backends import or_xla
@@ -37,8 +35,7 @@ def sample(
 ) -> tuple[State, Outputs]:
     """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
     the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
-    returns tokens and which rows are finite. The config is for models on a mesh alone. Raises ValueError for another
-    `draw` under rejection sampling."""
+    returns tokens and which rows are finite. The config is for models on a mesh alone."""
     if config is not None and config.mesh is not None:
 
         def own(_: tuple, *arguments: Any, config: LlamaConfig) -> tuple[State, Outputs]:
@@ -49,10 +46,6 @@ def sample(
     S, counts = state.slots.token.shape[0], state.counts
     sampling: Sampling = rows.of_slots(state.slots.sampling)
     each: Sampling = rows.spread(sampling)
-    if state.drafts is not None and state.drafts.logits is not None:
-        if draw is not draw_tokens:
-            raise ValueError("acceptance='rejection' draws tokens as sampling.sample does: leave draw out")
-        draw = _or_accept(rows, state.drafts.logits)
     given = raw
     if hooks is not None:
         assert logits.hook_rows is not None, "forward and sample take the same hooks"
@@ -95,16 +88,6 @@ def sample(
         user = hooks.see(user, slot.reshape(-1), index.reshape(-1), drawn.reshape(-1))
     cache = _compact(state, rows, nodes, count, backend)
     return replace(state, cache=cache, slots=slots, counts=counts, user=user), outputs
-
-
-def _or_accept(rows: Rows, logits: jax.Array) -> Draw:
-    """Draws as rejection sampling does, where rows have drafts after them that were drawn from logits [S, Q - 1, V]."""
-    if rows.tree.size == 1:
-        return draw_tokens
-    R, Q = rows.tokens.shape
-    more = jnp.pad(logits[rows.slot[:R]], ((0, 0), (0, 1), (0, 0))).reshape(R * Q, -1)
-    proposed = jnp.pad(more, ((0, rows.slot.shape[0] - R), (0, 0)))
-    return partial(accept_or_draw, drafts=rows.next_drafts, proposed=proposed)
 
 
 def _end(

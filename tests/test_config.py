@@ -77,6 +77,11 @@ def test_every_shipped_shape_has_the_published_parameter_count(file):
     assert from_hf(to_hf(config)) == config
 
 
+def test_there_is_one_way_to_read_a_config():
+    with pytest.raises(AttributeError, match="use jllm.config.from_hf"):
+        LlamaConfig.from_hf({})
+
+
 def test_no_shipped_shape_is_missing():
     assert {file.stem for file in CONFIGS.glob("*.json")} == PARAMETER_COUNTS.keys()
 

@@ -14,6 +14,7 @@ from jllm.checkpoint_saving import save
 from jllm.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.safetensors_io import read_header
+from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.tiny import tiny_model
 
 MODEL = tiny_model("bfloat16")
@@ -82,3 +83,24 @@ def test_any_changed_value_makes_other_params():
     ]
     found = [fingerprint.of_params(p) for p in (params, *others)]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 500.0}, {"norm_eps": 1e-3}, {"windows": (4, None)}], ids=str)
+def test_the_same_weights_in_another_config_are_another_model(change):
+    other = replace(MODEL.config, **change)
+    for of in (fingerprint.of_model, fingerprint.of_function):
+        assert of(MODEL.params, MODEL.config) != of(MODEL.params, other)
+
+
+def test_the_same_codes_that_meet_other_inputs_are_another_model():
+    def without(leaf):
+        return replace(leaf, format=replace(leaf.format, activations=None)) if is_quantized(leaf) else leaf
+
+    eight = quantize(MODEL.params, "w8a8")
+    plain = jax.tree.map(without, eight, is_leaf=is_quantized)
+    assert fingerprint.of_params(eight) == fingerprint.of_params(plain)
+    assert fingerprint.of_model(eight, MODEL.config) != fingerprint.of_model(plain, MODEL.config)
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedWeight)

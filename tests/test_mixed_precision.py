@@ -77,7 +77,7 @@ def test_a_run_writes_a_scheme_and_its_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--formats", "w8a8-talk"], "w8a8-talk is not one format for all linear layers"),
+        (["--formats", "w8a8"], "w8a8 is not one format for all linear layers"),
         (["--formats", "w8a16+rotate-kv"], "is not one format for all linear layers"),
         (["--budgets", "0.1"], "none of the formats fits 0.1: the smallest takes 0.5625"),
     ],

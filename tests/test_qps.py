@@ -13,13 +13,13 @@ from experiments.serving import engines, run
 from experiments.serving.engines import HostOnly
 from experiments.serving.run import serve
 from experiments.serving.workload import WORKLOAD, Request, Served, half_interval, percentile, read_workload, repeat_row
+from experiments.simulation.trace import load_trace
 from experiments.steps.floors import schedule
 from experiments.steps.words import words_tokenizer
 from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
-from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError
 from tests.test_throughput import TINY
 from tests.tiny import tiny_model
@@ -144,7 +144,7 @@ def test_memory_policies_are_options(tmp_path, capsys):
 def test_a_trace_has_the_warm_up_and_then_each_repeat(tmp_path):
     command = ["--host-only", "--requests", "3", "--slots", "4", "--repeats", "2", "--warmup", "1"]
     assert main([*command, "--trace", str(tmp_path / "run.jsonl"), "--results", str(tmp_path)]) == 0
-    first, *repeats = ((r.known, r.output) for r in read_trace(tmp_path / "run.jsonl").requests)
+    first, *repeats = ((r.known, r.output) for r in load_trace(tmp_path / "run.jsonl").requests)
     requests = [(r.prompt, r.output) for r in read_workload(WORKLOAD, 3, None, 0)]
     assert first == (requests[0][0], 16)
     assert repeats == requests * 2

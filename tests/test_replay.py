@@ -7,12 +7,12 @@ import pytest
 
 from experiments.simulate import main
 from experiments.simulation.replay import recorded, replay, traced_work
+from experiments.simulation.trace import Trace, TracedStep, load_trace
 from experiments.steps.cost_model import CostModel, Shares
 from experiments.steps.floors import Floor, Matrix, Work
 from jllm.batch import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.plan import Limits
-from jllm.engine.trace import Trace, TracedStep, read_trace
 from jllm.errors import InputFileError
 from tests.tiny import greedy, tiny_model
 
@@ -68,7 +68,7 @@ def test_an_engines_trace_is_replayed(tmp_path, capsys):
         engine.submit([3, 4, 5 + i], greedy(20))
     assert list(engine.run())
     engine.close()
-    trace = read_trace(str(path))
+    trace = load_trace(str(path))
     steps = recorded(trace)
     assert len(steps) > 15
     assert sum(s.work.decodes for s in steps) > 60
@@ -79,3 +79,20 @@ def test_an_engines_trace_is_replayed(tmp_path, capsys):
     assert [row["model"] for row in document["rows"]] == ["as calibrated", "fitted"]
     assert main(["--replay", str(tmp_path / "none.jsonl"), "--results", str(tmp_path)]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+SIZES = ("max_slots", "max_step_tokens", "max_prompt_tokens", "max_chunks", "page_size", "num_pages", "max_deltas")
+HEAD = {"type": "engine", "version": 1, "limits": dict.fromkeys(SIZES, 1)}
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([{**HEAD, "limits": {}}], "line 1 is not of a trace"),
+        ([HEAD, {"type": "step", "step": 0}], "line 2 is not of a trace: field 'chunks' is missing"),
+        ([HEAD, {"type": "end", "request": 3, "sample": 0}], "request 3 sample 0 ends and never came"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line(records, says):
+    with pytest.raises(InputFileError, match=says):
+        load_trace(records)

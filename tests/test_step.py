@@ -81,9 +81,9 @@ def lowered_for_cuda(shape: str, scheme: str, *rest, **changes) -> str:
 # the head's. Then the two of sample.
 KERNELS = 4 + 2 + 2
 SHAPES = ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"]
-SCHEMES = [name for name in PRESETS if name != "w8a8"]
+SCHEMES = list(PRESETS)
 # Each shape, and a scheme of each kernel and kind of table. The rest are of the same kernels in other sizes.
-LOWERED = list(zip(SHAPES * 2, ["w8a8-talk", "w4a16-g128", "fp8", "nf4-dq", "w8a16", "uint8-zp", "w4a16-g64-zp"]))
+LOWERED = list(zip(SHAPES * 2, ["w8a8", "w4a16-g128", "fp8", "nf4-dq", "w8a16", "uint8-zp", "w4a16-g64-zp"]))
 REST = [pair for pair in product(SHAPES, SCHEMES) if pair not in LOWERED]
 
 
@@ -93,9 +93,9 @@ def products(scheme: str) -> int:
         return 0
     if scheme == "llm-int8":  # two of each weight
         return 8
-    silu = scheme in ("w8a8-talk", "w8a8-all", "w8a8-head", "fp8")  # else it is of 16 bits, and XLA's
-    codes = silu and scheme != "w8a8-talk"  # of attention's output
-    return (3 if scheme in ("w8a8-talk", "w8a8-tensor") else 4) + silu + codes + (scheme == "w8a8-head")
+    silu = scheme in ("w8a8", "w8a8-all", "w8a8-head", "fp8")  # else it is of 16 bits, and XLA's
+    codes = silu and scheme != "w8a8"  # of attention's output
+    return (3 if scheme in ("w8a8", "w8a8-tensor") else 4) + silu + codes + (scheme == "w8a8-head")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

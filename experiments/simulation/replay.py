@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.simulation.trace import Trace, TracedStep
 from experiments.steps.cost_model import CostModel, Shares, fit
 from experiments.steps.floors import Work, step_work
-from jllm.engine.trace import Trace, TracedStep
 from jllm.errors import InputFileError
 
 Row = dict[str, Any]

@@ -49,9 +49,8 @@ speculation: a drafter guesses the next tokens of each sequence, and one step of
   of results may be resumed with another drafter, or none. NAME is ngram (what followed before in the same text; needs
   no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model),
   copy:SCHEME (the model itself, quantized as --quantize does); plain draft, medusa and eagle are those of the bundled
-  model. With --acceptance rejection, a seed's text depends on the drafter, and a file of results is resumed with the
-  same one only. The last line says how many tokens a step made of each sequence that had drafts, and the share of
-  drafts accepted at each depth.
+  model. The last line says how many tokens a step made of each sequence that had drafts, and the share of drafts
+  accepted at each depth.
 
 exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
 
@@ -61,7 +60,7 @@ KV_FORMATS = (
     "multiple of N)"
 )
 SCHEMES = (
-    "bf16, w8a16, w8a8 (w8a8-talk: not the O projection; w8a8-all: every linear layer; w8a8-head: and the output head; "
+    "bf16, w8a16, w8a8 (all but the O projection; w8a8-all: every linear layer; w8a8-head: and the output head; "
     "w8a8-groups: every linear layer, inputs of O and down in groups of 128), w4a16-g128, w4a16-g64, w4a16-g32 (each "
     "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, uint8-zp; mxfp4, mxfp8, mxfp8-e5m2, nvfp4 "
     "(each also with -h: rotated blocks, and -weight); llm-int8 (-tX: its threshold); w8a8-tensor, for experiments: "
@@ -92,6 +91,16 @@ class Parser(argparse.ArgumentParser):
         """One line, as for every other error."""
         print(f"error: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
+
+
+class Gone(argparse.Action):
+    """A flag that was there before. It is an error, whose text is in `const`, and help does not show it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
+        super().__init__(option_strings, dest, help=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is gone: {self.const}")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -149,11 +158,8 @@ def _text_of(path: Path, flag: str) -> str:
 
 
 def check_drafts(args: argparse.Namespace) -> str | None:
-    """What is wrong with the flags of speculation, if anything."""
-    for name in ("drafts", "acceptance"):
-        if getattr(args, name) is not None and args.speculate is None:
-            return f"--{name} needs --speculate NAME"
-    return None
+    """Returns what is wrong with the flags of speculation, if anything."""
+    return "--drafts needs --speculate NAME" if args.drafts is not None and args.speculate is None else None
 
 
 def make_parser() -> Parser:
@@ -290,7 +296,7 @@ def add_numbers(group: Group) -> None:
 # Engine options by the names of their flags.
 ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
-    *("speculate", "drafts", "acceptance", "deterministic", "progress", "compile_processes"),
+    *("speculate", "drafts", "deterministic", "progress", "compile_processes"),
 )
 
 
@@ -322,13 +328,8 @@ def add_engine(group: Group) -> None:
     group.add_argument(
         "--drafts", type=int, metavar="K", help="drafts a step checks of each sequence (default: some, where they pay)"
     )
-    group.add_argument(
-        "--acceptance",
-        choices=("equal", "rejection"),
-        metavar="HOW",
-        help="which drafts are accepted: equal (to what the model draws; the default), or rejection (by rejection "
-        "sampling: more of them at high temperatures, but a seed's text depends on the drafter)",
-    )
+    equal = "drafts are accepted only where they equal what the model draws, so leave it out"
+    group.add_argument("--acceptance", nargs="?", action=Gone, const=equal, default=argparse.SUPPRESS)
     one_order = "a sequence's numbers are to the bit what they are alone (docs/sampling.md says when); slower"
     group.add_argument("--deterministic", action="store_const", const=True, help=one_order)
     cache = group.add_mutually_exclusive_group()

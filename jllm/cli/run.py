@@ -28,8 +28,6 @@ def made_with(args: Namespace) -> dict[str, Any]:
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
     numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # of jllm batch
     asked |= {name: value for name, value in numbers.items() if value is not None}
-    if args.acceptance == "rejection":
-        asked |= {name: getattr(args, name) for name in ("acceptance", "speculate", "drafts")}
     asked |= {} if args.eos_token_id is None else {"eos_token_id": args.eos_token_id}
     asked |= {} if args.devices is None else {"devices": args.devices}  # sums are rounded in other places
     return asked | ({"chat": True} if getattr(args, "chat", False) else {})

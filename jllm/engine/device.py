@@ -13,7 +13,7 @@ import numpy as np
 
 from jllm import fingerprint
 from jllm.batch import NOWHERE, Bucket
-from jllm.cache import COPIES, jit_copy_pages, make_cache, make_tails, parse_kv_cache
+from jllm.cache import COPIES, jit_copy_pages, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine import between_steps
 from jllm.engine.between_steps import MASKS, padded, put_masks
@@ -36,7 +36,7 @@ from jllm.params import Params
 from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import Tree, chain
-from jllm.state import SPREAD, Outputs, State, Variant, init_drafts, make_slots, place_state, spread_drafter
+from jllm.state import SPREAD, Outputs, State, Variant, init_state, spread_drafter
 from jllm.step_forward import Logits
 
 
@@ -98,14 +98,16 @@ class Device:
 
     def _fresh(self) -> State:
         limits = self.sizes.limits
-        cache = make_cache(self._config, limits.num_pages, limits.page_size, self._formats)
-        sizes = limits.max_slots, limits.page_size, limits.short_rows
-        tails = make_tails(self._config, self._formats, self._params.dtype, *sizes)
-        slots = make_slots(limits.max_slots, self.sizes.max_pages)
-        state = place_state(State(cache, slots, tails=tails), self._config)
-        if self._drafter is not None:
-            how = self._config, self._params.dtype, self._options.acceptance
-            state = replace(state, drafts=init_drafts(self._drafter, state, *how))
+        state = init_state(
+            self._config,
+            slots=limits.max_slots,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_pages=self.sizes.max_pages,
+            kv_cache=self._formats,
+            dtype=self._params.dtype,
+            drafter=self._drafter,
+        )
         if self._hooks is not None:
             state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, EVERYWHERE))
         return state

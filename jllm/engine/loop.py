@@ -60,7 +60,7 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        self.by_draws = config.mesh is not None and options.acceptance == "equal"  # rejection sampling takes whole rows
+        self.by_draws = config.mesh is not None
         self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
         self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None

@@ -17,7 +17,6 @@ from jllm.hf_fields import MOST
 from jllm.hooks import Hooks
 from jllm.kv_policies.names import policy_of
 from jllm.speculative.drafter import Drafter
-from jllm.speculative.rejection import ACCEPTANCES, check_acceptance
 from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
 from pallas_kernels.kv_formats import KVFormat
@@ -26,11 +25,13 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default
 MOST_PROCESSES = 64  # that trace: each is a Python with JAX
 MOST_DRAFTS = MOST_NODES // 2  # in a chain
-GONE = {  # options that were here, and what takes them now
-    "length_predictor": "Predicted(predictor) or Extent(predictor)",
-    "admission_quantile": "Predicted(predictor, quantile=...)",
-    "watermark": "OnDemand(watermark=...)",
-    "extent_overflow": "Extent(overflow=...)",
+_POLICY = "it belongs to a KV policy now, so give kv_policy="
+GONE = {  # options that were here, and what takes their place
+    "acceptance": "drafts are accepted only where they equal the request's own sample, so leave it out",
+    "length_predictor": f"{_POLICY}Predicted(predictor) or Extent(predictor) (jllm/kv_policies)",
+    "admission_quantile": f"{_POLICY}Predicted(predictor, quantile=...) (jllm/kv_policies)",
+    "watermark": f"{_POLICY}OnDemand(watermark=...) (jllm/kv_policies)",
+    "extent_overflow": f"{_POLICY}Extent(overflow=...) (jllm/kv_policies)",
 }
 MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
 
@@ -55,7 +56,6 @@ class EngineOptions:
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
     drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
     hooks: Hooks | None = None  # functions of the caller's own inside the steps
-    acceptance: str = "equal"  # of drafts; "rejection": tokens depend on the drafter (speculative/rejection.py)
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     compile_processes: int = 0  # that trace steps compiled ahead, beside this one (tracing.py)
     progress: bool | None = None  # say on standard error what is being compiled; default: where that is a terminal
@@ -104,14 +104,8 @@ class EngineOptions:
             raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
         if self.drafts is not None:
             check_drafts(self.drafts, self.speculate)
-        if self.acceptance not in ACCEPTANCES:
-            raise ConfigError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, not {self.acceptance!r}")
-        if self.acceptance != "equal" and self.speculate is None:
-            raise ConfigError(f"acceptance={self.acceptance!r} has no meaning without speculate: leave it out")
-        if isinstance(self.speculate, Drafter):
-            if self.speculate.tree.size == 1:
-                raise ConfigError(f"{type(self.speculate).__name__} makes no drafts: its tree is the root alone")
-            check_acceptance(self.speculate, self.acceptance)
+        if isinstance(self.speculate, Drafter) and self.speculate.tree.size == 1:
+            raise ConfigError(f"{type(self.speculate).__name__} makes no drafts: its tree is the root alone")
 
     @property
     def kernels(self) -> str | None:
@@ -160,7 +154,6 @@ class EngineKeywords(TypedDict, total=False):
     speculate: str | Drafter | None
     drafts: int | None
     hooks: Hooks | None
-    acceptance: str | None
     executables: str | os.PathLike | None
     compile_processes: int | None
     progress: bool | None
@@ -173,7 +166,7 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
     names = [f.name for f in fields(EngineOptions)]
     for name in given:
         if name in GONE:
-            raise ConfigError(f"{name} is an option of KV policies now: give kv_policy={GONE[name]} (jllm/kv_policies)")
+            raise ConfigError(f"engine option {name!r} is gone: {GONE[name]}")
         if name not in names:
             raise ConfigError(f"unknown engine option {name!r}; known are {', '.join(names)}")
     return EngineOptions(**{name: value for name, value in given.items() if value is not None})

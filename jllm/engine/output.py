@@ -2,15 +2,8 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
-
-class StreamDecoder(Protocol):
-    """What the tokenizer's stream_decoder() gives."""
-
-    def push(self, id: int) -> str: ...
-
-    def finish(self) -> str: ...
+from jllm.tokenizer import StreamDecoder
 
 
 class OutputText:

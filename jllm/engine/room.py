@@ -19,7 +19,6 @@ from jllm.quant.quantize import quantize, weight_formats
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import chain
 from jllm.state import State, make_slots
-from pallas_kernels.numerics import compute_dtype
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here
@@ -117,8 +116,6 @@ def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pag
     if drafter is not None:  # its memory
         sizes = {"num_pages": 1, "page_size": options.page_size, "max_tokens": max(1, max_pages) * options.page_size}
         found += tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, slots=options.max_slots, **sizes)[1]))
-    if drafter is not None and options.acceptance == "rejection":  # keeps what drafts were drawn from
-        found += options.max_slots * (drafter.tree.size - 1) * config.vocab_size * compute_dtype(dtype).itemsize
     tree = chain(0) if drafter is None else drafter.tree  # each of its nodes has a mask while guides are asked for
     return found + 4 * options.max_slots * (tree.size * words(config.vocab_size) + coming_tokens(tree))
 

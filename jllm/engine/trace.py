@@ -1,6 +1,7 @@
 """The schedule as a small trace: what each step computed and when, for replays and simulations without a device.
 
-`Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. By "type":
+`Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. read_trace
+reads either. By "type":
 
     engine   once, first: version, limits (plan.Limits), buckets, and the options that decide about memory
     request  a sample is added: request, sample, known (tokens that it begins with), max_length, t
@@ -15,8 +16,8 @@ Times are seconds since the trace began, on a monotonic clock. Steps stand in th
 import json
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jllm.engine.sequence import Sequence
 from jllm.errors import InputFileError, OutputError
 
 VERSION = 1
+KINDS = ("engine", "request", "step", "end")
 LINES = 1024  # that wait in memory at most
 Record = dict[str, Any]
 Sink = str | os.PathLike | list
@@ -115,104 +117,28 @@ def _name(seq: Sequence) -> Record:
     return {"request": seq.request_id, "sample": seq.sample}
 
 
-@dataclass(frozen=True)
-class TracedRequest:
-    """A sample of a request; what is None had not happened when the trace ended."""
-
-    request: int
-    sample: int
-    known: int  # tokens that it began with
-    max_length: int
-    arrival: float  # seconds
-    output: int | None = None  # tokens, those known at the start included where it is a fork
-    reason: str | None = None
-    end: float | None = None  # seconds
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A step; see the module for the fields."""
-
-    step: int
-    decodes: int
-    keys: int
-    chunks: tuple[tuple[int, int, int, int, bool], ...]
-    bucket: Bucket
-    pages: int
-    copies: int
-    preempted: tuple[tuple[int, int], ...]
-    planned: float
-    dispatched: float
-    read: float | None
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens of the step."""
-        return sum(chunk[3] for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A whole trace. `engine` is its first record as it stands."""
-
-    engine: Record
-    limits: Limits
-    requests: tuple[TracedRequest, ...]  # in the order of arrival
-    steps: tuple[TracedStep, ...]
-
-
-def read_trace(source: Sink) -> Trace:
-    """The trace in a file or a list. InputFileError, with the line's number, for what is no trace."""
-    name = "trace" if isinstance(source, list) else os.fspath(source)
-    number = 0
+def read_trace(source: Sink) -> list[Record]:
+    """Returns the records of a trace that is in a file or a list. Raises InputFileError, with the line's number, for
+    what is no trace."""
+    name, number, records = "trace" if isinstance(source, list) else os.fspath(source), 0, []
     try:
-        records = source if isinstance(source, list) else map(json.loads, _lines(source))
-        engine: Record | None = None
-        requests: dict[tuple[int, int], TracedRequest] = {}
-        steps: list[TracedStep] = []
-        for number, record in enumerate(records, 1):
-            kind = record["type"]
-            if (kind == "engine") != (number == 1):
+        for number, record in enumerate(source if isinstance(source, list) else _lines(source), 1):
+            if (record["type"] == "engine") != (number == 1):
                 raise ValueError("the first record, and no other, must be of type engine")
-            if kind == "engine":
-                if record["version"] != VERSION:
-                    raise ValueError(f"version {record['version']}, this reads {VERSION}")
-                engine, limits = record, Limits(**record["limits"])
-            elif kind == "step":
-                steps.append(_step(record))
-            else:
-                _request(requests, kind, record)
+            if number == 1 and record["version"] != VERSION:
+                raise ValueError(f"version {record['version']}, this reads {VERSION}")
+            if record["type"] not in KINDS:
+                raise ValueError(f"unknown type {record['type']!r}")
+            records.append(record)
     except OSError as error:
         raise InputFileError(f"{name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputFileError(f"{name}: line {max(1, number)} is not of a trace: {what}") from None
-    if engine is None:
+    if not records:
         raise InputFileError(f"{name}: an empty trace")
-    return Trace(engine, limits, tuple(requests.values()), tuple(steps))
+    return records
 
 
-def _lines(path: str | os.PathLike) -> Iterable[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines()
-
-
-def _step(record: Record) -> TracedStep:
-    names = ("step", "decodes", "keys", "pages", "copies", "planned", "dispatched", "read")
-    return TracedStep(
-        chunks=tuple((r, s, start, n, bool(final)) for r, s, start, n, final in record["chunks"]),
-        bucket=Bucket(*record["rung"]),
-        preempted=tuple((r, s) for r, s in record["preempted"]),
-        **{name: record[name] for name in names},
-    )
-
-
-def _request(requests: dict[tuple[int, int], TracedRequest], kind: str, record: Record) -> None:
-    key = record["request"], record["sample"]
-    if kind == "request":
-        requests[key] = TracedRequest(*key, record["known"], record["max_length"], record["t"])
-    elif kind == "end":
-        if key not in requests:
-            raise ValueError(f"request {key[0]} sample {key[1]} ends and never came")
-        requests[key] = replace(requests[key], output=record["output"], reason=record["reason"], end=record["t"])
-    else:
-        raise ValueError(f"unknown type {kind!r}")
+def _lines(path: str | os.PathLike) -> Iterator[Record]:
+    return map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())

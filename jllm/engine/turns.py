@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, Protocol
+from typing import Any, Concatenate
 
 from jllm.errors import EngineBusy
 
@@ -40,12 +40,8 @@ class Turns:
                     self._changed.notify_all()
 
 
-class HasTurns(Protocol):
-    _turns: Turns
-
-
-def in_turn[S: HasTurns, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that waits for its turn."""
+def in_turn[S, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Makes a method wait for its turn, by the Turns that its object has as `_turns`."""
 
     @wraps(method)
     def wrapper(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -166,7 +166,6 @@ PRESETS: dict[str, Scheme] = {
         Scheme("bf16", (("*", PLAIN),)),
         _linears("w8a16", "w8a16"),
         _linears("w8a8", "w8a8", _TALK),
-        _linears("w8a8-talk", "w8a8", _TALK),
         _linears("w8a8-all", "w8a8"),
         _linears("w8a8-head", "w8a8", ("lm_head", "w8a8")),
         # Where attention and SiLU end, a scale for each group of a token's values needs no pass over all of them.
@@ -177,6 +176,9 @@ PRESETS: dict[str, Scheme] = {
         _linears(LLM_INT8, LLM_INT8),
     )
 }
+
+
+GONE = {"w8a8-talk": "w8a8"}  # names that were here, and those of the same schemes
 
 
 def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
@@ -193,6 +195,8 @@ def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
         return replace(find_scheme(base), name=scheme, rotate=which)
     if scheme in PRESETS:
         return PRESETS[scheme]
+    if scheme in GONE:
+        raise QuantizationError(f"quantization scheme {scheme!r} is gone: use {GONE[scheme]!r}, which is the same")
     try:
         parse_weight_format(scheme)
     except ValueError:

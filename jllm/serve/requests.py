@@ -11,7 +11,7 @@ from jllm.engine.guide import Guide
 from jllm.engine.guide_schema import read_float
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
-from jllm.messages import shown
+from jllm.messages import check_only, shown
 from jllm.serve import fields
 from jllm.serve.errors import TOO_LONG, HttpError, bad
 from jllm.serve.fields import check_fields
@@ -316,13 +316,14 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
     """The fields that say what the text must look like, each with what makes a guide of it."""
     asked = _take(body, "response_format", dict, {"type": "text"})
     kind, schema = asked.get("type"), asked.get("json_schema")
-    _only("response_format", asked, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    only = partial(check_only, error=partial(bad, "response_format"))
+    only(asked, ("type", "json_schema") if kind == "json_schema" else ("type",), "response_format")
     if kind == "json_object":
         yield "response_format", Guide.json
     elif kind == "json_schema":
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
             raise bad("response_format", 'json_schema must be an object like {"name": "cat", "schema": {...}}')
-        _only("response_format", schema, ("name", "description", "schema", "strict"))
+        only(schema, ("name", "description", "schema", "strict"), "json_schema")
         yield "response_format", partial(Guide.json, schema["schema"])
     elif kind != "text":
         raise bad("response_format", f"type must be text, json_object or json_schema, not {shown(kind)}")
@@ -337,13 +338,6 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
             if not _is(value, kinds):
                 raise bad("structured_outputs", f"{name.removeprefix('guided_')} must be {NAMES[kinds[0]]}")
             yield "structured_outputs", partial(make, value)
-
-
-def _only(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None:
-            verb = "is" if len(known) == 1 else "are"
-            raise bad(field, f"{shown(name)} is not served there; {' and '.join(known)} {verb}")
 
 
 def _seed(given: int) -> int:

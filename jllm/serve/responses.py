@@ -4,10 +4,11 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jllm.engine.request import Completion, Event
-from jllm.messages import shown
+from jllm.messages import check_only, shown
 from jllm.serve.answers import Answer, ending
 from jllm.serve.errors import HttpError, bad, http_error
 from jllm.serve.fields import BOTH, Neutral, check_fields, one_of
@@ -33,6 +34,7 @@ NEUTRAL: Mapping[str, Neutral] = {
 }
 TEXTS = ("input_text", "output_text", "text")  # types of parts
 ITEMS = ("message", "function_call", "function_call_output")
+LEFT_OUT_OF_ITEMS = ("id", "status", "parsed_arguments")  # what an answer's items have beside what is read
 
 
 def response(body: Mapping[str, Any], served: Served) -> Wanted:
@@ -83,25 +85,20 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
+    only = partial(check_only, left_out=LEFT_OUT_OF_ITEMS, error=partial(bad, "input"))
     if kind == "message":
-        _only(item, ("type", "role", "content"), where)
+        only(item, ("type", "role", "content"), where)
         return {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
     if kind == "function_call":
-        _only(item, ("type", "call_id", "name", "arguments"), where)
+        only(item, ("type", "call_id", "name", "arguments"), where)
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        _only(item, ("type", "call_id", "output"), where)
+        only(item, ("type", "call_id", "output"), where)
         output = _content(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise bad("input", f"{where} must be an item of the type {', '.join(ITEMS)}, not {shown(item)}")
-
-
-def _only(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for name, value in given.items():  # what an answer's items have beside that is left out
-        if name not in (*known, "id", "status", "parsed_arguments") and value is not None:
-            raise bad("input", f"{where} has {shown(name)}, which is not served; {', '.join(known)} are")
 
 
 def _content(content: Any, where: str) -> Any:

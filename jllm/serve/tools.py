@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jllm.engine.guide import Guide
-from jllm.messages import shown
+from jllm.messages import check_only, shown
 from jllm.serve.arguments import TOOL_CALL_PARSERS
 from jllm.serve.errors import bad
 from jllm.serve.tool_formats import Format, calls_guide, format_of, hidden_tokens, takes_tools
@@ -117,8 +117,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         raise bad("tools", f"{where} must be an object like {FUNCTION}: only tools of the type function are served")
-    _only("tools", tool, ("type", "function"), where)
-    _only("tools", function, tuple(KINDS), f"{where}.function")
+    check_only(tool, ("type", "function"), where, error=partial(bad, "tools"))
+    check_only(function, tuple(KINDS), f"{where}.function", error=partial(bad, "tools"))
     for name, (kind, what) in KINDS.items():
         if function.get(name) is not None and not isinstance(function[name], kind):
             raise bad("tools", f"{where}.function.{name} must be {what}, not {shown(function[name])}")
@@ -149,9 +149,3 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, str | None]:
     if name not in names:
         raise bad("tool_choice", f"names {shown(name)}, which is not among the tools")
     return "required", name
-
-
-def _only(field: str, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise bad(field, f"{where} has {shown(name)}, which is not served; {', '.join(known)} are")

@@ -6,8 +6,7 @@ draft changes a token, so a drafter that knows little of a sequence (after a pre
 acceptance and nothing else.
 
 A drafter that wants its drafts accepted draws them as the target draws: sampling.sample with the request's parameters
-at the draft's token index uses the same noise. Under rejection sampling (rejection.py) the Sampling that a drafter is
-given has other noise, and it must have no other source of chance.
+at the draft's token index uses the same noise.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ class Drafts:
     cache: Cache  # pools of pages that share numbers and page tables with the target's; () where it needs none
     memory: Any  # a pytree of the drafter's own
     tree: Tree = field(metadata={"static": True})
-    logits: jax.Array | None = None  # f[S, Q - 1, V] that they were drawn from; only for rejection sampling
 
 
 @jax.tree_util.register_dataclass
@@ -68,9 +66,6 @@ class Proposal:
     count: jax.Array  # i32[G] how many of them were drafted: the first ones
     cache: Cache  # its pools after the step
     memory: Any  # its memory after the step
-    # f[G, Q - 1, V], of a chain: what each token was drawn from, with the Sampling of the Advance. None if no draft
-    # was drawn: each follows from the tokens before it.
-    logits: jax.Array | None = None
     # The target's cache, of a drafter that wrote to it: from each sequence's newest token on, where the target writes
     # before it reads. None: as it was.
     target_cache: Cache | None = None

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.speculative.drafter import Advance, Proposal
-from jllm.speculative.rejection import certain
 from jllm.speculative.tree import Tree
 
 
@@ -31,7 +30,4 @@ def with_forced(found: Proposal, advance: Advance, coming: jax.Array, tree: Tree
     forced = jnp.cumprod(fits.all(axis=1, keepdims=True) & (after >= 0), axis=1).astype(bool)
     tokens = found.tokens.at[:, path - 1].set(jnp.where(forced, after, found.tokens[:, path - 1]))
     reach = jnp.max(jnp.where(forced, path, 0), axis=1, initial=0)
-    logits = found.logits
-    if logits is not None:  # of a chain, whose drafts are the path
-        logits = jnp.where(forced[:, :, None], certain(tokens, logits.shape[2], logits.dtype), logits)
-    return replace(found, tokens=tokens, count=jnp.maximum(found.count, reach), logits=logits)
+    return replace(found, tokens=tokens, count=jnp.maximum(found.count, reach))

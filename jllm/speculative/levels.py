@@ -118,14 +118,13 @@ def draft_levels(
 
     states = jnp.zeros((G, tree.size, newest_state.shape[1]), newest_state.dtype).at[:, 0].set(newest_state)
     drafts = jnp.zeros((G, tree.size - 1), jnp.int32)
-    parents, seen = np.array((0, *tree.parents), np.int32), []
+    parents = np.array((0, *tree.parents), np.int32)
     for depth, nodes in enumerate(map(np.array, tree.levels()[1:]), 1):
         above, of = np.unique(parents[nodes], return_inverse=True)
         ranks = np.array(tree.ranks)[nodes]
         row = np.repeat(np.arange(G), len(above))
         sampling: Sampling = jax.tree.map(lambda x: x[row], advance.sampling)  # noqa: B023
         logits = logits_of(states[:, above].reshape(len(row), -1))
-        seen.append(logits)
         best = best_tokens(logits, sampling, (newest + depth)[row], 1 + int(ranks.max()), backend=backend)
         drafts = drafts.at[:, nodes - 1].set(best.reshape(G, len(above), -1)[:, of, ranks])
         inner = nodes[np.isin(nodes, tree.parents)]
@@ -144,7 +143,7 @@ def draft_levels(
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
     needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
     counts = jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32)
-    return Proposal(drafts, counts, cache, None, jnp.stack(seen, axis=1) if tree.is_chain else None)
+    return Proposal(drafts, counts, cache, None)
 
 
 def _ancestors(tree: Tree, end: int) -> np.ndarray:

@@ -67,18 +67,16 @@ class Medusa:
         hidden, newest = last_valid(advance.hidden, advance.count), advance.start + advance.count - 1
         normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
         found: dict[int, jax.Array] = {}
-        seen = []
         for depth, nodes in enumerate(self.tree.levels()[1:], 1):
             logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)
             if self.heads[depth - 1].head is None:  # the target's, of which a device of a mesh has a part
                 logits = whole_rows(logits, config)
-            seen.append(logits)
             most = 1 + max(self.tree.ranks[node] for node in nodes)
             best = best_tokens(logits, advance.sampling, newest + depth, most, backend=backend)
             found |= {node: best[:, self.tree.ranks[node]] for node in nodes}
         tokens = jnp.stack([found[node] for node in range(1, self.tree.size)], axis=1)
         count = jnp.where(advance.count > 0, tokens.shape[1], 0)
-        return Proposal(tokens, count, (), None, jnp.stack(seen, axis=1) if self.tree.is_chain else None)
+        return Proposal(tokens, count, (), None)
 
     def remember(self, memory: None, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> None:
         return None

@@ -58,18 +58,6 @@ def perturbed(logits: Array, temperature: Array, top_k: Array, top_p: Array, min
     return jnp.where(sampled[:, None], scores, clean)
 
 
-@jax.jit
-def scores(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """perturbed without its noise [R, V]: what sample draws a token from is the softmax of its row. A row without a
-    temperature has 0 at its argmax and -inf elsewhere."""
-    filters = Filters(temperature, top_k, top_p, min_p)
-    clean = clean_logits(logits)
-    top = clean.max(axis=1)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    greedy = jnp.where(ids == _first(clean, top)[:, None], 0, -jnp.inf).astype(clean.dtype)
-    return jnp.where((temperature > 0)[:, None], _kept(logits, top, filters), greedy)
-
-
 def threshold(logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """The lowest logit of each row [R, V] that the filters leave to be drawn -> [R]; -inf when all are off."""
     filters = Filters(temperature, top_k, top_p, min_p)

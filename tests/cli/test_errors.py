@@ -62,7 +62,10 @@ ERRORS = {
     "another model's draft": (("--speculate", "draft", "hi"), "vocabulary"),
     "another model's heads": (("--speculate", "eagle", "hi"), "made for another model"),
     "drafts alone": (("--drafts", 3, "hi"), "--drafts needs --speculate NAME"),
-    "acceptance alone": (("--acceptance", "rejection", "hi"), "--acceptance needs --speculate NAME"),
+    "acceptance": (
+        ("--acceptance", "rejection", "hi"),
+        "--acceptance is gone: drafts are accepted only where they equal",
+    ),
     "no drafts": (("--speculate", "ngram", "--drafts", 0, "hi"), "drafts must be an integer from 1 to 32, not 0"),
     "surrogate": (("a\udcff",), "not valid Unicode"),
 }

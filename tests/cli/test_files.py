@@ -213,7 +213,6 @@ def test_chat_takes_no_token_ids(run, tmp_path):
         (("--seed", 6), "was made with seed"),
         (("--kv-cache", "f16"), 'kv_cache the default, and now it is "f16"'),
         (("--chat",), "chat the default, and now it is true"),
-        (("--speculate", "ngram", "--acceptance", "rejection"), "acceptance the default, and now it is"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
 )

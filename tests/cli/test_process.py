@@ -30,6 +30,9 @@ def test_names_of_the_package():
     assert dir(jllm) == jllm.__all__  # and nothing of what the package itself imports
     with pytest.raises(AttributeError, match="has no attribute 'generator'"):
         jllm.generator  # noqa: B018
+    for name in jllm.GONE:
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': "):
+            getattr(jllm, name)
 
 
 def test_submodules_of_the_package():

@@ -125,7 +125,7 @@ def test_what_the_pool_cannot_hold_is_refused_and_not_cut(model, policy):
         ({"kv_policy": OnDemand}, "kv_policy must be one of paged, reserve, extent, or an object"),
         ({"length_predictor": "quantile"}, r"length_predictor is .* give kv_policy=Predicted\(pred"),
         ({"admission_quantile": 0.9}, r"admission_quantile is .* give kv_policy=Predicted\(predictor, quantile="),
-        ({"watermark": 0.1}, r"watermark is an option of KV policies now: give kv_policy=OnDemand\(watermark="),
+        ({"watermark": 0.1}, r"'watermark' is gone: it belongs to a KV policy now, so give kv_policy=OnDemand\(watermark="),
         ({"extent_overflow": "move"}, r"extent_overflow is .* give kv_policy=Extent\(overflow="),
         ({"num_pages": 3}, r"num_pages must be at least max_slots = 4 \(one page a slot\), not 3"),
         ({"buckets": ()}, "buckets must have one that holds 4 decode rows"),
@@ -210,12 +210,12 @@ def test_recovery_frees_the_old_pool_first_and_closes_when_there_is_no_room(mode
     def fail(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
 
-    def no_room(*args):
+    def no_room(*args, **options):
         assert engine._device._state is None
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(engine._device, "run", fail)
-    monkeypatch.setattr(device_module, "make_cache", no_room)
+    monkeypatch.setattr(device_module, "init_state", no_room)
     with pytest.raises(EngineClosed, match="no room for a new state after a device error: RESOURCE_EXHAUSTED"):
         list(engine.run())
 

@@ -34,7 +34,6 @@ def test_a_plan_as_the_device_reads_it():
         "decode_room": [24, 8, NOWHERE],
         "chunk_room": [16, 8, NOWHERE],
         "width": 1,
-        "purpose": 0,
         "tokens": [13, 14, 20, 30, 31, 0, 0, 0, 0, 0],
         "targets": [14, -1, -1, -1, -1, -1, -1, -1, -1, -1],  # what follows in a prompt whose scores are asked for
         "deltas": [[2, 1, 6], [0, 0, 4], [NOWHERE] * 3],

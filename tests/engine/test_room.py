@@ -163,7 +163,7 @@ OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bu
 
 def test_an_engine_is_refused_before_its_pool_is_made(monkeypatch):
     model = tiny_model()
-    monkeypatch.setattr(device_module, "make_cache", None)
+    monkeypatch.setattr(device_module, "init_state", None)
     says = (
         r"64 KV pages of 8 tokens take 0\.25 MiB, .* the device has 0\.10 MiB free beside the weights; what would fit"
     )
@@ -193,7 +193,7 @@ def test_recovery_does_not_ask_the_device_again(monkeypatch):
 
 def test_the_operating_system_is_asked_where_the_device_is_a_cpu(monkeypatch):
     """It gave JAX's own RESOURCE_EXHAUSTED, or nothing until the machine was full."""
-    monkeypatch.setattr(device_module, "make_cache", None)
+    monkeypatch.setattr(device_module, "init_state", None)
     with pytest.raises(NoRoomError, match=r"^1000000000 KV pages of 8 tokens take .* GiB free .*: num_pages=\d+ \("):
         Engine(tiny_model(), num_pages=10**9, **OPTIONS)
     monkeypatch.setattr("jllm.memory.host_memory", lambda: 1000)

@@ -22,7 +22,6 @@ from jllm.engine.channel import Channel, encoded
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.guide import Guide
 from jllm.engine.handover import DecodeEngine, DevicePages, Handover, Joining, PrefillEngine
-from jllm.engine.kv_store import KVStore, StoringEngine
 from jllm.engine.plan import Limits
 from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
@@ -731,20 +730,6 @@ def test_a_process_that_computes_prompts_outlives_bad_requests_and_bad_clients(m
             ends = in_time(lambda: finish(engine))
         same([ends[name, 0]], wanted[:1])
         engine.close()
-
-
-def test_a_mesh_and_one_device_share_a_store_of_the_same_quantized_weights(model, tmp_path):
-    coded = replace(model, params=quantize(model.params, "w8a16"))
-    prompt, params = [5] * 60, SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
-    found, tokens = [], []
-    for one in (coded, on_mesh(coded, 2), on_mesh(model, 2)):
-        engine = StoringEngine(one, KVStore(tmp_path, block=16), **SIZES)
-        engine.submit(prompt, params)
-        tokens += [event.completion.token_ids for event in engine.run() if event.completion]
-        found.append(engine.stored_tokens)
-        engine.close()
-    assert found == [0, 48, 0]
-    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("devices", [(2, 1), (4, 2)])

@@ -82,7 +82,7 @@ def test_columns_in_another_order(tmp_path):
 
 def test_load_just_works(tmp_path):
     model = tiny_model(**WIDE)
-    params = quantize(model.params, "w8a8-talk")
+    params = quantize(model.params, "w8a8")
     save(tmp_path, params, model.config)
     loaded = jllm.load(tmp_path)
     assert_same_bits(loaded.params, params)

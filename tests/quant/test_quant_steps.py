@@ -35,7 +35,7 @@ def test_speedups_are_those_of_one_cache():
 
 
 def test_bars_are_those_of_the_batch():
-    row = {"scheme": "w8a8-talk", "kv": "int8-g8", "decode_ms": 3.0, "floor_fraction": 0.7}
+    row = {"scheme": "w8a8", "kv": "int8-g8", "decode_ms": 3.0, "floor_fraction": 0.7}
     found = [next(bars([row | {"batch": batch}])) for batch in (64, 128, 512)]
     assert [(bar["bar"], bar["met"]) for bar in found] == [(0.7, True), (0.75, False), (0.75, False)]
     assert not list(bars([row | {"batch": 128, "kv": "bf16"}]))

@@ -38,8 +38,8 @@ def test_presets(name):
         assert not any(found.values())
         return
     assert found.keys() & {"lm_head", "model.embed_tokens"} == ({"lm_head"} if name == "w8a8-head" else set())
-    kept_o = name in ("w8a8", "w8a8-talk", "w8a8-tensor")
-    wanted = "w8a8" if name in ("w8a8-talk", "w8a8-all", "w8a8-head", "w8a8-groups") else name
+    kept_o = name in ("w8a8", "w8a8-tensor")
+    wanted = "w8a8" if name in ("w8a8-all", "w8a8-head", "w8a8-groups") else name
     for layer in ("model.layers.0.", LAYER):
         for linear in LINEARS:
             own = "w8a8-act-g128" if name == "w8a8-groups" and linear.endswith(("o_proj", "down_proj")) else wanted
@@ -152,10 +152,11 @@ def test_any_format_is_a_scheme_for_the_linear_layers():
     ("scheme", "words"),
     [
         ("w8a9", ["'w8a9'", "near ones: w8a8"]),
+        ("w8a8-talk", ["'w8a8-talk' is gone: use 'w8a8'"]),
         ("zebra", ["'zebra'", "schemes: bf16, w8a16"]),
         ("", ["''", "schemes: bf16, w8a16"]),
         ("NF4 ", ["'NF4 '", "near ones: nf4, nf4-dq"]),
-        ("int8", ["near ones: w8a16, w8a8, w8a8-talk, w8a8-all,"]),
+        ("int8", ["near ones: w8a16, w8a8, w8a8-all,"]),
         ("w4a16", ["near ones: w4a16-g128, w4a16-g64, w4a16-g32,"]),
         (7, ["not 7"]),
         ("none/such.toml", ["none/such.toml: cannot be read"]),

@@ -390,11 +390,15 @@ WRONG = [
     ({"prompt": "a", "user": 5}, "user", "must be text, not 5"),
     ({"prompt": "a", "temperature": -1}, "temperature", "temperature must be a finite number >= 0, not -1"),
     ({"prompt": "a", "top_p": 2}, "top_p", "top_p must be in (0, 1]"),
-    ({"prompt": "a", "response_format": {"type": "text", "strict": True}}, "response_format", '"strict" is not served'),
+    (
+        {"prompt": "a", "response_format": {"type": "text", "strict": True}},
+        "response_format",
+        "response_format.strict is not served; type is",
+    ),
     (
         {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}},
         "response_format",
-        '"strikt" is not served',
+        "json_schema.strikt is not served",
     ),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: must be an integer >= 1, not 0"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", 'max_tokens: must be an integer, not "5"'),

@@ -97,7 +97,11 @@ WRONG = [
         "input[0].content[0] must be a part",
     ),
     ({"input": [{"role": "king", "content": "x"}], "instructions": "x"}, "input", "input[0].role must be"),
-    ({"input": [{"role": "user", "content": "x", "weight": 1}]}, "input", '"weight", which is not served'),
+    (
+        {"input": [{"role": "user", "content": "x", "weight": 1}]},
+        "input",
+        "input[0].weight is not served; type, role and content are",
+    ),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input", "arguments must be a JSON object"),
     ({"instructions": 5}, "instructions", "must be text, not 5"),
     ({"max_output_tokens": 0}, "max_output_tokens", "must be an integer >= 1, not 0"),

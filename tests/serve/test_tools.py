@@ -357,7 +357,11 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools", "name must be 1 to 64 letters"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name must be 1 to 64 letters"),
     ({"tools": [FUNCTION, FUNCTION]}, "tools", '"a" is there twice'),
-    ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools", '"x", which is not served'),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]},
+        "tools",
+        "tools[0].function.x is not served",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "must be an object"),
     (
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
