@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 Result = tuple[Any, Any]  # a kernel's, and the formula's
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32", "int4-g32-zp", "int8-g128-zp")  # of K and V
@@ -156,28 +156,6 @@ def quantize_and_multiply(rows: str, backend: str) -> Result:
     return out, scaled_matmul(normalize(np.asarray(x), 1e-5), w, ones, w_scale, bias, residual)
 
 
-def multiply_groups(rows: str, backend: str) -> Result:
-    """Of rows with a scale for every 128 columns, which gate and up projection and SiLU make."""
-    import jax.numpy as jnp
-
-    from pallas_kernels.int8_matmul import int8_matmul
-    from pallas_kernels.quantized_rows import QuantizedRows
-    from pallas_kernels.reference_rows import quantize_rows
-    from pallas_kernels.scaled_matmul.cases import Case
-    from pallas_kernels.scaled_matmul.gated import scaled_swiglu
-    from pallas_kernels.scaled_matmul.reference import scaled_matmul
-    from pallas_kernels.silu_mul_quant.reference import silu_mul
-
-    first: tuple[Any, ...] = Case(int(rows), 1024, 640, "int8").inputs()
-    x, w, x_scale, w_scale, *_ = first
-    _, down, _, of_down, *_ = cast("tuple[Any, ...]", Case(1, 320, 512, "int8").inputs())
-    dtype = jnp.dtype("bfloat16")
-    made = scaled_swiglu(QuantizedRows(x, x_scale), w, w_scale, group=128, dtype=dtype, backend=backend)
-    out = int8_matmul(made.values, down, made.scales, of_down, backend=backend)
-    of_columns = quantize_rows(silu_mul(scaled_matmul(*first).astype(dtype)).astype(dtype), "int8", 128)
-    return out, scaled_matmul(of_columns.values, down, of_columns.scales, of_down, None, None)
-
-
 def multiply_codes(which: str, backend: str) -> Result:
     """`which`: the format of the weight and the rows of x."""
     from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
@@ -245,7 +223,6 @@ KERNELS = {
     "int8_matmul": Kernel(multiply_int8, ("1", "17", "200")),
     "fp8_matmul": Kernel(multiply_fp8, ("17", "200")),
     "norm_quant and int8_matmul": Kernel(quantize_and_multiply, ("1", "9"), ("mosaic",)),
-    "gate and up and int8_matmul by groups": Kernel(multiply_groups, ("1", "9", "64", "70"), ("mosaic",)),
     "weight_only_matmul": Kernel(
         multiply_codes,
         (

@@ -1,8 +1,7 @@
 """linear together with what comes before it: a norm, SiLU, or both, as the weight that reads their rows takes them.
 
 The norm or SiLU before a weight with quantized activations makes its rows of eight bits in the same pass (`norm`,
-`silu_mul`). Where groups of inputs have scales of their own, gate and up projection make the rows with them
-(`norm_mlp`).
+`silu_mul`).
 """
 
 from typing import Any
@@ -17,9 +16,7 @@ from pallas_kernels.all_reduce import MeshAxis
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.scaled_matmul.gated import scaled_swiglu
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
@@ -128,44 +125,6 @@ def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backe
         return silu_mul_quant(straight_through(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
 
     return with_gradient(run, straight)(x, weight, w)
-
-
-def fuses_codes(w: Weight, bias: jax.Array | None, reader: Weight) -> bool:
-    """Whether gate and up projection, SiLU and the codes of its groups are one operation: of int8 codes, for a reader
-    whose inputs have a scale for each group."""
-    if bias is not None or not isinstance(w, QuantizedWeight) or not isinstance(reader, QuantizedWeight):
-        return False
-    return takes_plain_rows(w) and w.format.row_codes == "int8" and reader.format.row_group is not None
-
-
-def norm_mlp(
-    x: jax.Array,
-    weight: jax.Array,
-    w: Weight,
-    reader: Weight,
-    bias: jax.Array | None = None,
-    *,
-    eps: float,
-    backend: str | None = None,
-) -> jax.Array:
-    """x [T, E] plus linear, with `reader`, of SiLU(gate) * up of x's norm with w [2F, E], where fuses_codes says so."""
-
-    def run(x, weight, w, reader, bias):
-        if one_kernel(x, w.values, gated=True, backend=backend) is not None:
-            rows: Rows = of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
-        else:
-            normed = norm(x, weight, eps, w, backend=backend)
-            assert isinstance(normed, QuantizedRows), "w takes codes"
-            group = reader.format.row_group
-            rows = scaled_swiglu(normed, w.values, w.scales, group=group, dtype=x.dtype, backend=backend)
-        return multiply(rows, reader, bias, x, out_dtype=x.dtype, backend=backend)
-
-    def straight(x, weight, w, reader, bias):
-        rows = _plain_norm(x, weight, eps)
-        gated = silu_mul_quant(straight_through(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
-        return straight_through(gated, reader, bias, x, out_dtype=x.dtype)
-
-    return with_gradient(run, straight)(x, weight, w, reader, bias)
 
 
 def _plain_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

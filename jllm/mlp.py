@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jllm.config import LlamaConfig
-from jllm.fused_linear import fuses_codes, fuses_swiglu, norm_linear, norm_mlp, norm_swiglu, silu_linear
+from jllm.fused_linear import fuses_swiglu, norm_linear, norm_swiglu, silu_linear
 from jllm.linear import linear
 from jllm.params import MLPParams
 from jllm.taps import Tap
@@ -37,9 +37,6 @@ def _(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str | None, t
         rows = norm_swiglu(x, p.norm, p.gate_up, eps=config.norm_eps, backend=backend)
         tap("silu_mul", lambda: rows)
         return linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
-    alone = config.axis is None and config.activation_parts == 1
-    if alone and fuses_codes(p.gate_up, p.gate_up_bias, p.down) and not tap.wants("gate_up", "silu_mul"):
-        return norm_mlp(x, p.norm, p.gate_up, p.down, p.down_bias, eps=config.norm_eps, backend=backend)
     gate_up = norm_linear(x, p.norm, p.gate_up, p.gate_up_bias, eps=config.norm_eps, backend=backend)
     tap("gate_up", lambda: gate_up)
     tap("silu_mul", lambda: silu_mul_quant(gate_up, backend=backend))

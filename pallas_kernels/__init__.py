@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in JAX and Pallas: arrays in, arrays out."""
+"""Holds kernels for NVIDIA GPUs in JAX and Pallas: arrays in, arrays out."""
 
 import time
 

@@ -1,25 +1,23 @@
-"""Which implementation of an operation runs: all rules about that are here.
+"""Chooses which implementation of an operation runs: all rules about that are here.
 
-An operation has a registry, BACKENDS in its api.py: backends by name, each with what it supports, how it runs, and, if
-all layers of a step share preparations, how these are planned. A new backend is a file beside the others and a line in
-that registry. The `backend` of an operation is one of
+An operation has a registry, BACKENDS in its api.py: backends by name. Each says what it supports and how it runs. Where
+all layers of a step share preparations, it says how they are planned. A new backend is a file beside the others and a
+line in that registry. The `backend` of an operation is one of
 
-- a name ("mosaic": Pallas kernels for Hopper; "triton": kernels for Ampere, Ada and Hopper through jax_triton; "xla":
-  plain jnp, everywhere). A name never falls back: where the backend
-  lacks the arguments, it raises NotImplementedError;
-- a kind of device ("hopper": a GPU of compute capability 9.0; "ampere": one of 8.0 to 8.9, Ada too), on whatever
-  machine it is said: the first of the backends of such a device that supports the arguments and was not measured to be
-  slower with them than the next;
-- "training": as XLA, whose gradients JAX knows, but for attention in 16 bits, which cuDNN takes on a GPU;
-- None: the kind of the device that computes;
-- "deterministic": as None, but an operation whose order of additions would depend on the number of rows, be it by the
-  choice of a backend or inside of one, has an entry of this name that adds in one order (one_order.py). An entry may
-  stand for xla alone, where the kernels have one order themselves.
+- a name: "mosaic" (Pallas kernels for Hopper), "triton" (kernels for Ampere, Ada and Hopper through jax_triton) or
+  "xla" (plain jnp, everywhere). A name never falls back: where the backend lacks the arguments, it raises
+  NotImplementedError.
+- a kind of device: "hopper" (compute capability 9.0) or "ampere" (8.0 to 8.9, Ada too), on any machine. The first of
+  its backends runs that supports the arguments and was not measured to be slower with them than the next.
+- "training": XLA, whose gradients JAX knows. Attention in 16 bits goes to cuDNN on a GPU.
+- None: the kind of the device that computes.
+- "deterministic": as None, with additions in one order (one_order.py). An operation has an entry of this name where its
+  order would depend on the number of rows. An entry may stand for xla alone, where the kernels have one order anyway.
 
-A model hands its `backend` to each of its operations. A Hopper GPU is meant to use XLA's own products of 16 bits for
-many rows, and mosaic has no kernel for those: so for operations whose operands all have 16 bits (the plain product,
-SwiGLU, SiLU) a model that is told "mosaic" says "hopper" (`where_faster`). Thus it runs the kernels that it would run
-unasked, and is refused where one of the others lacks the arguments.
+A model hands its `backend` to each of its operations. A Hopper GPU should use XLA's own matmuls of 16 bits for many
+rows, and mosaic has no kernel for them. So a model that is told "mosaic" says "hopper" to operations whose operands all
+have 16 bits (`where_faster`): the plain matmul, SwiGLU, SiLU. It runs the kernels that it would run by default, and is
+refused where one of the others lacks the arguments.
 
 The references (reference.py of each operation) are for tests, and no backends.
 """
@@ -49,13 +47,13 @@ WITHOUT_FLOAT8 = ("8.0", "8.6", "8.7")  # compute capabilities that neither conv
 
 
 def check_nothing(*_: Any) -> None:
-    """The check of a backend that supports everything."""
+    """Accepts all arguments, as a backend does that supports everything."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation. Both checks get the same arguments, those of which shapes, dtypes and formats
-    decide, and raise NotImplementedError that says what is supported."""
+    """Describes one implementation of an operation. Both checks get the same arguments, which shapes, dtypes and
+    formats decide. They raise NotImplementedError that says what is supported."""
 
     run: Callable[..., Any]
     check: Callable[..., None] = check_nothing  # what the backend lacks
@@ -65,7 +63,7 @@ class Backend:
     for_xla: bool = False  # of the entry DETERMINISTIC: it runs where None stands for xla, and no check is its own
 
     def supports(self, *args: Any, unasked: bool = False) -> str | None:
-        """The reason why the backend does not run these arguments; None if it does."""
+        """Returns the reason why the backend does not run these arguments; None if it does."""
         try:
             ((self.check_unasked if unasked else None) or self.check)(*args)
         except NotImplementedError as refusal:
@@ -74,10 +72,8 @@ class Backend:
 
 
 def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Backend:
-    """The backend of an operation that `name` stands for with these arguments of its checks.
-
-    Raises NotImplementedError where it lacks the arguments, and ValueError for an unknown name.
-    """
+    """Returns the backend of an operation that `name` stands for with these arguments of its checks. Raises
+    NotImplementedError where it lacks the arguments, and ValueError for an unknown name."""
     known = (*OF_MODELS, *DEVICES, *(each for each in backends if each not in OF_MODELS))
     if name is not None and name not in known:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(known)}")
@@ -113,29 +109,29 @@ def check_work(work: Any, chosen: Backend, backends: Mapping[str, Backend]) -> N
 
 
 def _kind() -> str:
-    """The kind of the device that computes; an empty string for those that DEVICES does not have."""
+    """Returns the kind of the device that computes; an empty string where DEVICES does not have it."""
     return "hopper" if on_hopper() else "ampere" if capability().startswith("8.") else ""
 
 
 def where_faster(backend: str | None) -> str | None:
-    """A model's `backend`, for an operation that XLA does well too: the kernel that "mosaic" names runs there where it
-    was measured to be the faster one. So for "triton"."""
+    """Returns a model's `backend` for an operation that XLA does well too. The kernel that "mosaic" or "triton" names
+    runs there where it was measured to be the faster one."""
     return {"mosaic": "hopper", "triton": "ampere"}.get(backend or "", backend)
 
 
 def or_xla(backend: str | None) -> str | None:
-    """A model's `backend`, for an operation that has no Triton kernel."""
+    """Returns a model's `backend` for an operation that has no Triton kernel."""
     return "ampere" if backend == "triton" else backend
 
 
 def on_hopper() -> bool:
-    """Whether computations run on a GPU of compute capability 9.0 unless told otherwise."""
+    """Returns whether computations run by default on a GPU of compute capability 9.0."""
     return capability() == "9.0"
 
 
 def capability() -> str:
-    """The compute capability of the GPU that computes; an empty string where none does. A process that traces for
-    another one is told by the variable TARGET."""
+    """Returns the compute capability of the GPU that computes; an empty string where none does. The variable TARGET
+    tells a process that traces for another GPU."""
     if (told := os.environ.get(TARGET)) is not None:
         return told
     if jax.default_backend() != "gpu":
@@ -144,22 +140,17 @@ def capability() -> str:
 
 
 def tell_where_kernels_link() -> None:
-    """To be called where Mosaic kernels are compiled or loaded that this process has not lowered itself.
-
-    A kernel's host code then looks up the library that launches kernels, whose place JAX names in the environment as
-    it imports what lowers kernels: a process that lowers nothing would not import it.
-    """
+    """Imports what tells a kernel's host code where the library lies that launches kernels. Call it where Mosaic
+    kernels are compiled or loaded that this process has not lowered itself. JAX names the library in the environment as
+    it imports what lowers kernels, which a process that lowers nothing would not import."""
     with contextlib.suppress(ImportError):  # JAX for another maker's GPU
         import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def _ask_ptxas_once() -> None:
-    """Makes JAX remember what `ptxas --version` says, once the first Mosaic kernel is chosen.
-
-    JAX 0.11.2 starts it for each conversion to or from 8 bits or fewer (masks too) in every kernel that it lowers.
-    For decode attention this is most of lowering. The answer does not change. Another JAX that does not ask stays as
-    it is.
-    """
+    """Makes JAX remember what `ptxas --version` says, once the first Mosaic kernel is chosen. JAX 0.11.2 starts it for
+    each conversion to or from 8 bits or fewer (masks too) in every kernel that it lowers. In decode attention this is
+    most of lowering. The answer does not change. Another JAX that does not ask stays as it is."""
     try:
         from jax._src.lib import mosaic_gpu
     except ImportError:  # no GPU plugin: JAX asks nothing

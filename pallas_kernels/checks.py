@@ -1,4 +1,4 @@
-"""What shapes and dtypes can tell before anything runs."""
+"""Checks what shapes and dtypes can tell before anything runs."""
 
 import re
 
@@ -21,11 +21,9 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 
 
 def bind_shapes(**arrays: tuple[jax.Array, str]) -> dict[str, int]:
-    """Binds the letters of shape specs to sizes: bind_shapes(q=(q, "T H D"), cos=(cos, "T D/2")) -> {"T": .., ..}.
-
-    A spec is a list of letters, each optionally with /2 or +1. Raises ValueError where an array disagrees with the
-    letters bound before it.
-    """
+    """Binds the letters of shape specs to sizes: bind_shapes(q=(q, "T H D"), cos=(cos, "T D/2")) -> {"T": .., ..}. A
+    spec is a list of letters, each optionally with /2 or +1. Raises ValueError where an array disagrees with the
+    letters bound before it."""
     sizes: dict[str, int] = {}
     for name, (array, spec) in arrays.items():
         terms = [re.fullmatch(r"([A-Z])(/2|\+1)?", term) for term in spec.split()]
@@ -60,13 +58,13 @@ def check_floats(**arrays: jax.Array) -> None:
 
 
 def check_norm(norm: jax.Array | None, x: jax.Array) -> None:
-    """Raises ValueError unless the weight of a norm of x [..., K] is [K] in its dtype, or there is none."""
+    """Raises ValueError unless there is no norm of x [..., K], or its weight is [K] in x's dtype."""
     if norm is not None and (norm.shape, norm.dtype) != (x.shape[-1:], x.dtype):
         raise ValueError(f"norm is {norm.dtype}{list(norm.shape)}, expected {x.dtype}[{x.shape[-1]}]")
 
 
 def check_out_dtype(dtype: DTypeLike) -> np.dtype:
-    """`dtype` as one. Raises ValueError unless it is bf16, f16, f32 or f64."""
+    """Returns `dtype` as one. Raises ValueError unless it is bf16, f16, f32 or f64."""
     dtype = np.dtype(dtype)
     if str(dtype) not in FLOATS:
         raise ValueError(f"out_dtype is {dtype}, expected one of {', '.join(FLOATS)}")
@@ -89,8 +87,8 @@ def check_listed(*arguments: tuple[str, object, tuple[object, ...]], backend: st
 
 
 def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ...], backend: str = "mosaic") -> None:
-    """Raises NotImplementedError for queries and pages that a kernel lacks which reads or writes K and V `stored` so,
-    naming what it does."""
+    """Raises NotImplementedError for queries and pages that a kernel lacks, naming what it does. The kernel reads or
+    writes K and V `stored` so."""
     check_listed(
         ("dtype", dtype, ("bfloat16", "float16")),
         ("head dim", head_dim, HEAD_DIMS),
@@ -132,8 +130,8 @@ def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None
 
 
 def _check_format(name: str, fmt: KVFormat, head_dim: int) -> None:
-    """Raises NotImplementedError for a format that is none of those that pages have, ValueError for one of the
-    caller's own that does not fit the head dim."""
+    """Raises NotImplementedError for a format that pages don't have. Raises ValueError for one of the caller's own that
+    does not fit the head dim."""
     if type(fmt) is not KVFormat:
         if not fmt.fits(head_dim):
             raise ValueError(f"{name} is stored as {fmt}, which does not fit the head dim {head_dim}")

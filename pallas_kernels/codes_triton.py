@@ -1,9 +1,6 @@
-"""Codes of 8 and 4 bits as float16 numbers in Triton kernels: in PTX, as two numbers share a register and Triton would
-compute each alone.
-
-An integer becomes the low bits of a float16 number from 1024 on, whose unit in the last place is 1: conversions are
-slow.
-"""
+"""Decodes 8 and 4 bits to float16 in Triton kernels. It is PTX, as two numbers share a register. Triton would compute
+each alone. Conversions are slow. So an integer becomes the low bits of a float16 number from 1024 on, whose last bit
+counts 1."""
 
 import triton
 import triton.language as tl
@@ -48,8 +45,8 @@ E4M3 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-# A float8's bits are those of a float16 2^8 times smaller, but NaN's, which are those of 1.875: times 36864 that alone
-# is infinite, and times 0 then NaN.
+# A float8's bits are those of a float16 2^8 times smaller. Only NaN's are those of 1.875. Times 36864 that alone is
+# infinite, and times 0 then NaN.
 E4M3_BY_INTEGERS = tl.constexpr("""{
     .reg .b32 even, odd, large, none, size;
     mov.b32 large, 0x78807880;
@@ -73,8 +70,8 @@ E4M3_BY_INTEGERS = tl.constexpr("""{
 
 @triton.jit
 def decoded(x, PLANES: tl.constexpr, INTEGERS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr):
-    """float16 planes of codes, of which each number of x, int16, has PLANES, the first in its lowest bits: integers,
-    with zeros or without, or float8. FLOAT8: the device converts from that."""
+    """Returns float16 planes of codes. Each number of x, int16, has PLANES of them, the first in its lowest bits. Codes
+    are integers, with zeros or without, or float8. FLOAT8: the device converts from that."""
     if PLANES == 4:
         int4: tl.constexpr = INT4_FROM_ZERO if ZEROS else INT4
         found = tl.inline_asm_elementwise(
@@ -89,7 +86,7 @@ def decoded(x, PLANES: tl.constexpr, INTEGERS: tl.constexpr, ZEROS: tl.constexpr
 
 @triton.jit
 def from_e4m3(code):
-    """float32 of float8_e4m3fn's bits: those of a float16 2^8 times smaller."""
+    """Returns float32 of float8_e4m3fn's bits, which are those of a float16 2^8 times smaller."""
     code = code.to(tl.uint16)
     size = code & 0x7F
     bits = tl.where(size == 0x7F, 0x7FFF, size << 7) | ((code & 0x80) << 8)

@@ -1,7 +1,5 @@
-"""What only values can tell: the debug=True mode of the attention APIs, which names the row that is wrong.
-
-Kernels trust lengths and page tables; a wrong entry reads another sequence's keys, or memory that is no page.
-"""
+"""Checks what only values can tell: the debug=True mode of the attention APIs, which names the row that is wrong.
+Kernels trust lengths and page tables. A wrong entry reads another sequence's keys, or memory that is no page."""
 
 import jax
 import numpy as np
@@ -18,8 +16,8 @@ def check_decode_values(
     segments: Segments | None = None,
     width: int = 1,
 ) -> None:
-    """Raises ValueError for a row whose length, page table or place in a tree is out of range: arguments as
-    decode_attention's, width is Q."""
+    """Raises ValueError for a row whose length, page table or place in a tree is out of range. Arguments are
+    decode_attention's, and width is Q."""
     tables, ends = _values(page_table, lengths)
     for row, length in enumerate(ends.tolist()):
         used = (width if length else 0) if segments is None else int(_values(segments.rows)[0][row])
@@ -68,7 +66,7 @@ def _values(*arrays: jax.Array) -> tuple[np.ndarray, ...]:
 
 
 def _check_sequence(name: str, table: np.ndarray, start: int, length: int, pages: KVPages) -> None:
-    """Keys start <= j < length must lie in pages of the pool."""
+    """Raises ValueError unless keys start <= j < length lie in pages of the pool."""
     page_size, num_pages = pages.k.page_size, pages.k.num_pages
     room = table.size * page_size
     if not 0 <= length <= room:

@@ -1,8 +1,8 @@
-"""The rotation of hadamard.py for vectors in registers, on Hopper.
+"""Rotates vectors in registers as hadamard.py does, on Hopper.
 
-Sylvester's matrix is a product over the bits of a column's number: for each bit, the sum and the difference of two
-numbers whose columns differ in it. So the order of columns does not matter, as long as it permutes bits: numbers of a
-lane are added without moving, and those of two lanes are exchanged once a bit.
+Sylvester's matrix is a product over the bits of a column's number. For each bit there are the sum and the difference of
+two numbers whose columns differ in it. So the order of columns does not matter, as long as it permutes bits. Numbers of
+a lane are added without moving, and those of two lanes are exchanged once a bit.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 
 def butterflies(numbers: list[ir.Value], lanes: int, apart: int = 1) -> list[ir.Value]:
-    """A vector's numbers f32, a power of two of them in each of `lanes` lanes that are `apart` from each other, times
-    Sylvester's matrix of entries +-1."""
+    """Multiplies a vector's numbers f32 by Sylvester's matrix of entries +-1. Each of `lanes` lanes, `apart` from each
+    other, has a power of two of them."""
     numbers, step = list(numbers), 1
     while step < len(numbers):
         for i in range(len(numbers)):
@@ -39,8 +39,9 @@ def butterflies(numbers: list[ir.Value], lanes: int, apart: int = 1) -> list[ir.
 
 
 def turn(x: jax.Array, layout: Any, size: int, lanes: int, *, apart: int = 1, rows: int = 1) -> jax.Array:
-    """x f32 in registers of this layout times hadamard(size), as hadamard.turn: each vector of `size` numbers is in
-    `lanes` lanes that are `apart` from each other. A lane's registers are [.., those of one vector, `rows`]."""
+    """Multiplies x f32 in registers of this layout by hadamard(size), as hadamard.turn does. Each vector of `size`
+    numbers is in `lanes` lanes that are `apart` from each other. A lane's registers are [.., those of one vector,
+    `rows`]."""
     each = layout.to_mgpu().vector_length
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout))

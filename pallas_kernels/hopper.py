@@ -1,4 +1,4 @@
-"""An H200's sizes, as the configurations of all kernels have them. Light to import."""
+"""Holds an H200's sizes, as the configurations of all kernels have them. Imports no Pallas."""
 
 SMS = 132  # multiprocessors
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have; one of a multiprocessor's 228 KB each CTA takes for itself

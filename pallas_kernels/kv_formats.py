@@ -1,14 +1,14 @@
-"""The formats that K and V are stored in: their names, and what becomes of rows [..., D] in each.
+"""Defines the formats that K and V are stored in: their names, and what becomes of rows [..., D] in each.
 
 A row is D values of a float type, or codes of 8, 4 or 2 bits in G = D / group groups, each with a float16 scale. int4
-packs two values a byte along D, the even one in the low nibble (the order of `bitcast_convert_type` to int4); int2
-likewise four. fp8 is stored as its bits, uint8 too: where XLA has no native fp8 (the CPU), a gather or scatter of it
-converts the whole pool.
+packs two values a byte along D, the even one in the low nibble (the order of `bitcast_convert_type` to int4). int2
+packs four likewise. fp8 is stored as its bits, uint8 too. Where XLA has no native fp8 (the CPU), a gather or scatter of
+it converts the whole pool.
 
 What a format with `hadamard` stores is rotated along D (hadamard.turn). Attention then rotates its queries instead of
 all keys, and its result instead of all values.
 
-Kivi stores K in groups of tokens, channel by channel, so that the newest tokens, which are no whole group yet, lie
+Kivi stores K in groups of tokens, channel by channel. So the newest tokens, which are no whole group yet, lie
 elsewhere: see kv_pages.Tail, and kv_tail.py.
 """
 
@@ -33,12 +33,10 @@ LARGEST_PAGE = 128  # tokens, that any backend reads
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K or V is stored: a float type, or "int8"/"int4"/"int2" with one scale per `group` values along D.
-
-    A format of one's own is a frozen dataclass that inherits from this one, with its own `bits`, `encode` and `decode`,
-    and what of the rest differs: `dtype` is then that of the values array. Plain jnp stores and reads it; kernels list
-    the formats that they know, and refuse it.
-    """
+    """Says how K or V is stored: a float type, or "int8"/"int4"/"int2" with one scale per `group` values along D. A
+    format of one's own is a frozen dataclass that inherits from this one. It has its own `bits`, `encode` and `decode`,
+    and what of the rest differs: `dtype` is then that of the values array. Plain jnp stores and reads it. Kernels list
+    the formats that they know, and refuse it."""
 
     dtype: str
     group: int | None = None
@@ -47,14 +45,14 @@ class KVFormat:
 
     @property
     def name(self) -> str:
-        """What parse_format makes this of."""
+        """Returns the name that parse_format reads."""
         floats = {dtype: name for name, dtype in FLOATS.items()}
         name = floats.get(self._kind, self._kind) if self.group is None else f"{self._kind}-g{self.group}"
         return name + self._suffix
 
     @property
     def codes(self) -> str:
-        """What kernels list: the name less its group's size."""
+        """Returns what kernels list: the name less its group's size."""
         return self._kind + self._suffix
 
     @property
@@ -67,24 +65,24 @@ class KVFormat:
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        """The dtype of the values array."""
+        """Returns the dtype of the values array."""
         return jnp.dtype("uint8" if self.dtype in ("int4", "int2", FP8) else self.dtype)
 
     @property
     def bits(self) -> int:
-        """Of a value along D, as stored."""
+        """Counts the bits of a value along D, as stored."""
         return {"int4": 4, "int2": 2}.get(self.dtype) or 8 * self.storage_dtype.itemsize
 
     def row(self, head_dim: int) -> int:
-        """Entries of the values array per token and head."""
+        """Counts entries of the values array per token and head."""
         return head_dim * self.bits // (8 * self.storage_dtype.itemsize)
 
     def fits(self, head_dim: int) -> bool:
-        """Whether a head is whole entries, and whole groups."""
+        """Returns whether a head is whole entries, and whole groups."""
         return head_dim * self.bits % (8 * self.storage_dtype.itemsize) == 0 == head_dim % (self.group or 1)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Values and scales of x [..., D], as the function `encode` returns them, but for the rotation."""
+        """Returns values and scales of x [..., D], as the function `encode` does, without the rotation."""
         if self.dtype == FP8:
             limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
             x = jnp.clip(x.astype(compute_dtype(x.dtype)), -limit, limit)
@@ -95,7 +93,7 @@ class KVFormat:
         return _pack(codes, self.bits), scales
 
     def decode(self, values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-        """The reverse: [..., D] of `dtype`."""
+        """Reverses encode: [..., D] of `dtype`."""
         if self.dtype == FP8:
             values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
         if self.group is None:
@@ -110,23 +108,21 @@ class KVFormat:
         return ((groups + (LARGEST_CODE[self.dtype] + 1)) * scales + zeros).reshape(values.shape)
 
     def groups(self, head_dim: int) -> int:
-        """Groups per token and head (0 for float formats)."""
+        """Counts groups per token and head (0 for float formats)."""
         return 0 if self.group is None else head_dim // self.group
 
     def numbers(self, head_dim: int) -> int:
-        """Entries of the scales array per token and head: scales, and zeros where there are any."""
+        """Counts entries of the scales array per token and head: scales, and zeros where there are any."""
         return self.groups(head_dim) * (2 if self.zero_point else 1)
 
 
 @dataclass(frozen=True)
 class Kivi(KVFormat):
-    """K per channel (KIVI, arXiv 2402.02750): `group` tokens of a channel share a scale and a zero point.
-
-    Codes lie where those of other formats do. The scales of a group's D channels and then their zeros, 2 D numbers,
-    take the places of its tokens one after another, 2 D / group each. A sequence's tokens come in blocks of `residual`:
-    a query reads its own block, as far as it sees it, as it was computed (Tail), and all blocks before as they are
-    stored. So what it reads follows from its place alone, and whole blocks need nothing but their pages.
-    """
+    """Stores K per channel (KIVI, arXiv 2402.02750): `group` tokens of a channel share a scale and a zero point. Codes
+    lie where those of other formats do. The scales of a group's D channels and then their zeros are 2 D numbers. They
+    take the places of its tokens one after another, 2 D / group each. A sequence's tokens come in blocks of `residual`.
+    A query reads its own block, as far as it sees it, as it was computed (Tail). It reads all blocks before as they are
+    stored. So what it reads follows from its place alone, and whole blocks need nothing but their pages."""
 
     zero_point: bool = True
     residual: int = RESIDUAL
@@ -149,11 +145,12 @@ class Kivi(KVFormat):
         return 2 * head_dim // (self.group or 1)
 
     def of_values(self) -> KVFormat:
-        """That of V beside it: per token."""
+        """Returns the format of V beside it: per token."""
         return KVFormat(self.dtype, self.group, zero_point=True)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [..., t, D] of whole groups: values [..., t, D bits / 8], scales float16 [..., t, 2 D / group]."""
+        """Returns values [..., t, D bits / 8] and scales float16 [..., t, 2 D / group] of x [..., t, D] of whole
+        groups."""
         codes, numbers = _quantize(x.swapaxes(-1, -2), self)  # [..., D, t], [..., D, 2 G]
         numbers = numbers.reshape(*numbers.shape[:-1], 2, -1).swapaxes(-1, -3)  # [..., G, 2, D]
         return _pack(codes.swapaxes(-1, -2), self.bits), numbers.reshape(*x.shape[:-1], -1)
@@ -168,12 +165,14 @@ class Kivi(KVFormat):
 
 
 def parse_format(name: str, head_dim: int) -> KVFormat:
-    """The format called `name`: bf16, f16, f32, f64, fp8 (e4m3), int8-gN[-zp], int4-gN[-zp] or int2-gN-zp with groups
-    of N values along D; each also with -h, rotated. And kivi4-gN[-rR] or kivi2-gN[-rR], of K alone, with groups of N
-    tokens and blocks of R.
+    """Returns the format called `name`.
 
-    Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`; of Kivi,
-    dividing R and 2 `head_dim`.
+    Names are bf16, f16, f32, f64, fp8 (e4m3), int8-gN[-zp], int4-gN[-zp] and int2-gN-zp with groups of N values along
+    D. Each may end with -h, rotated. K alone has kivi4-gN[-rR] and kivi2-gN[-rR], with groups of N tokens and blocks of
+    R.
+
+    Raises ValueError for an unknown name, and for a group that isn't a multiple of 8 dividing `head_dim`. Kivi's group
+    divides R and 2 `head_dim`.
     """
     if name.startswith("kivi"):
         return _parse_kivi(name, head_dim)
@@ -211,12 +210,12 @@ def _parse_kivi(name: str, head_dim: int) -> Kivi:
 
 
 def dim_of(name: str, entries: int) -> int:
-    """The head dim whose row in the format called `name`, none of the caller's own, has `entries` entries."""
+    """Returns the head dim whose row in the format called `name`, none of the caller's own, has `entries` entries."""
     return entries * {"4": 2, "2": 4}.get(name.removeprefix("int").removeprefix("kivi")[:1], 1)
 
 
 def bytes_per_token(head_dim: int, num_kv_heads: int, k_format: KVFormat, v_format: KVFormat) -> int:
-    """Bytes of K and V that one token takes in one layer, scales included."""
+    """Returns the bytes of K and V that one token takes in one layer, scales included."""
 
     def row(fmt: KVFormat) -> int:
         values = fmt.row(head_dim) * fmt.storage_dtype.itemsize
@@ -226,14 +225,16 @@ def bytes_per_token(head_dim: int, num_kv_heads: int, k_format: KVFormat, v_form
 
 
 def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
-    """Stores x [..., D] as `fmt`: values [..., D] (int4: [..., D/2]) and scales f16 [..., G], or None for floats; with
-    zero points f16 [..., 2G], the scales and then the zeros.
+    """Stores x [..., D] as `fmt`: values [..., D] (int4: [..., D/2]) and scales f16 [..., G], or None for floats.
 
-    Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range; values are x over
-    the *rounded* scale, to nearest even, clipped. With zero points: zero = the least value, rounded to float16 (to 0
-    below its normal range), and scale = (the largest - zero) / 255 (int4: 15, int2: 3), rounded as above; values are
-    (x - zero) / scale, less 128 (int4: 8, int2: 2). fp8 saturates at 448. With `hadamard` all that is of x rotated, in
-    float32 at least.
+    With zero points there are f16 [..., 2G], the scales and then the zeros. With `hadamard` all that is of x rotated,
+    in float32 at least. fp8 saturates at 448.
+
+    - Symmetric groups: scale = absmax / 127 (int4: 7), rounded to float16 within its normal range. Values are x over
+      the *rounded* scale, to nearest even, clipped.
+    - With zero points: zero = the least value, rounded to float16 (to 0 below its normal range). The scale is (the
+      largest - zero) / 255 (int4: 15, int2: 3), rounded as above. Values are (x - zero) / scale, less 128 (int4: 8,
+      int2: 2).
     """
     if fmt.hadamard:
         x = turn(x.astype(compute_dtype(x.dtype)))
@@ -241,14 +242,15 @@ def encode(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array | None]:
 
 
 def decode(values: jax.Array, scales: jax.Array | None, fmt: KVFormat, dtype: DTypeLike) -> jax.Array:
-    """What `encode` stored, as `dtype`. values [..., D] (int4: [..., D/2]), scales [..., G] (with zero points
-    [..., 2G]) -> [..., D]."""
+    """Returns what `encode` stored, as `dtype`: [..., D]. Takes values [..., D] (int4: [..., D/2]) and scales [..., G]
+    (with zero points [..., 2G])."""
     x = fmt.decode(values, scales, dtype)
     return turn(x.astype(compute_dtype(dtype))).astype(dtype) if fmt.hadamard else x
 
 
 def _quantize(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array]:
-    """Codes int8 [..., n] of x [..., n] in groups along the last axis, and their scales [..., G], zeros after them."""
+    """Returns codes int8 [..., n] of x [..., n] in groups along the last axis, and their scales [..., G], zeros after
+    them."""
     largest = LARGEST_CODE[fmt.dtype]
     x = x.astype(compute_dtype(x.dtype))
     groups = x.reshape(*x.shape[:-1], -1, fmt.group or x.shape[-1])
@@ -273,7 +275,7 @@ def _quantize(x: jax.Array, fmt: KVFormat) -> tuple[jax.Array, jax.Array]:
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes int8 [..., D] as they are, or of fewer bits several in a byte, the first in its lowest bits."""
+    """Packs codes int8 [..., D] of fewer bits several in a byte, the first in its lowest bits."""
     if bits == 8:
         return codes
     mask, each = (1 << bits) - 1, 8 // bits
@@ -284,7 +286,6 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack(values: jax.Array, bits: int) -> jax.Array:
-    """The reverse."""
     if bits == 8:
         return values
     packed = jax.lax.bitcast_convert_type(values, jnp.int8)
@@ -294,5 +295,5 @@ def _unpack(values: jax.Array, bits: int) -> jax.Array:
 
 
 def _to_float16(x: jax.Array) -> jax.Array:
-    """XLA on a GPU drops a conversion there and back, and would go on with what was not rounded."""
+    """Rounds to float16. XLA on a GPU drops a conversion there and back, and would go on with what was not rounded."""
     return jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10).astype(jnp.float16)

@@ -1,9 +1,9 @@
-"""Paged KV storage: the layout that all attention kernels share. kv_formats.py has what is stored there.
+"""Lays out paged K and V as all attention kernels share them. kv_formats.py has what is stored there.
 
-One layer keeps K and V each as a pool of N pages: values [N, K, P, D], so that one page of one head is one contiguous
-copy. Quantized formats add float16 scales [N, K, P * G], G = D / group: flat, because a copy engine wants every stride
-but the last to be a multiple of 16 bytes; the scale of group g of a page's token p is at p * G + g. With zero points
-each token has the zeros of its G groups after its scales: 2G numbers.
+One layer keeps K and V each as a pool of N pages: values [N, K, P, D]. So one page of one head is one contiguous copy.
+Quantized formats add float16 scales [N, K, P * G], G = D / group. They are flat, because a copy engine wants every
+stride but the last to be a multiple of 16 bytes. The scale of group g of a page's token p is at p * G + g. With zero
+points each token has the zeros of its G groups after its scales: 2G numbers.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from pallas_kernels.kv_formats import KVFormat, decode, encode
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """K or V of one layer."""
+    """Holds K or V of one layer."""
 
     values: jax.Array  # [N, K, P, D]; fp8: uint8 [N, K, P, D]; int4: uint8 [N, K, P, D/2]
     scales: jax.Array | None  # float16 [N, K, P*G] (with zero points [N, K, P*2G]), or None for float formats
@@ -38,14 +38,14 @@ class Pages:
 
     @property
     def as_stored(self) -> "Pages":
-        """The same arrays, of which gather does not rotate back what lies there rotated."""
+        """Returns the same arrays, which gather then does not rotate back where they lie rotated."""
         return replace(self, format=replace(self.format, hadamard=False))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowMap:
-    """Whose each of a step's T rows is, and which of its sequence's."""
+    """Maps each of a step's T rows to its sequence, and to its place among that sequence's rows."""
 
     slot: jax.Array  # i32[T], out of range for a row that is not in use
     index: jax.Array  # i32[T], the cache index
@@ -57,8 +57,8 @@ class RowMap:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tail:
-    """K and V of each slot's newest tokens as they were computed, a ring of W tokens: that of cache index i is at
-    i % W."""
+    """Holds K and V of each slot's newest tokens as they were computed. It is a ring of W tokens: that of cache index i
+    is at i % W."""
 
     k: Pages  # [S, K, W, D] of a float type: a page a slot
     v: Pages
@@ -70,7 +70,7 @@ class Tail:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVPages:
-    """The KV cache of one layer."""
+    """Holds the KV cache of one layer."""
 
     k: Pages
     v: Pages
@@ -78,14 +78,14 @@ class KVPages:
 
     @property
     def narrow(self) -> bool:
-        """Whether both are stored in 8 or 4 bits."""
+        """Tells whether both are stored in 8 or 4 bits."""
         return all(part.values.dtype.itemsize == 1 for part in (self.k, self.v))
 
 
 def allocate(
     num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, k_format: KVFormat, v_format: KVFormat
 ) -> KVPages:
-    """The pages of one layer, all zero. Their shapes alone: `jax.eval_shape(lambda: allocate(...))`."""
+    """Returns the pages of one layer, all zero. For shapes alone: `jax.eval_shape(lambda: allocate(...))`."""
 
     def pool(fmt: KVFormat) -> Pages:
         values = jnp.zeros((num_pages, num_kv_heads, page_size, fmt.row(head_dim)), fmt.storage_dtype)
@@ -97,15 +97,13 @@ def allocate(
 
 
 def write(pages: Pages, x: jax.Array, page: jax.Array, offset: jax.Array) -> Pages:
-    """Encodes x [T, K, D] and stores row t at slot `offset[t]` of page `page[t]` (both i32[T]), no slot twice.
-
-    A row whose page is outside of [0, N) is dropped.
-    """
+    """Encodes x [T, K, D] and stores row t at slot `offset[t]` of page `page[t]` (both i32[T]), no slot twice. A row
+    whose page is outside of [0, N) is dropped."""
     return store(pages, *encode(x, pages.format), page, offset)
 
 
 def store(pages: Pages, values: jax.Array, scales: jax.Array | None, page: jax.Array, offset: jax.Array) -> Pages:
-    """write of what is encoded: values [T, K, D] as stored, scales [T, K, numbers] of each token."""
+    """Writes what is encoded: values [T, K, D] as stored, scales [T, K, numbers] of each token."""
     num_pages, num_heads, page_size, _ = pages.values.shape
     heads = jnp.arange(num_heads, dtype=jnp.int32)
 
@@ -123,7 +121,8 @@ def store(pages: Pages, values: jax.Array, scales: jax.Array | None, page: jax.A
 
 
 def gather(pages: Pages, page: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The tokens of some pages, decoded: page i32[W, n] -> [W, K, n * P, D] of `dtype`. Pages are in range."""
+    """Returns the tokens of some pages, decoded: page i32[W, n] gives [W, K, n * P, D] of `dtype`. Pages are in
+    range."""
     _, num_heads, page_size, _ = pages.values.shape
     heads = jnp.arange(num_heads, dtype=jnp.int32)
 
@@ -136,8 +135,8 @@ def gather(pages: Pages, page: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def gather_tokens(pages: Pages, table: jax.Array, index: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The tokens at cache indices i32[W, t] of sequences with page tables i32[W, M], decoded: [W, K, t, D] of `dtype`.
-    Indices past a table are any token's."""
+    """Returns the tokens at cache indices i32[W, t] of sequences with page tables i32[W, M], decoded. The result is [W,
+    K, t, D] of `dtype`. Indices past a table are any token's."""
     num_pages, num_heads, page_size, _ = pages.values.shape
     heads = jnp.arange(num_heads, dtype=jnp.int32)[None, :, None]
     page = jnp.take_along_axis(table, index // page_size, axis=1, mode="clip")

@@ -1,11 +1,11 @@
-"""K and V of a step where K is stored per channel (kv_formats.Kivi): the newest tokens as they were computed, and
-groups of tokens that go to the pages once they are whole.
+"""Keeps the newest tokens of a step as they were computed, where K is stored per channel (kv_formats.Kivi).
 
-A step's rows are at hand, and what came before them lies in the tail's rings. So the rows' K and V are kept beside the
-rings until attention has read both, and go there at its end: a prompt's chunk may be longer than a ring.
+Groups of tokens go to the pages once they are whole. A step's rows are at hand, and what came before them lies in the
+tail's rings. A prompt's chunk may be longer than a ring. So the rows' K and V are kept beside the rings until attention
+has read both, and go there at its end.
 
-A group is stored whenever its last token is written, and read as stored only by queries of a later block. So if a
-draft among its tokens is rejected, the group is stored again, with what took the draft's place, before it is read.
+A group is stored whenever its last token is written, and read as stored only by queries of a later block. A draft among
+its tokens may be rejected. Then the group is stored again before it is read, with what took the draft's place.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from pallas_kernels.one_order import Run, plainly
 
 
 def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:
-    """Rings of `tokens` tokens for each of S slots, of a float format, all zero."""
+    """Returns rings of `tokens` tokens for each of S slots, of a float format, all zero."""
 
     def ring() -> Pages:
         return Pages(jnp.zeros((slots, num_kv_heads, tokens, head_dim), fmt.storage_dtype), None, fmt)
@@ -30,9 +30,9 @@ def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt
 def update(
     pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array, apart: Run = plainly
 ) -> KVPages:
-    """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]):
-    groups that they complete are stored there, and the rows are beside the tail. `apart` runs what is each group's own.
-    ValueError without a tail and the map of the step's rows."""
+    """Takes in a step's k and v [T, K, D], of which row t belongs at slot `offset[t]` of page `page[t]` (i32[T]).
+    Groups that they complete are stored there, and the rows are beside the tail. `apart` runs what is each group's own.
+    Raises ValueError without a tail and the map of the step's rows."""
     fmt, tail = pages.k.format, pages.tail
     if tail is None or tail.row_map is None:
         raise ValueError(f"K stored as {fmt.name} needs a tail for the newest tokens, and a map of the step's rows")
@@ -59,13 +59,13 @@ def update(
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """[n, K, g, ...] as rows [n g, K, ...]."""
+    """Reshapes [n, K, g, ...] to rows [n g, K, ...]."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V, as they were computed, of cache indices i32[n, t] of the sequences of rows i32[n]: [n, K, t, D] each.
-    Those before a sequence's block come out as anything."""
+    """Returns K and V, as they were computed, of cache indices i32[n, t] of the sequences of rows i32[n]: [n, K, t, D]
+    each. Tokens before a sequence's block come out as anything."""
     row_map, rows = tail.row_map, tail.rows
     assert row_map is not None
     assert rows is not None
@@ -82,8 +82,7 @@ def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax
 
 
 def settle(pages: KVPages) -> KVPages:
-    """At the end of a layer: the last of a step's rows in the rings, and none beside them. Pages without a tail as they
-    are."""
+    """Moves the last of a step's rows into the rings at the end of a layer. Pages without a tail stay as they are."""
     tail = pages.tail
     if tail is None:
         return pages
@@ -97,11 +96,11 @@ def settle(pages: KVPages) -> KVPages:
 
 
 def with_row_map(pages: KVPages, row_map: RowMap | None) -> KVPages:
-    """At the beginning of a layer: with the map of the step's rows, where there is a tail."""
+    """Adds the map of the step's rows at the beginning of a layer, where there is a tail."""
     return pages if pages.tail is None else replace(pages, tail=replace(pages.tail, row_map=row_map))
 
 
 def is_new(fmt: KVFormat, index: jax.Array, positions: jax.Array) -> jax.Array:
-    """Whether queries at some positions read the keys at some indices as they were computed, not as stored."""
+    """Returns whether queries at some positions read the keys at some indices as they were computed, not as stored."""
     assert isinstance(fmt, Kivi)
     return index >= positions - positions % fmt.residual

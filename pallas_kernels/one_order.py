@@ -1,8 +1,8 @@
-"""What backend "deterministic" is made of: sums in one order, whatever the number of rows.
+"""Adds in one order, whatever the number of rows: what backend "deterministic" is made of.
 
 Kernels that add each row in the order of K, whoever computes beside it, may be cut as they like. XLA chooses its own
-products and sums by shape, and each adds in an order of its own: so they get tiles of one shape. On a CPU it also
-chooses by shape what to fuse, and so how a product and a sum are rounded: there all arithmetic of rows is in tiles.
+matmuls and sums by shape, and each adds in an order of its own. So they get tiles of one shape. On a CPU it also
+chooses by shape what to fuse, and so how a product and a sum are rounded. There all arithmetic of rows is in tiles.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,14 @@ type Run = Callable[..., Any]  # plainly, or in_tiles
 
 
 def plainly[T](run: Callable[..., T], *rows: Any) -> T:
-    """`run` of all rows at once."""
+    """Runs `run` on all rows at once."""
     return run(*rows)
 
 
 def in_tiles[T](run: Callable[..., T], *rows: Any, size: int = ROWS) -> T:
-    """`run` on pytrees of arrays [M, ...] cut into tiles of `size` rows, one after the other; its arrays are [M, ...]
-    too.
-
-    It is compiled once, for one tile, and is handed zeros where rows end inside of one. XLA unrolls the loop of a
-    single tile: barriers keep it from being fused with what is around it, as a product and a sum would be rounded
+    """Runs `run` on pytrees of arrays [M, ...] cut into tiles of `size` rows, one after the other; it returns [M, ...]
+    too. It is compiled once, for one tile, and is handed zeros where rows end inside of one. XLA unrolls the loop of a
+    single tile. Barriers keep it from being fused with what is around it, as a product and a sum would be rounded
     together there."""
     (M,) = {each.shape[0] for each in jax.tree.leaves(rows)}
     tiles = -(-M // size)
@@ -44,8 +42,8 @@ def in_tiles[T](run: Callable[..., T], *rows: Any, size: int = ROWS) -> T:
 
 
 def fenced[T](backend: str | None, run: Callable[..., T], *rows: Any) -> T:
-    """`run` of rows, each of which it computes by itself and in plain jnp: in tiles where a deterministic backend has
-    a CPU to compute on. A GPU's thread computes one number, whatever the number of rows."""
+    """Runs `run` on rows, each of which it computes by itself and in plain jnp. It runs in tiles where a deterministic
+    backend has a CPU to compute on. A GPU's thread computes one number, whatever the number of rows."""
     return in_tiles(run, *rows) if backend == DETERMINISTIC and not on_hopper() else run(*rows)
 
 

@@ -1,5 +1,5 @@
-"""One writer at a time: advisory locks of files, which the operating system drops when their process ends, however it
-ends. Where there are none (Windows, some network file systems) every writer is taken for the only one."""
+"""Lets one writer write at a time, by advisory locks of files. The operating system drops a lock when its process ends,
+however it ends. Where there are none (Windows, some network file systems) every writer is taken for the only one."""
 
 import contextlib
 import os
@@ -31,8 +31,8 @@ def open_alone(path: Path) -> FileIO | None:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[bool]:
-    """Yields whether this is the only writer in the block. The lock is a file at `path`, which is removed afterwards:
-    a file that is replaced as a whole cannot be locked itself. Raises OSError."""
+    """Yields whether this is the only writer in the block. Raises OSError. The lock is a file at `path`, which is
+    removed afterwards. A file that is replaced as a whole cannot be locked itself."""
     file = open_alone(path)
     if file is None:
         yield False

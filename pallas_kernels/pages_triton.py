@@ -1,10 +1,10 @@
-"""What the Triton kernels over pages share: tokens of K or V of one head, and a step of attention to them.
+"""Reads tokens of K or V of one head, and attends to them in steps: what the Triton kernels over pages share.
 
-K and V are multiplied in float16, but bfloat16 by queries of bfloat16: that would round all else as much as results
-are, and float16 holds what float16 scales are for (past 65504 it overflows). GPUs before compute capability 8.9, which
-convert nothing from float8, read it with integers.
+K and V are multiplied in float16, except bfloat16 by queries of bfloat16. bfloat16 would round all else as much as
+results are. float16 holds what float16 scales are for; past 65504 it overflows. GPUs before compute capability 8.9,
+which convert nothing from float8, read it with integers.
 
-How far loads run ahead of products is up to `stages`: Triton shares these between the load of the page table and those
+How far loads run ahead of matmuls is up to `stages`. Triton shares these between the load of the page table and those
 of K and V, which wait for it. With 2 to 4 none of K or V runs ahead; 5 are the least for two steps.
 """
 
@@ -23,17 +23,18 @@ LOWEST = tl.constexpr(-1e30)
 
 
 def arrays(pool: Pages) -> tuple[jax.Array, jax.Array]:
-    """A pool's arrays as kernels take them: without scales the values stand in for these, and are not read as such."""
+    """Returns a pool's arrays as kernels take them. Without scales the values stand in for these, and are not read as
+    such."""
     return pool.values, pool.values if pool.scales is None else pool.scales
 
 
 def reads_float8() -> bool:
-    """Whether the device that computes converts from float8."""
     return capability() not in ("", *WITHOUT_FLOAT8)
 
 
 def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """q and a scale that is positive, as keys that are not seen have a logit of -inf, with the same logits."""
+    """Returns q and a positive scale with the same logits. Unseen keys have a logit of -inf, so the scale must be
+    positive."""
     if scale == 0:
         return q * jnp.zeros((), q.dtype), 1.0
     return (q, scale) if scale > 0 else (-q, -scale)
@@ -41,22 +42,22 @@ def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
 
 @triton.constexpr_function
 def _stored(values):
-    """The dtype of what lies at a pointer."""
+    """Returns the dtype of what lies at a pointer."""
     return (values.type if hasattr(values, "type") else values.dtype).element_ty
 
 
 @triton.constexpr_function
 def planes(values, GROUP):
-    """How many columns next to one another share 16 bits of what lies at a pointer."""
+    """Counts the columns next to one another that share 16 bits of what lies at a pointer."""
     stored = _stored(values)
     return 1 if stored.primitive_bitwidth == 16 else 4 if GROUP > 0 and stored == tl.uint8 else 2
 
 
 @triton.jit
 def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr):
-    """The queries [M, D] whose numbers begin at pointers `at` [M], in the dtype of products with `values` and in its
-    planes, and what their logits are to be multiplied by [M]: to fit float16, bfloat16 comes as fractions of a power of
-    two."""
+    """Loads the queries [M, D] whose numbers begin at pointers `at` [M], and what their logits are to be multiplied by
+    [M]. They have the dtype of products with `values`, and its planes. To fit float16, bfloat16 comes as fractions of a
+    power of two."""
     PLANES: tl.constexpr = planes(values, GROUP)
     x = tl.load(at[:, None] + tl.arange(0, D)[None, :], mask=in_use[:, None], other=0.0)
     dtype: tl.constexpr = product_dtype(values, x.dtype)
@@ -76,7 +77,7 @@ def load_queries(at, in_use, values, D: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.constexpr_function
 def product_dtype(values, queries):
-    """The dtype in which what lies at a pointer is multiplied."""
+    """Returns the dtype in which what lies at a pointer is multiplied."""
     return tl.bfloat16 if _stored(values) == queries == tl.bfloat16 else tl.float16
 
 
@@ -85,8 +86,8 @@ def load_tokens(
     values, scales, page, slot, head, seen, dtype: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """[T, D] of a 16-bit dtype in planes: token i is at slot[i] of page[i]; zero where it is not seen, and nothing
-    read. FLOAT8: the device converts from float8."""
+    """Loads [T, D] of a 16-bit dtype in planes: token i is at slot[i] of page[i]. A token that is not seen is zero, and
+    nothing is read. FLOAT8: the device converts from float8."""
     PLANES: tl.constexpr = planes(values, GROUP)
     WIDTH: tl.constexpr = D // PLANES
     row = (page.to(tl.int64) * HEADS + head) * PAGE + slot
@@ -111,7 +112,7 @@ def load_tokens(
 def _numbers(
     scales, row, slot, seen, first: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """float16 [T, WIDTH], or [T, 1], of the numbers of groups in rows [T], which begin with number `first`."""
+    """Loads float16 [T, WIDTH], or [T, 1], of the numbers of groups in rows [T], which begin with number `first`."""
     T: tl.constexpr = row.shape[0]
     STORED: tl.constexpr = 2 * GROUPS if ZEROS else GROUPS
     at = row * STORED + first
@@ -126,7 +127,7 @@ def _numbers(
 
 @triton.jit
 def zeros(values, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """float32 [M, D] in the planes of `values`."""
+    """Returns zeros float32 [M, D] in the planes of `values`."""
     PLANES: tl.constexpr = planes(values, GROUP)
     found = tl.tuple(())
     for _ in tl.static_range(PLANES):
@@ -145,9 +146,9 @@ def store(at, x, divisor, in_use):
 
 @triton.jit
 def attend(queries, k, v, visible, peak, total, out, scale):
-    """One step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T, D]:
-    queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]. Queries have the planes of
-    keys, and out those of values. Logits, which are products times a scale that is positive, are in base 2."""
+    """Runs one step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T,
+    D]. Takes queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]. Queries have the
+    planes of keys, and out those of values. Logits, which are products times a positive scale, are in base 2."""
     products = tl.dot(queries[0], tl.trans(k[0]))
     for i in tl.static_range(1, len(k)):
         products = tl.dot(queries[i], tl.trans(k[i]), products)

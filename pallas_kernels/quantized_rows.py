@@ -1,10 +1,9 @@
-"""Rows in eight bits with a scale each, or one for each group of their columns: what quantized matmuls take as their
-left operand.
+"""Quantizes rows to eight bits with a scale each, or one for each group of their columns.
 
-Symmetric and dynamic: the scale of a row is its largest magnitude over the largest code, so that a token's codes depend
-on that token alone; or static, one scale found ahead for all rows. The arithmetic is spelled out as products (with
-1/127 or 1/448, and with one reciprocal a row), because XLA on a GPU would turn the divisions into them, and the kernels
-that quantize give the same bits.
+Quantized matmuls take them as their left operand. They are symmetric and dynamic: the scale of a row is its largest
+magnitude over the largest code. So a token's codes depend on that token alone. Or they are static, with one scale found
+ahead for all rows. The arithmetic is spelled out as products (with 1/127 or 1/448, and with one reciprocal a row). XLA
+on a GPU would turn divisions into these, and the kernels that quantize give the same bits.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}  # -128 is not used: symmetric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedRows:
-    """x = values * scales[..., None], or of each group."""
+    """Holds x = values * scales[..., None], or of each group."""
 
     values: jax.Array  # int8 or float8_e4m3fn [..., E]
     scales: jax.Array  # float32 (float64 of float64 inputs) [...], positive; of groups of columns [..., E / group]
@@ -38,16 +37,22 @@ def quantize_rows(
     scale: jax.Array | None = None,
     axis: str | None = None,
 ) -> QuantizedRows:
-    """x [..., E] of bf16, f16, f32 or f64 -> values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row.
+    """Returns values of `kind` ("int8", "fp8": float8_e4m3fn) and a scale a row, of x [..., E] of bf16, f16, f32 or
+    f64.
 
-    In c = promote_types(x.dtype, float32): scale = max(absmax * c(1/largest), the smallest normal c), codes are
-    x * (1 / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that
-    holds NaN has a NaN scale. With `per_tensor` all rows share the scale of the largest one: for experiments, since a
-    token's codes then depend on the batch. With `scale` [1], positive, all rows have that one: what is beyond it is
-    clipped (int8 down to -128), and a row that holds NaN or infinity has a NaN scale. With `axis` a row's columns are
-    spread over the devices of that mesh axis, and its scale is that of the whole row. With `group`, and none of these
-    three, every `group` columns of a row have a scale as a row has. Raises ValueError for another kind, dtype, an E of
-    zero or no multiple of `group`, or options that exclude each other.
+    In c = promote_types(x.dtype, float32): scale = max(absmax * c(1/largest), the smallest normal c). Codes are x * (1
+    / scale), clipped to +-largest and rounded to nearest even. A row of zeros has zeros for codes; one that holds NaN
+    has a NaN scale.
+
+    - `per_tensor`: all rows share the scale of the largest one. It is for experiments, as a token's codes then depend
+      on the batch.
+    - `scale` [1], positive: all rows have that one. What is beyond it is clipped (int8 down to -128), and a row that
+      holds NaN or infinity has a NaN scale.
+    - `axis`: a row's columns are sharded over the devices of that mesh axis, and its scale is that of the whole row.
+    - `group`, and none of these three: every `group` columns of a row have a scale as a row has.
+
+    Raises ValueError for another kind, dtype, an E of zero or no multiple of `group`, or options that exclude each
+    other.
     """
     check_kind(kind)
     if group is not None:
@@ -77,7 +82,7 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: DTypeLike | None = None) -> jax.Array:
-    """The numbers that `rows` stand for [..., E], in `dtype` (default: that of the scales)."""
+    """Returns the numbers that `rows` stand for [..., E], in `dtype` (default: that of the scales)."""
     parts = rows.values.reshape(*rows.scales.shape, -1).astype(rows.scales.dtype)
     x = (parts * rows.scales[..., None]).reshape(rows.values.shape)
     return x if dtype is None else x.astype(dtype)

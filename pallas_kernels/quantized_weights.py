@@ -1,8 +1,6 @@
-"""Quantized weights: the arrays that all matmul kernels share, made of a weight (encode) and read back (decode).
-
-weight_formats.py says which formats there are and what each stores, weight_codes.py how numbers become codes and
-scales.
-"""
+"""Makes the arrays of quantized weights that all matmul kernels share (encode), and reads them back (decode).
+weight_formats.py says which formats there are and what each stores. weight_codes.py says how numbers become codes and
+scales."""
 
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +26,7 @@ from pallas_kernels.weight_formats import WeightFormat, check_shape, padded
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [N, K] in a format; N' and K' are the padded sizes."""
+    """Holds a weight [N, K] in a format; N' and K' are the padded sizes."""
 
     values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte; a format may have groups rotated
     scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8; e8m0: uint8; e4m3: itself)
@@ -42,19 +40,18 @@ class QuantizedWeight:
 
     @property
     def takes_plain_inputs(self) -> bool:
-        """Whether inputs meet the weight as it is stored: in order, and not rotated."""
+        """Tells whether inputs meet the weight as it is stored: in order, and not rotated."""
         return self.columns is None and not self.format.rotated
 
 
 def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
-    """Rounds w [N, K], finite, to the nearest of what the format holds: no format holds NaN or infinity, which callers
-    refuse.
+    """Rounds w [N, K], finite, to the nearest of what the format holds.
 
-    Symmetric int8 steps are absmax / 127 and symmetric int4 ones absmax / 7.5 (all 16 codes: -absmax and absmax are
-    half a step away); with a zero point, the range of w and 0 is cut into 255 or 15 steps. fp8: absmax / 448. Scales of
-    groups are rounded up to float16 within its normal range, so that nothing is clipped by more than half a step, and
-    values are divided by the rounded scale. What block_floats.py defines is as it says there. Raises ValueError where
-    the shape does not fit.
+    No format holds NaN or infinity, which callers refuse. Symmetric int8 steps are absmax / 127 and symmetric int4 ones
+    absmax / 7.5 (all 16 codes: -absmax and absmax are half a step away). With a zero point, the range of w and 0 is cut
+    into 255 or 15 steps. fp8: absmax / 448. Scales of groups are rounded up to float16 within its normal range. So
+    nothing is clipped by more than half a step. Values are divided by the rounded scale. What block_floats.py defines
+    is as it says there. Raises ValueError where the shape does not fit.
     """
     return encode_with(w, *fit_scales(rotate_groups(grouped(w, fmt), fmt), fmt), fmt)
 
@@ -62,7 +59,7 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
 def encode_with(
     w: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, *, columns: jax.Array | None = None
 ) -> QuantizedWeight:
-    """encode with scales and zeros [N', groups] that the caller chose: storable ones, as fit_scales gives them. Values
+    """Encodes with scales and zeros [N', groups] that the caller chose: storable ones, as fit_scales gives them. Values
     beyond the largest code are clipped. With columns, an order i32[K], groups are of w's columns in that order."""
     ordered = w if columns is None else jnp.take(w, columns, axis=1)
     x = rotate_groups(grouped(ordered, fmt), fmt)
@@ -81,7 +78,8 @@ def assemble(
     *,
     columns: jax.Array | None = None,
 ) -> QuantizedWeight:
-    """The weight of codes [N', K'] as round_codes makes them, zeros [N', groups], and scales as store_scales does."""
+    """Returns the weight of codes [N', K'] as round_codes makes them, zeros [N', groups], and scales as store_scales
+    does."""
     by_row = fmt.group is None
     if columns is not None and fmt.rotated:
         raise ValueError(f"{fmt.name} rotates groups of inputs in their order: its columns must be None")
@@ -97,7 +95,8 @@ def assemble(
 
 
 def grouped(w: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """w [N, K], padded, in float32 at least: [N', groups, group]. Raises ValueError where the shape does not fit."""
+    """Returns w [N, K], padded, in float32 at least: [N', groups, group]. Raises ValueError where the shape does not
+    fit."""
     check_shape(w.shape, fmt)  # type: ignore[arg-type]
     N, K = w.shape
     x = w.astype(compute_dtype(w.dtype))
@@ -106,7 +105,8 @@ def grouped(w: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def rotate_groups(x: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """x [..., K] or [..., group], each group times hadamard(group) where the format has them rotated; twice is x."""
+    """Multiplies each group of x [..., K] or [..., group] by hadamard(group) where the format has them rotated. Twice
+    is x."""
     if not fmt.rotated:
         return x
     assert fmt.group is not None, "rows with one scale are not rotated"
@@ -115,20 +115,20 @@ def rotate_groups(x: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def decode(w: QuantizedWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The weight [N, K] that the codes stand for, computed in float32 at least."""
+    """Returns the weight [N, K] that the codes stand for, computed in float32 at least."""
     N, K = w.shape
     zeros = None if w.zeros is None else w.zeros[..., :N]
     return _decode_rows(w, w.values[:N], group_scales(w)[..., :N], zeros, dtype)[:, :K]
 
 
 def decode_padded(w: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
-    """The weight [N', K'] as it is stored: columns in their order, groups rotated, padding included."""
+    """Returns the weight [N', K'] as it is stored: columns in their order, groups rotated, padding included."""
     ordered = replace(w, columns=None, format=replace(w.format, rotated=False))
     return _decode_rows(ordered, w.values, group_scales(w), w.zeros, dtype)
 
 
 def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows of the weight, as of an embedding: i32[...] -> [..., K]. Indices out of range are clipped."""
+    """Returns rows i32[...] of the weight, as of an embedding: [..., K]. Indices out of range are clipped."""
     flat = jnp.clip(rows.reshape(-1), 0, w.shape[0] - 1)  # never the padding
 
     def take(x: jax.Array, axis: int) -> jax.Array:
@@ -142,7 +142,7 @@ def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Arra
 def _decode_rows(
     w: QuantizedWeight, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: DTypeLike
 ) -> jax.Array:
-    """Some rows of w's values, with their scales and zeros: [rows, K']."""
+    """Decodes some rows of w's values, with their scales and zeros: [rows, K']."""
     compute = compute_dtype(dtype)
     if w.format.packed:
         values = unpack4(values, signed=w.format.codes == "int4")
@@ -155,8 +155,8 @@ def _decode_rows(
 
 
 def group_scales(w: QuantizedWeight) -> jax.Array:
-    """Scales as the kernels take them: float32 [N'] or float16 [K'/group, N'], decoded where they are quantized (those
-    of block_floats.py to float32)."""
+    """Returns scales as the kernels take them: float32 [N'] or float16 [K'/group, N']. They are decoded where they are
+    quantized (those of block_floats.py to float32)."""
     if w.format.scale_codes == "e8m0":
         return decode_e8m0(w.scales)
     if w.format.scale_codes == "e4m3":
@@ -168,8 +168,8 @@ def group_scales(w: QuantizedWeight) -> jax.Array:
 
 
 def unpacked(w: QuantizedWeight) -> QuantizedWeight:
-    """A weight without packing and padding, scales as kernels take them where they are int8 themselves: what it has
-    alike wherever it is cut."""
+    """Returns a weight without packing and padding, so that it is alike wherever it is cut. Scales that are int8
+    themselves are as kernels take them."""
     (N, K), fmt = w.shape, w.format
     codes = unpack4(w.values, signed=False) if fmt.packed else w.values
     scales = group_scales(w) if fmt.double_quant else w.scales
@@ -179,5 +179,5 @@ def unpacked(w: QuantizedWeight) -> QuantizedWeight:
 
 
 def _spread(x: jax.Array, columns: int) -> jax.Array:
-    """[rows] or [groups, rows] -> [rows, columns] or [rows, 1]."""
+    """Spreads [rows] or [groups, rows] to [rows, columns] or [rows, 1]."""
     return x[:, None] if x.ndim == 1 else jnp.repeat(x.T, columns // x.shape[0], axis=1)

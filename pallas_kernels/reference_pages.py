@@ -1,7 +1,5 @@
-"""The paged layout read and written slot by slot in numpy: what the references stand on, written from the layout alone.
-
-Shares nothing with kv_pages.py but its dataclasses. Also catches what shapes cannot tell: indices out of range.
-"""
+"""Reads and writes the paged layout slot by slot in numpy, for the references: written from the layout alone. It shares
+nothing with kv_pages.py but its dataclasses. It also catches what shapes cannot tell: indices out of range."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,12 @@ from pallas_kernels.kv_pages import KVPages, Pages
 
 
 def to_numpy(pages: KVPages) -> KVPages:
-    """A writable host copy."""
+    """Returns a writable host copy."""
     return jax.tree.map(np.array, pages)
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
-    """x [D] times the Hadamard matrix, whose entry i, j is -1 to the number of bits that i and j share."""
+    """Multiplies x [D] by the Hadamard matrix: entry i, j is -1 to the number of bits that i and j share."""
     size = len(x) & -len(x)
     i = np.arange(size)
     signs = 1.0 - 2.0 * (np.bitwise_count(i[:, None] & i[None, :]) % 2)
@@ -24,7 +22,7 @@ def rotated(x: np.ndarray) -> np.ndarray:
 
 
 def read_row(pages: Pages, page: int, head: int, offset: int) -> np.ndarray:
-    """One token's K or V of one head, as stored in a host copy -> float64 [D]."""
+    """Returns one token's K or V of one head, as stored in a host copy: float64 [D]."""
     x = _read_row(pages, page, head, offset)
     return rotated(x) if pages.format.hadamard else x
 
@@ -50,10 +48,8 @@ def _read_row(pages: Pages, page: int, head: int, offset: int) -> np.ndarray:
 
 
 def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Tokens start..stop of the sequence whose page table is `table`, from a host copy -> float64 [tokens, K, D].
-
-    Raises ValueError where the table is too short or names a page that doesn't exist.
-    """
+    """Returns tokens start..stop of the sequence whose page table is `table`, from a host copy: float64 [tokens, K, D].
+    Raises ValueError where the table is too short or names a page that doesn't exist."""
     num_pages, num_heads, page_size = pages.values.shape[:3]
     if stop > len(table) * page_size:
         raise ValueError(f"{stop} keys do not fit {len(table)} pages of {page_size} tokens")

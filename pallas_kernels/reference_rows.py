@@ -1,4 +1,4 @@
-"""Quantized rows from their definition, in float64 numpy: what the references stand on."""
+"""Quantizes rows from their definition in float64 numpy, for the references."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,8 @@ from pallas_kernels.quantized_rows import QuantizedRows
 
 
 def quantize_rows(x: np.ndarray, kind: str, group: int | None = None) -> QuantizedRows:
-    """x [..., E] -> codes and scales [...], or [..., E / group]; the scales rounded to float32 unless x is float64."""
+    """Returns codes and scales [...], or [..., E / group], of x [..., E]. The scales are rounded to float32 unless x is
+    float64."""
     if group is not None:
         rows = quantize_rows(x.reshape(*x.shape[:-1], -1, group), kind)
         return QuantizedRows(rows.values.reshape(x.shape), rows.scales)

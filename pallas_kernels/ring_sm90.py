@@ -1,5 +1,5 @@
-"""A ring of buffers in shared memory: the n-th copy of a CTA goes to slot n modulo their number, once its readers have
-said (`free`, a barrier a slot) that they are done with what was there."""
+"""Runs a ring of buffers in shared memory: the n-th copy of a CTA goes to slot n modulo their number. Its readers must
+have said (`free`, a barrier a slot) that they are done with what was there."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def slot_of(number: jax.Array, stages: int) -> jax.Array:
-    """The slot of the n-th copy, for numbers that are not negative."""
+    """Returns the slot of the n-th copy, for numbers that are not negative."""
     return lax.rem(number, jnp.int32(stages))
 
 
 def free_slot(number: jax.Array, free: Any) -> jax.Array:
-    """The slot of the n-th copy, once it may be filled."""
+    """Returns the slot of the n-th copy, once it may be filled."""
     stages = free.shape[0]
     slot = slot_of(number, stages)
     pl.when(number >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -24,8 +24,8 @@ def free_slot(number: jax.Array, free: Any) -> jax.Array:
 
 
 def drain(copies: jax.Array, *barriers: Any) -> None:
-    """Waits until the last ones of all copies have been read: no barrier is left in the middle of a phase, and no CTA
-    leaves while another still signals it. `barriers` are the `free` ones of rings with the same number of slots."""
+    """Waits until the last ones of all copies have been read. So no barrier is left in the middle of a phase, and no
+    CTA leaves while another still signals it. `barriers` are the `free` ones of rings with the same number of slots."""
     stages = barriers[0].shape[0]
 
     @pl.loop(jnp.maximum(copies - stages, 0), copies)

@@ -1,4 +1,4 @@
-"""Roundings that a compiler may not drop."""
+"""Rounds in ways that a compiler may not drop."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,9 @@ from jax.typing import DTypeLike
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x, of a type at least as wide, as `dtype`; converted back, it still is rounded.
-
-    XLA is free to drop a conversion to a narrower type and back, and does so on a GPU. `reduce_precision` is kept, but
-    takes numbers below the narrow type's normal ones for zero.
-    """
+    """Returns x, of a type at least as wide, as `dtype`; converted back, it still is rounded. XLA is free to drop a
+    conversion to a narrower type and back, and does so on a GPU. `reduce_precision` is kept, but takes numbers below
+    the narrow type's normal ones for zero."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     kept = jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant).astype(dtype)
     if narrow.nexp == wide.nexp:
@@ -19,7 +17,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def to_float8(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x, of 32 bits or more and within the range of that type of 8, rounded to it; converted back, it still is."""
+    """Rounds x, of 32 bits or more and within range, to that type of 8 bits; converted back, it still is rounded."""
     narrow = jnp.finfo(dtype)
     kept = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, narrow.nmant)
     step = float(narrow.smallest_subnormal)

@@ -1,10 +1,10 @@
-"""What the Hopper kernels over whole rows share: a row in registers, its reductions, and its codes.
+"""Holds a row in registers with its reductions and its codes, for the Hopper kernels over whole rows.
 
-A row of E values is split evenly among the warpgroups of a block, and each part into pieces of at most 1024 values: a
-vector of eight to a thread. What is left after the full pieces takes powers of two, which fewer threads hold (the
-others hold copies). Arrays in memory are [.., E / 8, 8], so that a piece is a slice [n, 8].
+A row of E values is split evenly among the warpgroups of a block. Each part is split into pieces of at most 1024
+values: a vector of eight to a thread. What is left after the full pieces takes powers of two, which fewer threads hold
+(the others hold copies). Arrays in memory are [.., E / 8, 8], so that a piece is a slice [n, 8].
 
-Reductions go through shared memory once: a float32 for every eight values, then one barrier of all threads, then every
+Reductions go through shared memory once: a float32 for every eight values, then one barrier of all threads. Then every
 warp reads all of them and reduces them in one and the same order.
 """
 
@@ -35,14 +35,14 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 @dataclass(frozen=True)
 class Piece:
-    """Vectors start .. start + size of a warpgroup's part of a row; size is a power of two."""
+    """Names vectors start .. start + size of a warpgroup's part of a row; size is a power of two."""
 
     start: int
     size: int
 
 
 def pieces(vectors: int) -> tuple[Piece, ...]:
-    """`vectors` in full pieces, then in powers of two."""
+    """Cuts `vectors` into full pieces, then into powers of two."""
     cut, start = [], 0
     while start < vectors:
         size = min(FULL, 1 << ((vectors - start).bit_length() - 1))
@@ -53,27 +53,27 @@ def pieces(vectors: int) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one warpgroup handles of a row: part `index` of equal ones, in pieces."""
+    """Handles one warpgroup's share of a row: part `index` of equal ones, in pieces."""
 
     index: jax.Array
     cut: tuple[Piece, ...]
 
     @property
     def base(self) -> jax.Array:
-        """Its first vector."""
+        """Returns its first vector."""
         return self.index * (self.cut[-1].start + self.cut[-1].size)
 
     def load(self, ref: Any) -> list[jax.Array]:
-        """Its pieces of a row [E / 8, 8] in memory, each [n, 8] in registers."""
+        """Loads its pieces of a row [E / 8, 8] from memory, each [n, 8] in registers."""
         return [load_piece(ref, self.base + piece.start, piece.size) for piece in self.cut]
 
     def store(self, ref: Any, values: Sequence[jax.Array]) -> None:
-        """`load`'s inverse; also for one number a vector [n] and a row [E / 8]."""
+        """Reverses `load`; also for one number a vector [n] and a row [E / 8]."""
         for piece, value in zip(self.cut, values, strict=True):
             ref[pl.ds(self.base + piece.start, piece.size)] = value
 
     def sum(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
-        """The sum of the whole row, from float32 pieces of all parts, by scratch f32[E / 8]."""
+        """Sums the whole row, from float32 pieces of all parts, by scratch f32[E / 8]."""
         self.store(scratch, [jnp.sum(value, axis=1) for value in values])
         everyone(barrier)
         return _take(scratch, jnp.sum, jnp.add)
@@ -81,14 +81,14 @@ class Part:
     def norm(
         self, row: Sequence[jax.Array], gains: Sequence[jax.Array], eps: float, scratch: Any, barrier: Any
     ) -> list[jax.Array]:
-        """RMSNorm of the whole row, by its pieces in 16 bits, and those of the gains: over the root mean square,
-        rounded, times the gains, rounded. scratch is `sum`'s."""
+        """Returns RMSNorm of the whole row, by its pieces in 16 bits, and those of the gains. That is over the root
+        mean square, rounded, times the gains, rounded. scratch is `sum`'s."""
         total = self.sum([jnp.square(widen(y)) for y in row], scratch, barrier)
         return _normed(row, gains, total * float(np.float32(1 / (scratch.shape[0] * VECTOR))), eps)
 
     def peak(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
-        """The largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Any full piece may
-        stand for others, as their maximum."""
+        """Returns the largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Any full
+        piece may stand for others, as their maximum."""
         start = self.index * num_peaks(self.cut)
         for value in _fold_full([jnp.abs(value) for value in values]):
             scratch[pl.ds(start, len(value))] = jnp.max(value, axis=1).astype(jnp.float32)
@@ -108,34 +108,32 @@ class Part:
 
 
 def load_piece(ref: Any, start: jax.Array | int, size: int) -> jax.Array:
-    """Vectors start .. start + size of ref [.., 8], in registers."""
+    """Loads vectors start .. start + size of ref [.., 8] into registers."""
     return plgpu.load(ref.at[pl.ds(start, size)], layout=_piece_layout(size), optimized=False)
 
 
 def num_peaks(cut: Sequence[Piece]) -> int:
-    """How many values Part.peak puts into scratch for each part."""
+    """Counts the values that Part.peak puts into scratch for each part."""
     sizes = [piece.size for piece in cut]
     return FULL * (FULL in sizes) + sum(size for size in sizes if size != FULL)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """float32 of 16-bit values."""
+    """Converts 16-bit values to float32."""
     return x.astype(jnp.float32)
 
 
 def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gate * sigmoid(gate) * up in float32. 1 / y is rsqrt(y)^2: two instructions, while a reciprocal that minds
-    subnormal numbers takes seven."""
+    """Returns gate * sigmoid(gate) * up in float32. 1 / y is rsqrt(y)^2: two instructions, while a reciprocal that
+    minds subnormal numbers takes seven."""
     root = jax.lax.rsqrt(1.0 + jnp.exp(-gate))
     return gate * (root * root) * up
 
 
 def codes(x: jax.Array, inverse: jax.Array, kind: str) -> jax.Array:
-    """float32 x over its scale as int8 or float8_e4m3fn, as quantize_rows defines it; `inverse` is 1 / scale.
-
-    The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer.
-    The clip keeps it from becoming one operation with the product, which would round once where XLA rounds twice.
-    """
+    """Returns float32 x over its scale as int8 or float8_e4m3fn, as quantize_rows defines it; `inverse` is 1 / scale.
+    The sum with 1.5 * 2^23 has no bits left for a fraction. So adding rounds, and its low bits are the integer. The
+    clip keeps it from becoming one operation with the product, which would round once where XLA rounds twice."""
     scaled = jnp.minimum(jnp.maximum(x * inverse, -LARGEST[kind]), LARGEST[kind])
     if kind == "int8":
         return jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32).astype(jnp.int8)
@@ -148,7 +146,7 @@ def _normed(row: Sequence[jax.Array], gains: Sequence[jax.Array], mean: jax.Arra
 
 
 def scale_of(peak: jax.Array, kind: str) -> jax.Array:
-    """The scale of a row whose largest magnitude is `peak`, as quantize_rows defines it."""
+    """Returns the scale of a row whose largest magnitude is `peak`, as quantize_rows defines it."""
     scaled = peak * float(np.float32(1 / LARGEST[kind]))
     return jnp.maximum(scaled, float(np.finfo(np.float32).smallest_normal))
 
@@ -160,8 +158,8 @@ def everyone(barrier: Any) -> None:
 
 
 def _take(scratch: Any, reduce: Callable[..., jax.Array], join: Callable[..., jax.Array]) -> jax.Array:
-    """The reduction of scratch f32[n] to a scalar that every thread gets: `reduce` is jnp.sum or jnp.max, `join` its
-    binary operation."""
+    """Reduces scratch f32[n] to a scalar that every thread gets: `reduce` is jnp.sum or jnp.max, `join` its binary
+    operation."""
     found, start, size = [], 0, scratch.shape[0]
     while start < size:
         many = (size - start) // FULL * FULL or 1 << ((size - start).bit_length() - 1)
@@ -172,14 +170,14 @@ def _take(scratch: Any, reduce: Callable[..., jax.Array], join: Callable[..., ja
 
 
 def _fold_full(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The maximum of all full pieces, and what else there is."""
+    """Returns the maximum of all full pieces, and what else there is."""
     full = [value for value in values if len(value) == FULL]
     rest = [value for value in values if len(value) != FULL]
     return ([functools.reduce(jnp.maximum, full)] if full else []) + rest
 
 
 def _piece_layout(size: int) -> Any:
-    """Registers [size, 8]: a vector to a thread; warps and lanes that are too many hold copies."""
+    """Lays out registers [size, 8]: a vector to a thread; warps and lanes that are too many hold copies."""
     lanes = min(LANES, size)
     warps = size // lanes
     tiling = ((size, VECTOR), (lanes, VECTOR), (1, VECTOR))
@@ -187,7 +185,7 @@ def _piece_layout(size: int) -> Any:
 
 
 def _scratch_layout(size: int) -> Any:
-    """Registers [size] of float32 in every warp, up to four in a row to a lane."""
+    """Lays out registers [size] of float32 in every warp, up to four in a row to a lane."""
     vector = min(4, size)
     lanes = min(LANES, size // vector)
     tiling = ((lanes * vector,), (vector,))

@@ -1,7 +1,5 @@
-"""What the Triton kernels over whole rows share: rounding rows to eight bits, to the bits of quantized_rows.py.
-
-Codes are found with integers, since GPUs before compute capability 8.9 convert nothing to float8.
-"""
+"""Rounds rows to eight bits in Triton kernels over whole rows, to the bits of quantized_rows.py. Integers find the
+codes, since GPUs before compute capability 8.9 convert nothing to float8."""
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +14,25 @@ WARPS = ((16384, 16), (8192, 8), (0, 4))
 
 
 def block_and_warps(width: int) -> tuple[int, int]:
-    """The block that holds a row of `width` numbers, and the warps that share it."""
+    """Returns the block that holds a row of `width` numbers, and the warps that share it."""
     block = triton.next_power_of_2(width)
     return block, next(warps for least, warps in WARPS if block >= least)
 
 
 def outputs(rows: int, width: int, dtype: jnp.dtype, kind: str | None) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of a kernel that gives rows [T, E], as codes in bytes and with scales [T] where there is a kind."""
+    """Returns a kernel's outputs of rows [T, E], as codes in bytes and with scales [T] where there is a kind."""
     if kind is None:
         return (jax.ShapeDtypeStruct((rows, width), dtype),)
     return jax.ShapeDtypeStruct((rows, width), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32)
 
 
 def quantized(codes: jax.Array, scales: jax.Array, kind: str) -> QuantizedRows:
-    """Codes in bytes as what they stand for."""
+    """Returns codes in bytes as what they stand for."""
     return QuantizedRows(jax.lax.bitcast_convert_type(codes, KINDS[kind]), scales)
 
 
 def constants(width: int, kind: str | None) -> dict[str, int | float]:
-    """The constants of `store_row`; LARGEST_CODE is 0 for rows that are not quantized."""
+    """Returns the constants of `store_row`; LARGEST_CODE is 0 for rows that are not quantized."""
     block, _ = block_and_warps(width)
     return {"WIDTH": width, "BLOCK": block, "LARGEST_CODE": 0.0 if kind is None else LARGEST[kind]}
 
@@ -64,14 +62,14 @@ def store_row(y, values, scales, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def nearest(x):
-    """Nearest integers, ties to even: the low bits of a sum whose unit in the last place is 1."""
+    """Rounds to nearest integers, ties to even: the low bits of a sum whose unit in the last place is 1."""
     bits = (x + 12582912.0).to(tl.int32, bitcast=True)
     return bits - 0x4B400000
 
 
 @triton.jit
 def to_e4m3(x):
-    """The bits of float8_e4m3fn, ties to even, of |x| up to 448."""
+    """Returns the bits of float8_e4m3fn, ties to even, of |x| up to 448."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 120 * 8: exponents are off by 127 - 7

@@ -1,4 +1,4 @@
-"""Short segments: several query rows a sequence, as a drafter asks for, in a chain or a tree."""
+"""Describes short segments: several query rows a sequence, as a drafter asks for, in a chain or a tree."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,10 @@ WORD = 32  # bits of a word of a mask of ancestors
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Which rows of R segments of Q rows are in use, and what these see of their own segment.
-
-    Of a segment whose sequence has `length` keys, the last `rows` are its own and those before are committed. Row i's
-    key is at cache index length - rows + i, after those of its ancestors. Its position is length - rows plus the
-    number of its ancestors, itself left out: a chain's is its cache index, and siblings in a tree share one.
-    """
+    """Says which rows of R segments of Q rows are in use, and what these see of their own segment. Of a segment whose
+    sequence has `length` keys, the last `rows` are its own and those before are committed. Row i's key is at cache
+    index length - rows + i, after those of its ancestors. Its position is length - rows plus the number of its
+    ancestors, itself left out. A chain's is its cache index, and siblings in a tree share one."""
 
     rows: jax.Array  # i32[R], 0 .. Q; the first ones are in use
     # u32[R, Q, ceil(Q / 32)], bit j % 32 of word j // 32 of row i: row j is i itself or its ancestor; None: a chain
@@ -26,20 +24,20 @@ class Segments:
 
 
 def depths(ancestors: jax.Array) -> jax.Array:
-    """How many ancestors each row has, itself left out: u32[R, Q, words] -> i32[R, Q]."""
+    """Counts each row's ancestors, itself left out: u32[R, Q, words] gives i32[R, Q]."""
     bits = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int32), axis=-1, dtype=jnp.int32)
     return jnp.maximum(bits, 1) - 1
 
 
 def related(ancestors: jax.Array) -> jax.Array:
-    """Which rows each row is or comes after: u32[R, Q, words] -> bool[R, Q, Q]."""
+    """Returns which rows each row is or comes after: u32[R, Q, words] gives bool[R, Q, Q]."""
     bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
     bits = ((ancestors[..., None] >> bit) & jnp.uint32(1)).reshape(*ancestors.shape[:2], -1)
     return bits[:, :, : ancestors.shape[1]] == 1
 
 
 def within(ancestors: jax.Array, window: int) -> jax.Array:
-    """The masks u32[R, Q, words] without the ancestors whose positions a window of `window` of them does not hold."""
+    """Returns the masks u32[R, Q, words] without the ancestors whose positions a window of `window` does not hold."""
     R, Q, words = ancestors.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
     related = (ancestors[..., None] >> bit) & jnp.uint32(1)  # [R, Q, words, WORD]
@@ -50,10 +48,10 @@ def within(ancestors: jax.Array, window: int) -> jax.Array:
 
 
 def words_of(rows: int) -> int:
-    """How many words a mask of the ancestors among `rows` rows has."""
+    """Counts the words of a mask of the ancestors among `rows` rows."""
     return -(-rows // WORD)
 
 
 def as_numbers(ancestors: np.ndarray) -> list[int]:
-    """The masks u32[Q, words] of a segment's rows as Python's integers: bit j is row j."""
+    """Returns the masks u32[Q, words] of a segment's rows as Python's integers: bit j is row j."""
     return [sum(word << WORD * i for i, word in enumerate(words)) for words in ancestors.tolist()]

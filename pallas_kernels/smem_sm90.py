@@ -1,4 +1,4 @@
-"""Shared memory as TMA and wgmma want it, and how much of it a kernel takes."""
+"""Allocates shared memory as TMA and wgmma want it, and counts how much of it a kernel takes."""
 
 import math
 from typing import Any
@@ -12,8 +12,8 @@ _ALIGNMENT = 1024  # of every buffer
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:
-    """An array whose rows are in parts of `width` bytes, each swizzled: 128, 64, 32 or 16; by default the widest that
-    rows are a multiple of."""
+    """Allocates an array whose rows are in parts of `width` bytes, each swizzled: 128, 64, 32 or 16. The default is the
+    widest that rows are a multiple of."""
     size = jnp.dtype(dtype).itemsize
     if width is None:
         width = next(width for width in (128, 64, 32, 16) if shape[-1] * size % width == 0)
@@ -22,7 +22,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> An
 
 
 def shared_bytes(scratch: Any, reductions: int = 0) -> int:
-    """What a pytree of buffers and barriers (or None) takes, with `reductions` bytes for Pallas's reductions."""
+    """Returns what a pytree of buffers and barriers (or None) takes, with `reductions` bytes for Pallas's
+    reductions."""
     total = -(-reductions // _ALIGNMENT) * _ALIGNMENT
     for ref in jax.tree.leaves(scratch):
         if isinstance(ref, plgpu.Barrier):

@@ -1,7 +1,5 @@
-"""The first things that a command does, as `python -m NAME` starts: JAX, which takes seconds to load, comes later.
-
-Ctrl-C ends it in one line; what needs a GPU, and finds none, says so and ends with status 2.
-"""
+"""Does the first things of a command, as `python -m NAME` starts: JAX, which takes seconds to load, comes later. Ctrl-C
+ends it in one line. What needs a GPU, and finds none, says so and ends with status 2."""
 
 import contextlib
 import os
@@ -20,7 +18,7 @@ PLUGINS = "jax_plugins"  # what lets JAX use other devices than the CPU
 
 
 def command() -> str:
-    """The module that this process is about to run as a command, or nothing."""
+    """Returns the module that this process is about to run as a command, or nothing."""
     if sys.argv[:1] != ["-m"]:  # as long as Python looks for the module
         return ""
     place = next(i for i, word in enumerate(sys.orig_argv) if i and word.startswith("-m"))

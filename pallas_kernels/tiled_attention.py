@@ -1,8 +1,6 @@
-"""Attention of query tiles over paged K and V in plain jnp: the xla backend of decode and of prefill.
-
-Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over KV blocks that are aligned to absolute positions and
-have a fixed number of tokens, so that a row's result depends neither on other rows nor on the page size.
-"""
+"""Attends query tiles over paged K and V in plain jnp: the xla backend of decode and of prefill. Online softmax
+(Milakov and Gimelshein 2018, arXiv:1805.02867) runs over KV blocks that are aligned to absolute positions and have a
+fixed number of tokens. So a row's result depends neither on other rows nor on the page size."""
 
 from typing import NamedTuple
 
@@ -25,7 +23,7 @@ def check_page_size(page_size: int) -> None:
 
 
 class Trees(NamedTuple):
-    """The last keys of each tile's sequence, seen by ancestry instead of by their place."""
+    """Holds the last keys of each tile's sequence, seen by ancestry instead of by their place."""
 
     start: jax.Array  # i32[W], the first one's cache index: key start + j is row j's
     ancestors: jax.Array  # u32[W, Q, words], bit j % 32 of word j // 32 of row i: row j is i itself or its ancestor
@@ -33,7 +31,7 @@ class Trees(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Where keys of each tile's sequence lie that are not in the order of their positions."""
+    """Says where keys of each tile's sequence lie that are not in the order of their positions."""
 
     start: jax.Array  # i32[W], the first one's position
     nodes: jax.Array  # i32[W, n], the key at position start + d has cache index start + nodes[d]
@@ -50,12 +48,12 @@ def attend(
     own_row: jax.Array | None = None,
     moved: Moved | None = None,
 ) -> jax.Array:
-    """Attention of W tiles of Q query rows: q [W, Q, H, D] -> [W, Q, H, D].
+    """Returns attention of W tiles of Q query rows: q [W, Q, H, D] gives [W, Q, H, D].
 
-    tables i32[W, M] is the page table of each tile's sequence, positions i32[W, Q] each row's own position in it, -1
-    for an unused row, which comes out zero. A row sees the keys up to its own position; with trees, those before
-    `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile. Pages with a
-    tail need own_row i32[W], a row of the step that is of each tile's sequence. With `moved` keys are read from
+    tables i32[W, M] is the page table of each tile's sequence. positions i32[W, Q] is each row's own position in it, -1
+    for an unused row, which comes out zero. A row sees the keys up to its own position. With trees, it sees those
+    before `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile. Pages
+    with a tail need own_row i32[W], a row of the step that is of each tile's sequence. With `moved` keys are read from
     elsewhere, one by one, of pages without a tail.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
@@ -128,15 +126,15 @@ def attend(
 
 
 def _index(position: jax.Array, moved: Moved) -> jax.Array:
-    """The cache indices of keys at positions i32[W, t]."""
+    """Returns the cache indices of keys at positions i32[W, t]."""
     start = moved.start[:, None]
     depth = jnp.clip(position - start, 0, moved.nodes.shape[1] - 1)
     return jnp.where(position < start, position, start + jnp.take_along_axis(moved.nodes, depth, axis=1))
 
 
 def _visible(key: jax.Array, trees: Trees, first: jax.Array) -> jax.Array:
-    """bool[W, Q, t]: whether row i sees the key at cache index key [1, 1, t], where it sees positions from first [W, Q]
-    on."""
+    """Returns bool[W, Q, t]: whether row i sees the key at cache index key [1, 1, t]. Row i sees positions from first
+    [W, Q] on."""
     row = key - trees.start[:, None, None]  # [W, 1, t]
     node = jnp.clip(row, 0, trees.depth.shape[1] - 1)
     own = (row >= 0) & (row < trees.depth.shape[1])

@@ -1,8 +1,6 @@
-"""How every Triton kernel is launched: one description, which a device runs through jax_triton, tests in Triton's
-interpreter, and Triton's own compiler turns into PTX for GPUs that are not there.
-
-jax_triton and Triton come with the extras cuda12 and cuda13; nothing of them is imported before a kernel runs.
-"""
+"""Launches every Triton kernel from one description. A device runs it through jax_triton, tests in Triton's
+interpreter. Triton's own compiler turns it into PTX for GPUs that are not there. jax_triton and Triton come with the
+extras cuda12 and cuda13. Nothing of them is imported before a kernel runs."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -17,7 +15,8 @@ from pallas_kernels.backends import capability
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel. Its arguments are the inputs, then the outputs in the order of `out`, then constants."""
+    """Describes one launch of a kernel. Its arguments are the inputs, then the outputs in the order of `out`, then
+    constants."""
 
     kernel: Any  # a function under triton.jit
     out: tuple[jax.ShapeDtypeStruct, ...]
@@ -29,8 +28,8 @@ class Launch:
 
 
 def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
-    """The outputs of a launch on the device that computes. Raises NotImplementedError for one that runs no Triton
-    kernel of ours."""
+    """Returns the outputs of a launch on the device that computes. Raises NotImplementedError for one that runs no
+    Triton kernel of ours."""
     of = capability()  # jax_triton would ask a device, and a process that traces for another one sees none
     if not of or int(of.partition(".")[0]) < 8:
         raise NotImplementedError(
@@ -64,7 +63,7 @@ def typed_call(operation: ir.Operation) -> None:
 
 
 def with_gradients(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose gradients are those of `plain`, which computes the same in jnp from the same arrays."""
+    """Returns `run` with the gradients of `plain`, which computes the same in jnp from the same arrays."""
     found = jax.custom_vjp(run)
     found.defvjp(lambda *arrays: (run(*arrays), arrays), lambda saved, cotangent: jax.vjp(plain, *saved)[1](cotangent))
     return found

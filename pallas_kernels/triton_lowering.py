@@ -1,8 +1,8 @@
-"""jax_triton's calls as calls that XLA takes into its CUDA graphs: imported before the first kernel runs.
+"""Lowers jax_triton's calls to calls that XLA takes into its CUDA graphs: imported before the first kernel runs.
 
-jax_triton 0.3.1 lowers a launch to jaxlib's untyped custom call, which XLA leaves outside of its command buffers, so
-that every launch costs the host some microseconds. jaxlib has the same launcher as a typed one, which says of itself
-that it can be recorded. This module has jax_triton's primitive lowered to that.
+jax_triton 0.3.1 lowers a launch to jaxlib's untyped custom call, which XLA leaves outside of its command buffers. So
+every launch costs the host some microseconds. jaxlib has the same launcher as a typed one, which says of itself that it
+can be recorded. This module has jax_triton's primitive lowered to that.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The arithmetic of quantized weights: scales of groups, codes in units of scales, and codes of four bits in bytes."""
+"""Computes quantized weights: scales of groups, codes in units of scales, and codes of four bits in bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ _FP8_MAX = 448.0
 
 
 def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | None]:
-    """The scales that encode gives x [N', groups, group], as they will be stored, and zeros: [N', groups]."""
+    """Returns the scales that encode gives x [N', groups, group], as they will be stored, and zeros: [N', groups]."""
     low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
     absmax = jnp.maximum(high, -low)
     if fmt.scale_codes is not None:
@@ -34,7 +34,7 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
 
 
 def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Scales in their own dtype, rounded to what holds them: never zero, float16 ones never down."""
+    """Returns scales in their own dtype, rounded to what holds them: never zero, float16 ones never down."""
     dtype = jnp.finfo(jnp.float32 if fmt.group is None else jnp.float16)
     scales = jnp.clip(scales, jnp.asarray(dtype.tiny, scales.dtype), jnp.asarray(dtype.max, scales.dtype))
     if fmt.group is None:
@@ -46,8 +46,8 @@ def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 
 def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax.Array:
-    """Codes of x in units of scales, clipped: int8 in range, indices of TABLES or E2M1, or floats of 8 bits. zeros is
-    shaped as x is, or broadcasts to it."""
+    """Returns codes of x in units of scales, clipped: int8 in range, indices of TABLES or E2M1, or floats of 8 bits.
+    Zeros are shaped as x is, or broadcast to it."""
     if fmt.codes in ("e2m1", "e5m2"):
         return round_elements(x, fmt.codes)
     if fmt.codes == "fp8":
@@ -64,7 +64,7 @@ def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax
 
 
 def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dtype: DTypeLike) -> jax.Array:
-    """What codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
+    """Returns what codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
     if fmt.codes in ("e2m1", "e5m2"):
         return element_values(codes, fmt.codes, dtype)
     x = jnp.asarray(TABLES[fmt.codes], dtype)[codes] if fmt.codes in TABLES else codes.astype(dtype)
@@ -72,8 +72,8 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
 
 
 def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What becomes of storable scales [N', groups]: what will be decoded, in their dtype; what is stored; and the steps
-    of scales that are quantized themselves."""
+    """Returns, of storable scales [N', groups], what will be decoded, what is stored, and the steps of quantized
+    scales. What will be decoded is in their dtype."""
     if fmt.scale_codes == "e8m0":
         return scales, encode_e8m0(scales), None
     if fmt.scale_codes == "e4m3":
@@ -87,8 +87,8 @@ def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.A
 
 
 def _quantize_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Scales [N', groups] as int8 around their mean, in blocks of 256 (QLoRA's double quantization, with a linear
-    code): int8 [N', groups], float32 [1 + blocks]."""
+    """Quantizes scales [N', groups] to int8 around their mean, in blocks of 256: int8 [N', groups], float32 [1 +
+    blocks]. This is QLoRA's double quantization, with a linear code."""
     flat = scales.reshape(-1)
     mean = jnp.mean(flat).astype(jnp.float32)
     blocks = jnp.pad(flat - mean.astype(flat.dtype), (0, -flat.size % _BLOCK)).reshape(-1, _BLOCK)
@@ -99,7 +99,8 @@ def _quantize_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_scales(codes: jax.Array, steps: jax.Array) -> jax.Array:
-    """What _quantize_scales stored, as float16 within its normal range: int8 [N', groups] -> [N', groups]."""
+    """Returns what _quantize_scales stored, as float16 within its normal range: int8 [N', groups] gives [N',
+    groups]."""
     block = jnp.arange(codes.size, dtype=jnp.int32) // _BLOCK
     scales = steps[0] + codes.reshape(-1).astype(jnp.float32) * steps[1:][block]
     limits = jnp.finfo(jnp.float16)
@@ -108,11 +109,9 @@ def decode_scales(codes: jax.Array, steps: jax.Array) -> jax.Array:
 
 
 def pack4(codes: jax.Array) -> jax.Array:
-    """Two codes of 4 bits a byte: [..., K] of any integers -> uint8 [..., K/2], K a multiple of 32.
-
-    Each 32 columns 8p + 2c + i are stored as nibble 4i + p of 32-bit word c, p and c below 4 and i below 2: so word c
-    is what one thread in four gives to wgmma's 16-bit left operand, whose pairs (i) are 16 bits apart.
-    """
+    """Packs two codes of 4 bits a byte: [..., K] of any integers gives uint8 [..., K/2], K a multiple of 32. Each 32
+    columns 8p + 2c + i are stored as nibble 4i + p of 32-bit word c, p and c below 4 and i below 2. So word c is what
+    one thread in four gives to wgmma's 16-bit left operand, whose pairs (i) are 16 bits apart."""
     if codes.shape[-1] % 32:
         raise ValueError(f"{codes.shape[-1]} codes cannot be packed: expected a multiple of 32")
     parts = jnp.moveaxis(codes.astype(jnp.uint8).reshape(*codes.shape[:-1], -1, 4, 4, 2), -3, -1)  # [.., c, i, p]
@@ -121,7 +120,7 @@ def pack4(codes: jax.Array) -> jax.Array:
 
 
 def unpack4(packed: jax.Array, *, signed: bool) -> jax.Array:
-    """Inverse of pack4: uint8 [..., K/2] -> int8 [..., K] in -8..7, or in 0..15."""
+    """Reverses pack4: uint8 [..., K/2] gives int8 [..., K] in -8..7, or in 0..15."""
     pairs = jnp.stack([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(jnp.int8)
     codes = jnp.moveaxis(pairs.reshape(*packed.shape[:-1], -1, 4, 2, 4), -1, -3).reshape(*packed.shape[:-1], -1)
     return (codes ^ jnp.int8(8)) - jnp.int8(8) if signed else codes

@@ -1,4 +1,4 @@
-"""Formats of quantized weights, as data: what a weight [N, K] (out, in) is stored as, and the names of these formats.
+"""Defines formats of quantized weights, as data: what a weight [N, K] (out, in) is stored as, and the formats' names.
 
 A weight becomes codes with one scale a row, or one for every `group` values along K:
 
@@ -11,11 +11,12 @@ A weight becomes codes with one scale a row, or one for every `group` values alo
 | e2m1 | uint8 [N, K/2], likewise two codes of block_floats.py | E2M1[code] * scale |
 | e5m2 | float8_e5m2 [N, K] | code * scale |
 
-Scales of rows are float32 [N]; scales of groups are float16 [K/group, N], so that a tile of rows is contiguous; those
-of block_floats.py are E8M0 (uint8) or E4M3 [K/group, N], these in units of a float32 a row, equal in all of a tensor.
-Formats whose names have an -h hold blocks of block_floats.py times a Hadamard matrix of the block's size, as are the
-blocks of inputs that meet them. N and K are padded to multiples of 32 once, by encode; `shape` keeps the logical sizes.
-Unsigned codes with a zero point (the textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their zeros.
+Scales of rows are float32 [N]. Scales of groups are float16 [K/group, N], so that a tile of rows is contiguous. Those
+of block_floats.py are E8M0 (uint8) or E4M3 [K/group, N]. The latter are in units of a float32 a row, equal in all of a
+tensor. Formats whose names have an -h hold blocks of block_floats.py times a Hadamard matrix of the block's size. The
+blocks of inputs that meet them are rotated too. N and K are padded to multiples of 32 once, by encode; `shape` keeps
+the logical sizes. Unsigned codes with a zero point (the textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so
+are their zeros.
 """
 
 import math
@@ -32,7 +33,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# FP4 of bitsandbytes (functional.py, get_4bit_type): floats of a sign, two bits of exponent and one of mantissa, which
+# FP4 of bitsandbytes (functional.py, get_4bit_type): floats of a sign, two bits of exponent and one of mantissa. They
 # are no E2M1: code 1 is a ninety-sixth of what E2M1 has there.
 FP4 = tuple(sign * x / 12 for sign in (1.0, -1.0) for x in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 TABLES = {"nf4": NF4, "fp4": FP4}  # what codes that are indices stand for, in [-1, 1]
@@ -47,7 +48,7 @@ THRESHOLD = 6.0  # of LLM.int8's outliers, where none is given (arXiv 2208.07339
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a weight is stored, and what its inputs are quantized to when they meet it."""
+    """Says how a weight is stored, and what its inputs are quantized to when they meet it."""
 
     codes: str  # "int8", "fp8", "int4", "nf4", "fp4", "e2m1" or "e5m2"
     group: int | None = None  # values along K that share a scale; None: a row's
@@ -63,45 +64,45 @@ class WeightFormat:
 
     @property
     def block_kind(self) -> str | None:
-        """The name in block_floats.KINDS of what is stored so."""
+        """Returns the name in block_floats.KINDS of what is stored so."""
         own = self.codes, self.group, self.scale_codes
         return next((name for name, k in KINDS.items() if (k.codes, k.block, k.scale) == own), None)
 
     @property
     def row_codes(self) -> str | None:
-        """What inputs are quantized to with a scale a row, if they are: the product then takes them as codes."""
+        """Returns what inputs are quantized to with a scale a row, if they are: the matmul then takes them as codes."""
         return None if self.activations in KINDS else self.activations
 
     @property
     def scales_together(self) -> bool:
-        """Whether what a scale is stored as depends on the others."""
+        """Tells whether what a scale is stored as depends on the others."""
         return self.double_quant or self.scale_codes == "e4m3"
 
     @property
     def code_dtype(self) -> str:
-        """The dtype of codes before two of them are packed."""
+        """Returns the dtype of codes before two of them are packed."""
         return "int8" if self.packed else STORED[self.codes]
 
     @property
     def packed(self) -> bool:
-        """Whether two codes share a byte."""
+        """Tells whether two codes share a byte."""
         return self.codes in ("int4", "nf4", "fp4", "e2m1")
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        """The dtype of the values array."""
+        """Returns the dtype of the values array."""
         return jnp.dtype(STORED[self.codes])
 
     @property
     def scale_dtype(self) -> jnp.dtype:
-        """The dtype of the scales array as stored."""
+        """Returns the dtype of the scales array as stored."""
         if self.scale_codes is not None:
             return jnp.dtype("uint8" if self.scale_codes == "e8m0" else "float8_e4m3fn")
         return jnp.dtype("int8" if self.double_quant else "float32" if self.group is None else "float16")
 
     @property
     def name(self) -> str:
-        """What parse_weight_format reads."""
+        """Returns the name that parse_weight_format reads."""
         if self.scale_codes is not None:
             return f"{self.block_kind}{'-h' * self.rotated}{'' if self.activations else '-weight'}"
         group = "" if self.group is None else f"-g{self.group}"
@@ -141,10 +142,9 @@ NAMED = {
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format called `name`: w8a8, w8a8-tensor, w8a8-act-gN, w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq],
-    fp4[-gN][-dq], fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of block_floats.py[-h][-weight], N a multiple of
-    8 (of 32 for inputs), X a positive threshold. Raises ValueError for others.
-    """
+    """Returns the format called `name`. Raises ValueError for others. Names are w8a8, w8a8-tensor, w8a8-act-gN,
+    w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq], fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of
+    block_floats.py[-h][-weight]. N is a multiple of 8 (of 32 for inputs), X a positive threshold."""
     if name in NAMED:
         return NAMED[name]
     threshold = re.fullmatch(rf"{LLM_INT8}-t([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", name)
@@ -164,7 +164,7 @@ def parse_weight_format(name: str) -> WeightFormat:
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to what is stored."""
+    """Rounds `size` up to what is stored."""
     return -(-size // MULTIPLE) * MULTIPLE
 
 

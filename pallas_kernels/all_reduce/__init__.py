@@ -1,4 +1,4 @@
-"""The sum over the devices of a mesh axis, after a product whose inputs were spread over them."""
+"""Sums over the devices of a mesh axis, after a matmul whose inputs were sharded over them."""
 
 from pallas_kernels.all_reduce.api import all_reduce, make_calls_known
 from pallas_kernels.all_reduce.axis import MeshAxis

@@ -1,4 +1,4 @@
-"""all_reduce: the sum of what each device of a mesh axis computed, the same bits on all of them."""
+"""Sums what each device of a mesh axis computed, to the same bits on all of them."""
 
 import contextlib
 
@@ -18,16 +18,17 @@ def all_reduce(
     residual: jax.Array | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """The sum of x [T, E] over the devices of a mesh axis, plus bias [E] and residual [T, E], which all devices have
-    and which count once: [T, E] in x's dtype. To be called inside shard_map. Every device gets the same bits; the
-    backend "peer" adds in the order of ranks and rounds once. Raises ValueError where shapes disagree."""
+    """Returns the sum of x [T, E] over the devices of a mesh axis: [T, E] in x's dtype. Adds bias [E] and residual [T,
+    E] once; all devices have them. Call it inside shard_map. Every device gets the same bits. The backend "peer" adds
+    in the order of ranks and rounds once. Raises ValueError where shapes disagree."""
     added = {"bias": (bias, "E"), "residual": (residual, "T E")}
     bind_shapes(x=(x, "T E"), **{name: (y, spec) for name, (y, spec) in added.items() if y is not None})
     return choose(BACKENDS, backend, x, axis).run(x, axis, bias, residual)
 
 
 def make_calls_known() -> None:
-    """What a program that is loaded from a file, and so is not traced, may call. Without nvcc it calls nothing."""
+    """Registers the calls of a program that is loaded from a file, and so is not traced. Without nvcc there are
+    none."""
     with contextlib.suppress(RuntimeError):
         peer.register()
 

@@ -1,13 +1,17 @@
-"""How long an exchange takes between GPUs of one host, and whether its bits are right.
+"""Measures how long an exchange takes between GPUs of one host, and checks its bits.
 
     python -m pallas_kernels.all_reduce.bench [--devices 2] [--rows 1 64 4096] [--record]
 
-For each backend and number of rows: the sum of random parts is compared, on every device, with a sum in the order of
-ranks (peer: to the bit); then many steps of exchanges, each fed by the one before through a donated buffer that moves
-about, are compared with the same arithmetic on one device; then exchanges in a chain inside one jit are timed on the
-host's clock, each backend in a process of its own, so that one that hangs costs its own rows. `us` is that of the
-shorter chain, the host's work for a call included; `us_longer_chain` what each further exchange adds, as in a model's
-step, which has many: the bar is of that.
+Each backend and number of rows goes through three parts:
+
+- Compares the sum of random parts, on every device, with a sum in the order of ranks (peer: to the bit).
+- Compares many steps of exchanges with the same arithmetic on one device. Each step is fed by the one before, through a
+  donated buffer that moves about.
+- Times exchanges in a chain inside one jit, on the host's clock.
+
+Each backend has a process of its own, so that one that hangs costs its own rows. `us` is that of the shorter chain, the
+host's work for a call included. `us_longer_chain` is what each further exchange adds, as in a model's step, which has
+many. The bar is of that.
 """
 
 import argparse
@@ -43,13 +47,14 @@ VARIANTS = ("peer", "two-shot", "xla")  # two-shot: peer, of any size
 
 
 def on_ranks(function: Callable[[jax.Array], jax.Array], mesh: Mesh, **options: Any) -> Callable:
-    """function of a rank's part [M, E], of all ranks' [ranks, M, E]."""
+    """Runs `function` of a rank's part [M, E], on all ranks' [ranks, M, E]."""
     own = lambda x: function(x[0])[None]  # noqa: E731
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False), **options)
 
 
 def check_sum(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any) -> dict[str, Any]:
-    """The largest distance to the sum in the order of ranks, relative to the norm, and whether bits are equal."""
+    """Returns the largest distance to the sum in the order of ranks, relative to the norm, and whether bits are
+    equal."""
     given = jnp.asarray(np.random.default_rng(rows).normal(size=(mesh.size + 1, rows, columns)), dtype)
     parts, residual = given[:-1], given[-1]
     both = spread(jnp.stack([parts, jnp.broadcast_to(residual, parts.shape)], axis=1), mesh)  # [ranks, 2, M, E]
@@ -68,7 +73,7 @@ def spread(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def replay_weights(ranks: int, columns: int, dtype: Any) -> jax.Array:
-    """[ranks, 1, columns], of which a column sums to about 1 or -1, so that many steps neither grow nor fade."""
+    """Returns [ranks, 1, columns]; a column sums to about 1 or -1, so that many steps neither grow nor fade."""
     rng = np.random.default_rng(7)
     parts = rng.uniform(0.2, 0.8, (ranks, 1, columns))
     parts[-1] = rng.choice([-1.0, 1.0], (1, columns)) - parts[:-1].sum(axis=0)
@@ -76,8 +81,8 @@ def replay_weights(ranks: int, columns: int, dtype: Any) -> jax.Array:
 
 
 def check_replays(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any, steps: int) -> bool:
-    """Whether steps of LINKS exchanges each give the same bits as one device that adds in the order of ranks. Columns
-    move on by one, so that what an earlier exchange left would be seen."""
+    """Returns whether steps of LINKS exchanges give the same bits as one device that adds in the order of ranks.
+    Columns move on by one, so that what an earlier exchange left would be seen."""
     n = mesh.size
     weights = replay_weights(n, columns, dtype)
 
@@ -109,7 +114,7 @@ def check_replays(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any
 
 
 def chain_us(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any, length: int, repeats: int = 7) -> float:
-    """Microseconds of an exchange in a chain, the best of several."""
+    """Returns the microseconds of an exchange in a chain, the best of several."""
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(length):
@@ -128,7 +133,6 @@ def chain_us(run: Callable, mesh: Mesh, rows: int, columns: int, dtype: Any, len
 
 
 def measure(variant: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of one backend."""
     devices = jax.devices()[: args.devices]
     mesh = Mesh(np.asarray(devices), (AXIS,))
     axis = MeshAxis(AXIS, tuple(device.local_hardware_id for device in devices))
@@ -148,7 +152,7 @@ def measure(variant: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def table(args: argparse.Namespace, argv: list[str]) -> Iterator[dict[str, Any]]:
-    """All rows, each backend's from a process of its own; an "error" where it fails or takes too long."""
+    """Yields all rows, each backend's from a process of its own, with an "error" where it fails or takes too long."""
     for variant in args.backends:
         command = [sys.executable, "-m", "pallas_kernels.all_reduce.bench", *argv, "--only", variant]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:

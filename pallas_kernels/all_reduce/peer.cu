@@ -1,16 +1,16 @@
-// all_reduce over the peer memory of GPUs of one host and one process: x of all ranks, bias and residual are added in
-// float32 in the order of ranks and rounded once, so that every rank has the same bits, whatever the size.
+// Runs all_reduce over the peer memory of GPUs of one host and one process. x of all ranks, bias and residual are added
+// in float32 in the order of ranks and rounded once. So every rank has the same bits, whatever the size.
 //
 // Each rank has one buffer, which the others write to. A block is a lane: lane b of a rank exchanges with lane b of the
-// others, on parts of the buffers and with a counter of its own, which lies on the device, so that a launch may be
-// replayed. tests/kernels/test_all_reduce_protocol.py tries all orders of the two ways:
+// others, on its own parts of the buffers. Its counter lies on the device, so that a launch may be replayed.
+// tests/kernels/test_all_reduce_protocol.py tries all orders of the two ways:
 //
-// one_shot  A rank writes its x to all others. A word that has arrived is one that is not kNothing (a NaN that no x is
-//           sent with), so that neither flags nor fences are needed; who has read it writes kNothing in its place. Rounds
-//           take turns in two places: a rank writes to one again only when it has received the others' words of the
-//           round between, which they sent once they had read those before.
-// two_shot  Each behind a flag that counts rounds: a rank sums its share of x, and sends that to all. Either shot tells
-//           that the other before it was read. For more than two ranks it moves fewer bytes.
+// one_shot  A rank writes its x to all others. A word that has arrived is not kNothing, a NaN that no x is sent with. So
+//           neither flags nor fences are needed. Who has read it writes kNothing in its place. Rounds take turns in two
+//           places. A rank writes to one again only when it has received the others' words of the round between. They
+//           sent these once they had read the words before.
+// two_shot  A rank sums its share of x, and sends that to all. Each shot is behind a flag that counts rounds. Either
+//           shot tells that the other before it was read. For more than two ranks it moves fewer bytes.
 //
 // One exchange at a time may run between the same GPUs: each must depend on the one before. A rank that waits longer
 // than its limit stops its program with an error.
@@ -40,7 +40,7 @@ constexpr int kTwoThreads = 512;
 constexpr int kTwoPacks = 1024;    // of a rank's share of a lane's round, the most
 constexpr uint32_t kNothing = 0xffffffff;  // two NaNs of 16 bits, or one of 32
 
-// A rank's buffer. The counters are its own; all else is written by others, [.., source, ..].
+// Holds a rank's buffer. The counters are its own; all else is written by others, [.., source, ..].
 struct Layout {
   size_t ranks;
   __host__ __device__ size_t flags() const { return 2 * kLanes * sizeof(uint32_t); }
@@ -133,7 +133,7 @@ struct Operands {
   long row_packs;
 };
 
-// Pack i of the result, of the ranks' sum: with what counts once.
+// Returns pack i of the result, of the ranks' sum: with what counts once.
 template <typename T>
 __device__ uint4 finished(const Operands& o, Pack<T> sum, long i) {
   if (o.bias) sum.add(o.bias[i % o.row_packs]);
@@ -141,7 +141,7 @@ __device__ uint4 finished(const Operands& o, Pack<T> sum, long i) {
   return sum.rounded();
 }
 
-// Takes the packs of a round that a source sent, each of which a thread has one in kOneThreads of, and leaves nothing.
+// Takes the packs of a round that a source sent, one in kOneThreads for each thread, and leaves nothing.
 __device__ void receive(uint4* parts, uint4* places, int count, unsigned long long limit) {
   const uint4 nothing = make_uint4(kNothing, kNothing, kNothing, kNothing);
   Patience patience{limit};
@@ -162,7 +162,7 @@ __device__ void receive(uint4* parts, uint4* places, int count, unsigned long lo
   }
 }
 
-// The sum of pack i: each rank's part in order, then what counts once.
+// Returns the sum of pack i: each rank's part in order, then what counts once.
 template <typename T, typename Part>
 __device__ uint4 total(const Operands& o, int ranks, long i, Part part) {
   Pack<T> sum(part(0));
@@ -170,7 +170,7 @@ __device__ uint4 total(const Operands& o, int ranks, long i, Part part) {
   return finished(o, sum, i);
 }
 
-// A thread has the same places in every round, so that what it sends tells that it has read what was there before.
+// A thread has the same places in every round. So what it sends tells that it has read what was there before.
 template <typename T>
 __global__ void __launch_bounds__(kOneThreads)
     one_shot(const __grid_constant__ Operands o, const __grid_constant__ Exchange e) {
@@ -285,7 +285,7 @@ cudaError_t launch(const Operands& o, const Exchange& e, bool once, cudaStream_t
   return cudaGetLastError();
 }
 
-// The buffers of GPUs that exchange, made once in a process.
+// Holds the buffers of GPUs that exchange, made once in a process.
 struct Group {
   std::vector<int64_t> devices;
   char* buffers[kRanks] = {};
@@ -425,7 +425,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peer_all_reduce, execute,
                                   .Attr<int64_t>("limit"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Whether a GPU reaches another's memory.
+// Returns whether a GPU reaches another's memory.
 extern "C" int peer_can_access(int from, int to) {
   int found = 0;
   return cudaDeviceCanAccessPeer(&found, from, to) == cudaSuccess && found;

@@ -1,8 +1,9 @@
-"""all_reduce over the peer memory of GPUs of one host that one process has (peer.cu), through jax.ffi.
+"""Runs all_reduce over the peer memory of GPUs of one host that one process has (peer.cu), through jax.ffi.
 
-The user's nvcc compiles the source the first time that GPUs exchange with it, and the library is kept in the user's
-cache. XLA takes the call into its command buffers, and wherever the arrays lie then, what the ranks write to each other
-lies in buffers that are made once in a process."""
+The user's nvcc compiles the source the first time that GPUs exchange with it. The library is kept in the user's cache.
+XLA takes the call into its command buffers, wherever the arrays lie then. So the ranks write to each other in buffers
+that are made once in a process.
+"""
 
 import ctypes
 import functools
@@ -44,7 +45,7 @@ def check(x: jax.Array, axis: MeshAxis) -> None:
 
 
 def check_unasked(x: jax.Array, axis: MeshAxis) -> None:
-    """check, and what XLA's exchange does faster. Raises NotImplementedError."""
+    """Raises NotImplementedError for what `check` refuses, and for what XLA's exchange does faster."""
     check(x, axis)
     if x.size * x.dtype.itemsize > FASTER:
         raise NotImplementedError(f"{x.size * x.dtype.itemsize} bytes: XLA's exchange of that much is faster")
@@ -59,7 +60,7 @@ def all_reduce(
     once: bool | None = None,
     wait_s: float = WAIT_S,
 ) -> jax.Array:
-    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py. once: in one shot (None: if best)."""
+    """Returns the sum of x [T, E], bias [E] and residual [T, E]; see api.py. once: in one shot (None: if best)."""
     register()
     assert axis.gpus is not None
     if once is None:
@@ -78,7 +79,7 @@ def all_reduce(
 
 @functools.cache
 def refusal(gpus: tuple[int, ...]) -> str | None:
-    """Why these GPUs cannot exchange so; None if they can."""
+    """Returns why these GPUs cannot exchange this way; None if they can."""
     try:
         library = register()
     except RuntimeError as error:
@@ -103,7 +104,7 @@ def register() -> ctypes.CDLL:
 
 
 def compiled(arch: str) -> Path:
-    """The library for a compute capability ("90"), compiled unless it is there. Raises RuntimeError."""
+    """Returns the library for a compute capability ("90"), compiled unless it is there. Raises RuntimeError."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if nvcc is None:

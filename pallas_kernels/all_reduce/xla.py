@@ -1,4 +1,4 @@
-"""all_reduce by XLA's collective (NCCL on GPUs), whose parts are each summed at one place and then spread."""
+"""Runs XLA's collective (NCCL on GPUs), whose parts are each summed at one place and then spread."""
 
 from functools import reduce
 
@@ -11,13 +11,13 @@ from pallas_kernels.numerics import compute_dtype
 
 
 def all_reduce(x: jax.Array, axis: MeshAxis, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """x [T, E], bias [E] and residual [T, E] or None -> [T, E]; see api.py."""
+    """Returns the sum of x [T, E], bias [E] and residual [T, E]; see api.py."""
     return _add(lax.psum(x, axis.name), bias, residual)
 
 
 def in_rank_order(x: jax.Array, axis: MeshAxis, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """all_reduce where each device has the parts of all, and adds them in their order: XLA's own order depends on the
-    number of bytes."""
+    """Gathers the parts of all devices on each, and adds them in their order. XLA's own order depends on the number of
+    bytes."""
     return _add(reduce(jnp.add, list(lax.all_gather(x, axis.name))), bias, residual)
 
 

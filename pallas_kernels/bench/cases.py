@@ -1,4 +1,4 @@
-"""What the operations' cases.py share: inputs that tests and benchmarks build alike, from a seed, in numpy."""
+"""Makes inputs that tests and benchmarks build alike, from a seed, in numpy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,8 @@ HEAD_DIMS = (64, 128)
 
 
 def pairwise() -> list[dict[str, Any]]:
-    """Attention settings in which every two values of different axes meet, all page sizes with all formats first."""
+    """Yields attention settings in which every two values of different axes meet. All page sizes with all formats come
+    first."""
 
     def pick(axis: Sequence[Any], at: int) -> Any:
         return axis[at % len(axis)]
@@ -47,14 +48,15 @@ def pairwise() -> list[dict[str, Any]]:
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Standard normal values, rounded to `dtype`."""
+    """Returns standard normal values, rounded to `dtype`."""
     return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
 
 
 def random_pages(
     rng: np.random.Generator, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, formats: tuple[str, str]
 ) -> KVPages:
-    """Full pages of K and V as their formats store them, every code in use: zero mean, and near unit variance."""
+    """Returns full pages of K and V as their formats store them, every code in use: zero mean, and near unit
+    variance."""
 
     def pool(fmt: KVFormat) -> Pages:
         shape = (num_pages, num_kv_heads, page_size, head_dim)
@@ -76,7 +78,8 @@ def random_pages(
 
 
 def random_tables(rng: np.random.Generator, num_pages: int, lengths: Sequence[int], page_size: int) -> np.ndarray:
-    """Page tables i32[len(lengths), M] of distinct random pages; what a sequence doesn't need is out of range."""
+    """Returns page tables i32[len(lengths), M] of distinct random pages; what a sequence doesn't need is out of
+    range."""
     needed = [-(-length // page_size) for length in lengths]
     free = iter(rng.permutation(num_pages).tolist())
     tables = np.where(rng.random((len(lengths), max(needed) + 1)) < 0.5, -7, 2**30).astype(np.int32)

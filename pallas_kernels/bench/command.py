@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks and experiments share: where results go, and rows measured, printed and kept."""
+"""Builds command lines of benchmarks and experiments: where results go, and rows measured, printed and kept."""
 
 import argparse
 import functools
@@ -24,10 +24,8 @@ UNREAD = 141  # what shells report for SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help has the description as it is written, and after each option what it is by default.
-
-    `given`: what the command line that was parsed last gives, also where its value is the default.
-    """
+    """Prints the description as it is written, and each option's default. `given` holds what the command line that was
+    parsed last gives, also where its value is the default."""
 
     def __init__(self, description: str | None = None, **options: Any):
         super().__init__(description=description, formatter_class=_Help, **options)
@@ -59,7 +57,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def add_results_folder(parser: argparse.ArgumentParser) -> None:
-    """--results, and in a checkout of the repository --record."""
+    """Adds --results, and in a checkout of the repository --record."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--results", type=Path, default=LOCAL, metavar="DIR", help="of results (default: %(default)s)")
     if RECORDED.is_dir():
@@ -68,28 +66,28 @@ def add_results_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
-    """Where the result file goes, what it is called, and --json."""
+    """Adds where the result file goes, what it is called, and --json."""
     add_results_folder(parser)
     parser.add_argument("--label", type=label, help="to tell runs apart: a part of the result's name")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
 
 
 def add_rows(parser: argparse.ArgumentParser, cases: Iterable[Any]) -> None:
-    """--rows: which cases are measured, by their rows."""
+    """Adds --rows, which chooses the measured cases by their rows."""
     rows = sorted({case.rows for case in cases})
     parser.add_argument("--rows", type=int, nargs="+", choices=rows, default=rows, help="those of cases (default: all)")
 
 
 def label(text: str) -> str:
-    """A part of a file's name."""
+    """Returns a part of a file's name. Raises argparse's error for another text."""
     if not re.fullmatch(r"\w[\w.-]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, '.', '_' and '-' alone")
     return text
 
 
 def interruptible(main: Callable[..., int]) -> Callable[..., int]:
-    """A command that ends at Ctrl-C with a line that says what is left and how to go on: the notes of the exception;
-    and quietly where the reader of its output has ended, like `head`."""
+    """Wraps a command so that Ctrl-C ends it with a line that says what is left and how to go on. The exception's notes
+    say it. The command ends quietly where the reader of its output has ended, like `head`."""
 
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
@@ -110,7 +108,7 @@ def interruptible(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def make_parser(description: str | None) -> Parser:
-    """A parser with the options of all benchmarks."""
+    """Returns a parser with the options of all benchmarks."""
     parser = Parser(description)
     add_result_options(parser)
     return parser
@@ -146,7 +144,7 @@ def record(
 
 
 def add_triton(parser: argparse.ArgumentParser, config: type) -> None:
-    """--triton, and an option for each number of backend triton's configuration, such as --triton-warps."""
+    """Adds --triton, and an option for each number of backend triton's configuration, such as --triton-warps."""
     parser.add_argument("--triton", action="store_true", help="backend triton too, as configured")
     for each in fields(config):
         option = f"--triton-{each.name.replace('_', '-')}"
@@ -154,12 +152,12 @@ def add_triton(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def triton_changes(args: argparse.Namespace, config: type) -> list[dict[str, int]]:
-    """What is to be changed in backend triton's configuration, for each run of it that was asked for."""
+    """Returns what is to be changed in backend triton's configuration, for each run of it that was asked for."""
     asked = {each.name: values for each in fields(config) if (values := getattr(args, f"triton_{each.name}"))}
     changed = [dict(zip(asked, values)) for values in product(*asked.values())] if asked else []
     return [{}] * args.triton + changed
 
 
 def triton_name(changes: dict[str, int]) -> str:
-    """What a run of backend triton is called."""
+    """Returns what a run of backend triton is called."""
     return " ".join(["triton", *(f"{name}={value}" for name, value in changes.items())])

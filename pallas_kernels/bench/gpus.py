@@ -1,12 +1,12 @@
-"""What nvidia-smi says of GPUs, which a process may ask before JAX claims their memory."""
+"""Asks nvidia-smi about GPUs, which a process may do before JAX claims their memory."""
 
 import os
 import subprocess
 
 
 def ask_gpus(*names: str) -> list[list[str]]:
-    """The values of these properties (`nvidia-smi --help-query-gpu`) of each GPU that this process sees, in its order
-    and in MiB and MHz; none where there is no GPU, or no nvidia-smi that tells."""
+    """Returns these properties (`nvidia-smi --help-query-gpu`) of each GPU that this process sees, in its order. Sizes
+    are in MiB and clocks in MHz. There is none where there is no GPU, or no nvidia-smi that tells."""
     which = os.environ.get("CUDA_VISIBLE_DEVICES")
     if which == "" or os.environ.get("JAX_PLATFORMS") == "cpu":
         return []

@@ -1,5 +1,5 @@
-"""Times of products as a model runs them: several layers in one jit, each with weights of its own, more of them than
-caches hold. What is timed are the kernels alone, by the profiler."""
+"""Times matmuls as a model runs them: several layers in one jit, each with weights of its own. The weights are more
+than caches hold. The profiler times the kernels alone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +17,7 @@ CACHES = 256 << 20  # bytes, and more than any has
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed: run(x, w) for each of several w. moved_bytes and flops are of one layer."""
+    """Describes what is timed: run(x, w) for each of several w. moved_bytes and flops are of one layer."""
 
     labels: Row
     x: jax.ShapeDtypeStruct
@@ -28,12 +28,12 @@ class Subject:
 
 
 def layers_for(w: jax.ShapeDtypeStruct) -> int:
-    """How many weights are more than caches hold."""
+    """Returns how many weights are more than caches hold."""
     return max(3, -(-CACHES // (w.size * w.dtype.itemsize)))
 
 
 def table(subjects: Sequence[Subject]) -> Iterator[Row]:
-    """The rate of a copy, then one row a subject: "us", "tflop_s" and "gb_s"; or "error" of one that fails."""
+    """Yields the rate of a copy, then one row a subject: "us", "tflop_s" and "gb_s"; or "error" of one that fails."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     with ThreadPoolExecutor(8) as pool:  # all before any is timed: XLA tries its own candidates on the device
         pending = [(subject, pool.submit(_compile, subject)) for subject in subjects]
@@ -67,7 +67,6 @@ def _compile(subject: Subject) -> Any:
 
 
 def _measure(w: jax.ShapeDtypeStruct, compiled: list[tuple[Subject, Any]]) -> list[float]:
-    """Microseconds of one layer of each."""
     make = jax.jit(partial(jax.random.normal, dtype=w.dtype), static_argnums=1)
     first, *keys = jax.random.split(jax.random.key(0), layers_for(w) + 1)
     largest = max((subject.x for subject, _ in compiled), key=lambda x: x.shape[0], default=w)

@@ -1,4 +1,4 @@
-"""Times on a GPU: from the profiler's record of what ran, so that neither the host nor its dispatch is in them."""
+"""Measures times on a GPU from the profiler's record of what ran, without the host and its dispatch."""
 
 import math
 import tempfile
@@ -12,16 +12,14 @@ import jax.numpy as jnp
 
 
 def device_us(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Microseconds that the device's kernels and copies take in one `run()`, gaps between them left out.
-
-    `run` returns arrays; it is called once before, and `repeats` times for the mean.
-    """
+    """Returns the microseconds that the device's kernels and copies take in one `run()`, gaps between them left out.
+    `run` returns arrays; it is called once before, and `repeats` times for the mean."""
     jax.block_until_ready(run())
     return sum(microseconds for _, microseconds in kernels(run, repeats)) / repeats
 
 
 def device_us_of_each(runs: Sequence[Callable[[], Any]], repeats: int = 3, pause_s: float = 0.01) -> list[float]:
-    """device_us of several at once, one recording for all: they are told apart by the pauses between them."""
+    """Returns device_us of several at once, one recording for all. The pauses between them tell them apart."""
 
     def run_all() -> list[Any]:
         for run in runs:
@@ -43,12 +41,13 @@ def device_us_of_each(runs: Sequence[Callable[[], Any]], repeats: int = 3, pause
 
 
 def kernels(run: Callable[[], Any], repeats: int = 1) -> list[tuple[str, float]]:
-    """Name and microseconds of each kernel or copy that `repeats` calls of `run` put on the device, in order."""
+    """Returns name and microseconds of each kernel or copy that `repeats` calls of `run` put on the device, in
+    order."""
     return [(event.name, event.us) for event in timeline(run, repeats)]
 
 
 class Event(NamedTuple):
-    """One kernel or copy on the device."""
+    """Describes one kernel or copy on the device."""
 
     name: str
     start_us: float
@@ -56,8 +55,8 @@ class Event(NamedTuple):
 
 
 def timeline(run: Callable[[], Any], repeats: int = 1, python: bool = True) -> list[Event]:
-    """What `repeats` calls of `run` put on the device, in order. Without `python` the profiler does not follow Python,
-    which takes time. Raises RuntimeError where it saw nothing."""
+    """Returns what `repeats` calls of `run` put on the device, in order. Without `python` the profiler does not follow
+    Python, which takes time. Raises RuntimeError where it saw nothing."""
     options = jax.profiler.ProfileOptions()
     if not python:
         options.python_tracer_level = 0
@@ -74,7 +73,7 @@ def timeline(run: Callable[[], Any], repeats: int = 1, python: bool = True) -> l
 
 
 def copy_bandwidth(gib: int = 2) -> float:
-    """Bytes a second, read plus written, of an elementwise pass over an array that no cache holds."""
+    """Returns the bytes a second, read plus written, of an elementwise pass over an array that no cache holds."""
     x = jnp.zeros((gib << 30) // 4, jnp.float32)
     increment = jax.jit(lambda x: x + 1)
     return 2 * x.nbytes / (device_us(lambda: increment(x)) * 1e-6)

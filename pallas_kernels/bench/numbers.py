@@ -1,4 +1,4 @@
-"""Numbers on command lines: types for argparse, which say in one line what is wrong."""
+"""Parses numbers on command lines: types for argparse, which say in one line what is wrong."""
 
 import argparse
 import math
@@ -8,63 +8,63 @@ MOST_GIB = 1 << 33  # 2^63 bytes
 
 
 def positive(text: str) -> int:
-    """A number of tokens, rows, steps or the like."""
+    """Parses a number of tokens, rows, steps or the like."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A number of what there may be none of."""
+    """Parses a number of what there may be none of."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
 def seed_number(text: str) -> int:
-    """What random numbers are drawn from."""
+    """Parses a seed of random numbers."""
     if not text.isdecimal() or int(text) >= SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {SEEDS - 1}")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """A time, a rate or a size."""
+    """Parses a time, a rate or a size."""
     if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number
 
 
 def gibibytes(text: str) -> float:
-    """A size of memory."""
+    """Parses a size of memory."""
     if not 0 < (number := _number(text)) <= MOST_GIB:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB, {MOST_GIB} at most")
     return number
 
 
 def non_negative_number(text: str) -> float:
-    """A temperature, or a weight of what may count for nothing."""
+    """Parses a temperature, or a weight that may be zero."""
     if not 0 <= (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
     return number
 
 
 def fraction(text: str) -> float:
-    """A part of a whole, or all of it."""
+    """Parses a part of a whole, or all of it."""
     if not 0 <= (number := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return number
 
 
 def portion(text: str) -> float:
-    """A part of a whole, but not all of it."""
+    """Parses a part of a whole, but not all of it."""
     if not 0 <= (number := _number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
     return number
 
 
 def _number(text: str) -> float:
-    """nan for what is none, which no comparison holds of."""
+    """Returns nan for what is no number, of which no comparison holds."""
     try:
         return float(text)
     except ValueError:

@@ -1,14 +1,15 @@
-"""Others' kernels beside ours: scripts of experiments/peers, each in a process of its own. They must run before JAX
-takes the device's memory.
+"""Runs others' kernels beside ours: scripts of experiments/peers, each in a process of its own.
+
+They must run before JAX takes the device's memory.
 
     peer_flashinfer.py --parts decode --budget-s S --out FILE    FlashInfer's paged attention (or prefill)
-    peer_kernels.py --parts gemm --budget-s S --out FILE         torch's products
+    peer_kernels.py --parts gemm --budget-s S --out FILE         torch's matmuls
 
-`--peers` asks for them, `--peers DIR` for scripts of the same names in another folder. Each writes a JSON object whose
-"rows" are what it measured and whose "versions" are the peer's; where one is missing or fails, its row says why. Every
-variant is kept: a row's peer is who made it, its `variant` which of its own ways; `best` has the fastest. A row names
-its `script` and, as its `version`, the packages that ran. Times are of CUDA graphs by CUDA events, which have the gaps
-between kernels in them; ours are the profiler's.
+`--peers` asks for them, `--peers DIR` for scripts of the same names in another folder. Each writes a JSON object with
+"rows", what it measured, and "versions", the peer's. Where one is missing or fails, its row says why. Every variant is
+kept: a row's peer is who made it, its `variant` which of its own ways. `best` returns the fastest. A row names its
+`script` and, as its `version`, the packages that ran. Times are of CUDA graphs by CUDA events, which include the gaps
+between kernels. Ours are the profiler's.
 """
 
 import argparse
@@ -40,7 +41,7 @@ PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
 
 
 def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
-    """Options of a command that can show others' side beside its own."""
+    """Adds options to a command that can show others' figures beside its own."""
     add_folder(parser, what)
     parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="for each of its runs")
 
@@ -52,8 +53,8 @@ def add_folder(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def asked(parser: Parser, args: argparse.Namespace) -> bool:
-    """Whether others are to be measured. Ends the command where their folder is not there, and where one of OF_PEERS
-    is given without --peers."""
+    """Returns whether others are to be measured. Ends the command where their folder is not there, and where one of
+    OF_PEERS is given without --peers."""
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
     if args.peers is None:
@@ -62,7 +63,7 @@ def asked(parser: Parser, args: argparse.Namespace) -> bool:
 
 
 def decode_attention(directory: Path, seconds: float) -> Iterator[Row]:
-    """FlashInfer over shuffled pages, one query a sequence: by CUDA cores, by tensor cores, and through XQA."""
+    """Runs FlashInfer over shuffled pages, one query a sequence: by CUDA cores, by tensor cores, and through XQA."""
     for row in _flashinfer(directory, "decode", seconds):
         if "batch" in row:
             shape = {"R": row["batch"], "Q": 1, "length": row["ctx"]}
@@ -71,7 +72,7 @@ def decode_attention(directory: Path, seconds: float) -> Iterator[Row]:
 
 
 def prefill_attention(directory: Path, seconds: float) -> Iterator[Row]:
-    """FlashInfer's causal attention over shuffled pages, by its kernels fa2 and fa3."""
+    """Runs FlashInfer's causal attention over shuffled pages, by its kernels fa2 and fa3."""
     for row in _flashinfer(directory, "prefill", seconds):
         if "batch" in row:
             lengths = [row["ctx"]] * row["batch"]
@@ -81,7 +82,7 @@ def prefill_attention(directory: Path, seconds: float) -> Iterator[Row]:
 
 
 def products(directory: Path, seconds: float) -> Iterator[Row]:
-    """torch's products of bf16, int8 and fp8, with the rows that it was given: those padded to more are left out."""
+    """Runs torch's matmuls of bf16, int8 and fp8 with the rows that it was given; padded ones are left out."""
     options = ["--parts", "gemm", "--budget-s", str(seconds)]
     for row in run_script(directory / "peer_kernels.py", options, 1.5 * seconds):
         if "kind" not in row:
@@ -122,7 +123,7 @@ def made_by(row: Row) -> Row:
 
 
 def best(rows: Iterable[Row], peer: str, shape: Sequence[str]) -> dict[tuple[Any, ...], float]:
-    """The microseconds of the peer's fastest variant, by the values of these keys; lists as tuples."""
+    """Returns the microseconds of the peer's fastest variant, by the values of these keys; lists as tuples."""
     found: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if row.get("peer") == peer and "us" in row:
@@ -132,8 +133,8 @@ def best(rows: Iterable[Row], peer: str, shape: Sequence[str]) -> dict[tuple[Any
 
 
 def run_script(script: Path, options: Sequence[str], seconds: float) -> list[Row]:
-    """Returns what a script wrote, each row with the script and its versions; then, where it failed or wrote nothing,
-    why. Ends all processes that it began."""
+    """Returns what a script wrote, each row with the script and its versions; then why, where it failed or wrote
+    nothing. Ends all processes that it began."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out.json"
         command = [sys.executable, str(script), *options, "--out", str(out)]

@@ -1,4 +1,4 @@
-"""The dated JSON file that every benchmark and experiment leaves."""
+"""Writes the dated JSON file that every benchmark and experiment leaves."""
 
 import contextlib
 import datetime
@@ -24,11 +24,9 @@ FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":]+/)+")  # of an absolute path, 
 
 
 class ResultFile(contextlib.AbstractContextManager):
-    """`{experiment}[-{label}]-{YYYYMMDD}-{device}.json` in a directory: within its `with` block begun incomplete,
-    rewritten with every row, and written by no other process.
-
-    Raises `error`, an OSError, where it cannot be written or another process does.
-    """
+    """Writes `{experiment}[-{label}]-{YYYYMMDD}-{device}.json` in a directory. Within its `with` block the file is
+    incomplete, rewritten with every row, and written by no other process. Raises `error`, an OSError, where it cannot
+    be written or another process writes it."""
 
     packages: ClassVar[tuple[str, ...]] = ("jax", "jaxlib", "numpy")  # whose versions are kept
     error: ClassVar[type[OSError]] = OSError
@@ -78,13 +76,13 @@ class ResultFile(contextlib.AbstractContextManager):
         self._open.close()
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more table row, a flat dict. What it quotes names files without the folders of this machine."""
+        """Adds one table row, a flat dict. What it quotes names files without the folders of this machine."""
         quoted = {key: FOLDERS.sub("", row[key]) for key in QUOTED if isinstance(row.get(key), str)}
         self.document["rows"].append(row | quoted if quoted else row)
         self._write()
 
     def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
-        """`bars` are entries of bars.bar, less those of other devices; `extra` are further figures of the run."""
+        """Writes `bars`, entries of bars.bar without other devices' ones, and `extra`, further figures of the run."""
         rows = self.document.pop("rows")  # last, as they are long
         self.document |= gpu_of(self.document["device"])  # clocks are those of a device that was at work
         self.document["host"]["load_after"] = host_now()["load"]
@@ -95,7 +93,6 @@ class ResultFile(contextlib.AbstractContextManager):
         self._write()
 
     def _left(self) -> str:
-        """What an interruption leaves."""
         return f"{self.path} has the rows so far ({len(self.document['rows'])})"
 
     def _write(self) -> None:
@@ -109,7 +106,7 @@ class ResultFile(contextlib.AbstractContextManager):
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout's sources, with a + where they were changed; None outside of one."""
+    """Returns the commit of a checkout's sources, with a + where they were changed; None outside of one."""
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
@@ -120,8 +117,8 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def gpu_of(device: str) -> dict[str, Any]:
-    """The driver, and the clocks in MHz with the most that they may be, of the first GPU of this process; nothing where
-    nvidia-smi does not tell."""
+    """Returns the driver and the clocks in MHz, now and at most, of the first GPU of this process. Returns nothing
+    where nvidia-smi does not tell."""
     found = [] if device == "cpu" else ask_gpus("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
     if not found:
         return {}
@@ -131,21 +128,21 @@ def gpu_of(device: str) -> dict[str, Any]:
 
 
 def host_now() -> dict[str, Any]:
-    """What the host has, and what else runs on it: its cores, those that this process may use, and how many processes
-    ran or waited for one in the last minute, where the system tells."""
+    """Returns the host's cores, the cores that this process may use, and its load where the system tells. Load is how
+    many processes ran or waited for a core in the last minute."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     return {"cores": os.cpu_count(), "own_cores": own, "load": load}
 
 
 def labelled(experiment: str, label: str | None) -> str:
-    """The name of a result, fit for a file."""
+    """Returns the name of a result, fit for a file."""
     return re.sub(r"[^\w.-]+", "-", experiment if label is None else f"{experiment}-{label}")
 
 
 def portable(command: Sequence[str]) -> list[str]:
-    """A command without what only one machine knows: where output went is left out, other absolute paths are named by
-    their last part."""
+    """Returns a command without what only one machine knows. Where output went is left out; other absolute paths are
+    named by their last part."""
     kept: list[str] = []
     words = iter(command)
     for word in words:
@@ -163,7 +160,7 @@ def portable(command: Sequence[str]) -> list[str]:
 
 
 def _layout(value: Any) -> str:
-    """One row a line, so that changes show well."""
+    """Writes one row a line, so that changes show well."""
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"

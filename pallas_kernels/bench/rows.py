@@ -1,8 +1,6 @@
-"""What the benchmarks of norm_quant and silu_mul_quant share: one case's time on each backend, and the bars.
-
-Each figure is over several layers with inputs of their own in one jit, so that large inputs are in no cache; layers run
-in turn, each behind a barrier that keeps XLA from merging them. They are compiled ahead, many at once.
-"""
+"""Measures norm_quant and silu_mul_quant: one case's time on each backend, and the bars. Each figure is over several
+layers in one jit. Each has inputs of its own, so that large ones are in no cache. Layers run in turn, each behind a
+barrier that keeps XLA from merging them. They are compiled ahead, many at once."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ COMPILERS = 12  # threads
 
 
 class Case(Protocol):
-    """What a case of either operation has."""
+    """Describes what a case of either operation has."""
 
     @property
     def dtype(self) -> str: ...
@@ -56,7 +54,7 @@ def prepare(case: Case, shapes: Sequence[tuple[int, ...]], run: Callable[..., An
 def table[C: Case](
     operation: str, cases: Iterable[C], peers: Sequence[str], ready: Callable[[C, str], Callable[[], float]]
 ) -> Iterator[dict[str, Any]]:
-    """One row a case and peer, which `ready` prepares to be measured; the run's ceiling first."""
+    """Yields one row a case and peer, which `ready` prepares to be measured; the run's ceiling first."""
     ceiling = copy_bandwidth()
     yield {"kernel": "copy", "gb_s": round(ceiling / 1e9)}
     with ThreadPoolExecutor(COMPILERS) as pool:
@@ -70,8 +68,8 @@ def table[C: Case](
 
 
 def bars(rows: list[dict[str, Any]], letter: str, single: dict[int, float]) -> Iterator[dict[str, Any]]:
-    """Bars of the peer "mosaic": for one row of the widths in `single`, microseconds; for 8192 rows, 80 % of the copy
-    rate; everywhere, XLA's time. `letter` is that of a row's width."""
+    """Yields the bars of the peer "mosaic"; `letter` is that of a row's width. One row of the widths in `single` has a
+    bar in microseconds, 8192 rows a share of the copy rate. XLA's time is a bar everywhere."""
 
     def name(row: dict[str, Any]) -> str:
         residual = {True: " with residual", False: "", None: ""}[row.get("residual")]

@@ -1,4 +1,4 @@
-"""Rotary embedding of Q and K, and the write of K and V into pages."""
+"""Rotates Q and K by rotary embedding, and writes K and V into pages."""
 
 from pallas_kernels.cache_update.api import cache_update, cache_update_fused
 

@@ -1,4 +1,4 @@
-"""cache_update: rotate Q and K, quantize K and V, write them into pages."""
+"""Rotates Q and K, quantizes K and V, and writes them into pages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,12 +30,14 @@ def cache_update(
 ) -> tuple[jax.Array, KVPages]:
     """Rotates q [T, H, D] and k [T, K, D] by cos, sin [T, D/2], and stores row t of k and v [T, K, D] in pages.
 
-    Row t goes to slot `offset[t]` of page `page[t]` (i32[T]); no two rows share a slot, and a row whose page is not
-    in [0, N) is dropped. Rotation is in promote_types(q.dtype, float32), and K is encoded from there without an
-    intermediate rounding. Returns q rotated, in its dtype, and the pages; under jit with the pages donated the update
-    is in place. `debug` reads the values first, outside of jit only, and raises ValueError for a row whose offset is
-    out of range or whose slot is taken. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
-    what a backend that was named doesn't do.
+    Row t goes to slot `offset[t]` of page `page[t]` (i32[T]). No two rows share a slot, and a row whose page is not in
+    [0, N) is dropped. Rotation is in promote_types(q.dtype, float32), and K is encoded from there without an
+    intermediate rounding. Returns q rotated, in its dtype, and the pages. Under jit with the pages donated the update
+    is in place.
+
+    `debug` reads the values first, outside of jit only. It raises ValueError for a row whose offset is out of range or
+    whose slot is taken. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named
+    backend doesn't do.
     """
     sizes = bind_shapes(
         q=(q, "T H D"), k=(k, "T K D"), v=(v, "T K D"), cos=(cos, "T D/2"), sin=(sin, "T D/2"),
@@ -63,11 +65,9 @@ def cache_update_fused(
     backend: str | None = None,
     debug: bool = False,
 ) -> tuple[jax.Array, KVPages]:
-    """cache_update of one projection's output qkv [T, (H + 2K) D]: Q's heads, then K's, then V's.
-
-    K and N are the pages', D is twice the width of cos, sin [T, D/2], and H what is left. Kernels read qkv where it is,
-    while slices would be copied first.
-    """
+    """Runs cache_update on one projection's output qkv [T, (H + 2K) D]: Q's heads, then K's, then V's. K and N are the
+    pages', D is twice the width of cos, sin [T, D/2], and H is what is left. Kernels read qkv where it is, while slices
+    would be copied first."""
     sizes = bind_shapes(
         qkv=(qkv, "T X"), cos=(cos, "T D/2"), sin=(sin, "T D/2"), page=(page, "T"), offset=(offset, "T")
     )

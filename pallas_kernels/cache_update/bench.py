@@ -1,10 +1,10 @@
-"""How long cache_update takes on the device, next to XLA's scatter and to slices of the fused projection.
+"""Measures cache_update on the device, next to XLA's scatter and to slices of the fused projection.
 
     python -m pallas_kernels.cache_update.bench [--json] [--rows 1 128 8192] [--record]
 
-Each figure is over several layers with pages of their own, so that no cache holds them, in one jit. Bytes are those
-that must move: Q in and out, K and V in, and what is stored of them. `fused` reads the projection's output where it
-is, `sliced` gets q, k, v as slices of it, `xla` is the plain backend on the same slices.
+Each figure is over several layers with pages of their own, so that no cache holds them, in one jit. Bytes are what must
+move: Q in and out, K and V in, and what is stored of them. `fused` reads the projection's output where it is. `sliced`
+gets q, k, v as slices of it. `xla` is the plain backend on the same slices.
 """
 
 import sys
@@ -47,12 +47,12 @@ def moved_bytes(case: Case) -> int:
 
 
 def layers_for(case: Case) -> int:
-    """Layers that move more than caches hold, within reason."""
+    """Returns how many layers move more than caches hold, within reason."""
     return max(2, min(16, -(-(256 << 20) // moved_bytes(case))))
 
 
 def measure(case: Case, update: Callable[..., tuple[jax.Array, KVPages]]) -> float:
-    """Microseconds of one layer's update(qkv, cos, sin, pages, page, offset)."""
+    """Returns the microseconds of one layer's update(qkv, cos, sin, pages, page, offset)."""
     layers, dim = layers_for(case), case.head_dim
     formats = [parse_format(name, dim) for name in (case.k_format, case.v_format)]
     keys = jax.random.split(jax.random.key(0), layers + 2)
@@ -91,7 +91,7 @@ def variants(case: Case) -> dict[str, Callable[..., tuple[jax.Array, KVPages]]]:
 
 
 def table(rows: list[int], peers: bool) -> Iterator[dict[str, Any]]:
-    """One row a case and variant, the run's ceiling first."""
+    """Yields one row a case and variant, the run's ceiling first."""
     ceiling = copy_bandwidth()
     yield {"kernel": "copy", "gb_s": round(ceiling / 1e9)}
     for case in (case for case in BENCH_CASES if case.rows in rows):

@@ -1,4 +1,4 @@
-"""Shapes of cache_update that tests and benchmarks share."""
+"""Lists shapes of cache_update that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,8 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Case:
-    """One call: `rows` tokens go to distinct random slots of `num_pages` pages, the last `dropped` ones nowhere."""
+    """Describes one call: `rows` tokens go to distinct random slots of `num_pages` pages, the last `dropped` ones
+    nowhere."""
 
     rows: int
     dropped: int
@@ -25,7 +26,7 @@ class Case:
     dtype: str
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array | KVPages, ...]:
-        """q, k, v, cos, sin, pages, page and offset: standard normal values, random angles."""
+        """Returns q, k, v, cos, sin, pages, page and offset: standard normal values, random angles."""
         rng = np.random.default_rng(seed)
         num_heads, num_kv_heads = self.heads
         angles = rng.uniform(-np.pi, np.pi, (self.rows, self.head_dim // 2))

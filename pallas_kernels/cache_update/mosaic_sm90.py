@@ -1,12 +1,12 @@
-"""cache_update on Hopper: one pass over Q, K and V, from one fused array or three, into the pages in place.
+"""Runs cache_update on Hopper: one pass over Q, K and V, from one fused array or three, into the pages in place.
 
-Bound by memory, so there is no staging: a warpgroup loads the two halves of a few heads straight into registers,
-rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]: a quantization group is
+Memory bounds it, so there is no staging. A warpgroup loads the two halves of a few heads straight into registers,
+rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]. A quantization group is
 spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles. So does the rotation by
 a Hadamard matrix: whole heads are in a few lanes.
 
-Arithmetic is what XLA compiles from the xla backend: divisions by a constant and by a group's scale become products
-with the reciprocal, and a product may be contracted with the sum that takes it. Sums of a rotation have another order.
+Arithmetic is what XLA compiles from the xla backend. Divisions by a constant and by a group's scale become products
+with the reciprocal. A product may be contracted with the sum that takes it. Sums of a rotation have another order.
 """
 
 import math
@@ -32,7 +32,7 @@ WARPS, LANES = 4, 32
 
 @dataclass(frozen=True)
 class _Part:
-    """Q, K or V: the heads `first`, `first + 1`, .. of its source array, and what becomes of them."""
+    """Describes Q, K or V: the heads `first`, `first + 1`, .. of its source array, and what becomes of them."""
 
     name: str
     first: int
@@ -52,11 +52,11 @@ class _Part:
 
     @property
     def joint(self) -> bool:
-        """Whether one group covers both halves."""
+        """Tells whether one group covers both halves."""
         return self.format.group is not None and self.format.group > math.prod(self.half)
 
     def lanes(self, heads: int) -> tuple[int, int, int, int]:
-        """How many lanes of a warp differ in the head, the group, the thread, and in nothing."""
+        """Counts the lanes of a warp that differ in the head, the group, the thread, and in nothing."""
         t = min(LANES, self.threads)
         g = min(LANES // t, self.groups)
         h = min(LANES // (t * g), heads)
@@ -65,7 +65,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """Equal blocks of one part: units `unit` .. `unit + blocks` of a token take `heads` heads each, from `head` on."""
+    """Describes equal blocks of one part: units `unit` .. `unit + blocks` of a token take `heads` heads each, from
+    `head` on."""
 
     part: _Part
     unit: int
@@ -90,11 +91,9 @@ def cache_update(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, KVPages]:
-    """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py.
-
-    The three may be one array [T, H + 2K, D] that is passed three times: `first` is the first head of each in its
-    array, `num_heads` is H (default: all heads of q). Donated pages are updated in place.
-    """
+    """Returns q [T, H, D] rotated, and the pages with k, v [T, K, D]; see api.py. Takes cos, sin [T, D/2] and page,
+    offset i32[T]. q, k and v may be one array [T, H + 2K, D] that is passed three times. `first` is the first head of
+    each in its array, `num_heads` is H (default: all heads of q). Donated pages are updated in place."""
     rows, _, head_dim = q.shape
     check_supported(str(q.dtype), head_dim, pages)
     num_heads = q.shape[1] if num_heads is None else num_heads
@@ -130,8 +129,8 @@ def cache_update(
 
 
 def _part(name: str, first: int, heads: int, fmt: KVFormat, head_dim: int, config: Config) -> _Part:
-    """Vectors are as long as they can be while a block of this part still occupies a warpgroup, but never one value:
-    truncating a single int32 to int8 is miscompiled (seen on an H200, JAX 0.11.2)."""
+    """Makes vectors as long as they can be while a block of this part still occupies a warpgroup, but never one value.
+    Truncating a single int32 to int8 is miscompiled (seen on an H200, JAX 0.11.2)."""
     half = head_dim // 2
     width = min(fmt.group or half, half)
     block = min(config.heads, 1 << (heads.bit_length() - 1))
@@ -141,7 +140,7 @@ def _part(name: str, first: int, heads: int, fmt: KVFormat, head_dim: int, confi
 
 
 def _spans(parts: Sequence[_Part], config: Config) -> Iterator[_Span]:
-    """Heads in blocks of powers of two: 28 are 16 + 8 + 4."""
+    """Cuts heads into blocks of powers of two: 28 are 16 + 8 + 4."""
     unit = 0
     for part in parts:
         head, heads = 0, config.heads
@@ -153,7 +152,7 @@ def _spans(parts: Sequence[_Part], config: Config) -> Iterator[_Span]:
 
 
 def _split(pages: Pages, part: _Part) -> Iterator[jax.Array]:
-    """A pool's arrays, the last axis split as the kernel's registers are."""
+    """Splits the last axis of a pool's arrays as the kernel's registers are."""
     leading = pages.values.shape[:3]
     packed = part.half[:2] if part.dtype == "int4" else part.half
     yield pages.values.reshape(*leading, 2, *packed)
@@ -169,7 +168,8 @@ def _join(pages: Pages, stored: Iterator[jax.Array]) -> Pages:
 
 
 def _layout(heads: int, part: _Part) -> Any:
-    """Registers [heads, groups, threads, vector]: lanes fill the last axes first; warps take different heads."""
+    """Lays out registers [heads, groups, threads, vector]: lanes fill the last axes first; warps take different
+    heads."""
     h, g, t, same = part.lanes(heads)
     w = min(WARPS, heads // h)
     tiling = plgpu.Tiling(((w * h, g, t, part.vector), (h, g, t, part.vector), (1, 1, 1, part.vector)))
@@ -213,7 +213,7 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int],
 
 
 def _load(source: Any, layout: Any) -> list[jax.Array]:
-    """Both halves of some heads [heads, groups, threads, vector], float32."""
+    """Loads both halves of some heads [heads, groups, threads, vector], as float32."""
     halves = [plgpu.load(source.at[:, half], layout=layout, optimized=False) for half in range(2)]
     return [half.astype(jnp.float32) for half in halves]
 
@@ -225,7 +225,7 @@ def _rotate(halves: Sequence[jax.Array], waves: Sequence[jax.Array], layout: Any
 
 
 def _turn(halves: Sequence[jax.Array], part: _Part, heads: int, layout: Any) -> list[jax.Array]:
-    """Both halves of heads times hadamard(D): sums and differences of the halves, each turned."""
+    """Multiplies both halves of heads by hadamard(D): sums and differences of the halves, each turned."""
     _, g, t, same = part.lanes(heads)
     turned = partial(turn, layout=layout, size=math.prod(part.half), lanes=g * t, apart=same)
     x, y = (float(np.float32(0.5**0.5)) * turned(half) for half in halves)
@@ -293,12 +293,10 @@ def _zero(least: jax.Array) -> jax.Array:
 
 
 def _codes(x: jax.Array, lowest: int, largest: int, dtype: str, layout: Any) -> jax.Array:
-    """Values over their scale, clipped and to nearest even: int8, or uint8 of two nibbles with the last axis gone. From
-    0 on, they are stored less half of their number.
-
-    The sum with 1.5 * 2^23 has no bits left for a fraction, so that adding rounds, and its low bits are the integer:
-    a fraction of what a rounding instruction and a conversion take.
-    """
+    """Returns values over their scale, clipped and to nearest even: int8, or uint8 of two nibbles with the last axis
+    gone. Codes from 0 on are stored less half of their number. The sum with 1.5 * 2^23 has no bits left for a fraction.
+    So adding rounds, and its low bits are the integer. It takes a fraction of the time of a rounding instruction and a
+    conversion."""
     x = jnp.minimum(jnp.maximum(x, float(lowest)), float(largest))
     codes = jax.lax.bitcast_convert_type(x + 1.5 * 2.0**23, jnp.int32)
     if lowest == 0:

@@ -1,4 +1,4 @@
-"""cache_update from its definition, one slot at a time in float64 numpy."""
+"""Computes cache_update from its definition, one slot at a time in float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,10 +17,8 @@ def cache_update(
     page: ArrayLike,
     offset: ArrayLike,
 ) -> tuple[np.ndarray, KVPages]:
-    """Arguments as api.py's, concrete -> q rotated float64 [T, H, D], pages in numpy.
-
-    Raises ValueError for an offset outside of its page and for a slot that is written twice.
-    """
+    """Returns q rotated, float64 [T, H, D], and the pages in numpy. Arguments are api.py's, concrete. Raises ValueError
+    for an offset outside of its page and for a slot that is written twice."""
     queries, keys, values = (np.asarray(array).astype(np.float64) for array in (q, k, v))
     turn = (np.asarray(cos).astype(np.float64) + 1j * np.asarray(sin).astype(np.float64))[:, None, :]
     half = turn.shape[-1]

@@ -1,4 +1,4 @@
-"""cache_update for Ampere, Ada and Hopper: a program has a few heads of a row, of Q, of K or of V."""
+"""Runs cache_update on Ampere, Ada and Hopper: a program has a few heads of a row, of Q, of K or of V."""
 
 from functools import partial
 
@@ -21,7 +21,8 @@ def cache_update(
     pages: KVPages, page: jax.Array, offset: jax.Array,
     *, first: tuple[int, int, int] = (0, 0, 0), num_heads: int | None = None,
 ) -> tuple[jax.Array, KVPages]:  # fmt: skip
-    """As api.py has it; Q's `num_heads` heads, and those of K and V, begin at head first[i] of q, k, v [T, _, D]."""
+    """Runs as api.py has it. Q's `num_heads` heads, and those of K and V, begin at head first[i] of q, k, v [T, _,
+    D]."""
     num_heads = num_heads or q.shape[1]
     if not q.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, num_heads, q.shape[2]), q.dtype), pages
@@ -45,8 +46,9 @@ def launch(
     first: tuple[int, int, int],
     num_heads: int,
 ) -> Launch:
-    """The launch for arrays or their shapes and dtypes. Arguments: q, k, v, cos, sin, page, offset, then values and
-    scales of K's and V's pool, whose place the outputs take; where there are no scales anything stands for them."""
+    """Returns the launch for arrays or their shapes and dtypes. Arguments are q, k, v, cos, sin, page, offset, then
+    values and scales of K's and V's pool. The outputs take the pools' place. Where there are no scales anything stands
+    for them."""
     (rows, _, D), (N, K, page, _) = q.shape, pages.k.values.shape
     out, aliases = [jax.ShapeDtypeStruct((rows, num_heads, D), q.dtype)], {}
     for i, pool in enumerate(x for part in (pages.k, pages.v) for x in (part.values, part.scales)):
@@ -100,7 +102,7 @@ def _update(
 
 @triton.jit
 def _rotated(heads, cos, sin, row, inside, D: tl.constexpr):
-    """The heads [BLOCK, D] that begin at pointers, turned by the row's angles, in float32."""
+    """Returns the heads [BLOCK, D] that begin at pointers, turned by the row's angles, in float32."""
     column = tl.arange(0, D)
     angle = row * (D // 2) + column % (D // 2)
     c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
@@ -136,7 +138,7 @@ def _codes(
     x, scales, slot, inside, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     INT4: tl.constexpr,
 ):  # fmt: skip
-    """The codes int32 [BLOCK, D] of x in groups, whose scales (and zeros) it stores."""
+    """Returns the codes int32 [BLOCK, D] of x in groups, whose scales (and zeros) it stores."""
     GROUPS: tl.constexpr = D // GROUP
     largest: tl.constexpr = 7 if INT4 else 127
     x = tl.reshape(x, (BLOCK, GROUPS, GROUP))

@@ -1,4 +1,4 @@
-"""cache_update in plain jnp: one scatter a pool, in place where the caller donates the pages."""
+"""Runs cache_update in plain jnp: one scatter a pool, in place where the caller donates the pages."""
 
 from functools import partial
 
@@ -26,8 +26,8 @@ def cache_update(
     offset: jax.Array,
     apart: Run = plainly,
 ) -> tuple[jax.Array, KVPages]:
-    """q [T, H, D], k, v [T, K, D], cos, sin [T, D/2], page, offset i32[T] -> q rotated, pages; see api.py. `apart` runs
-    what is each row's own."""
+    """Returns q [T, H, D] rotated, and the pages with k, v [T, K, D]; see api.py. Takes cos, sin [T, D/2] and page,
+    offset i32[T]. `apart` runs what is each row's own."""
     compute = compute_dtype(k.dtype)
 
     def turned(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Differentiable causal attention without a cache."""
+"""Computes differentiable causal attention without a cache."""
 
 from pallas_kernels.causal_attention.api import causal_attention
 

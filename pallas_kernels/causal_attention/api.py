@@ -1,4 +1,4 @@
-"""causal_attention: segments of one flat token axis, no cache; for training."""
+"""Computes causal attention of segments of one flat token axis, without a cache; for training."""
 
 import jax
 
@@ -17,10 +17,10 @@ def causal_attention(
     window: int | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v within equal segments, causal by row order. q [T, H, D], k, v [T, K, D] -> [T, H, D].
+    """Returns softmax(scale * q k^T) v within equal segments, causal by row order: [T, H, D].
 
-    Key j is visible to query i iff segments[i] == segments[j] (i32[T]) and 0 <= i - j < window. Differentiable, and
-    works under vmap. Raises ValueError where shapes or dtypes disagree.
+    Takes q [T, H, D] and k, v [T, K, D]. Key j is visible to query i iff segments[i] == segments[j] (i32[T]) and 0 <= i
+    - j < window. It is differentiable, and works under vmap. Raises ValueError where shapes or dtypes disagree.
     """
     sizes = bind_shapes(q=(q, "T H D"), k=(k, "T K D"), v=(v, "T K D"), segments=(segments, "T"))
     check_floats(q=q, k=k, v=v)

@@ -1,4 +1,4 @@
-"""Shapes of causal_attention that tests and benchmarks share."""
+"""Lists shapes of causal_attention that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pallas_kernels.bench.cases import normal
 
 @dataclass(frozen=True)
 class Case:
-    """One call: segments of these lengths, one after the other."""
+    """Describes one call: segments of these lengths, one after the other."""
 
     segments: tuple[int, ...]
     heads: tuple[int, int]  # H, K
@@ -24,7 +24,7 @@ class Case:
         return self.head_dim**-0.5
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """q, k, v and segments: standard normal values, segment ids 0, 1, .."""
+        """Returns q, k, v and segments: standard normal values, segment ids 0, 1, .."""
         rng = np.random.default_rng(seed)
         rows = sum(self.segments)
         q, k, v = (

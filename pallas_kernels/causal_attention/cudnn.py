@@ -1,4 +1,4 @@
-"""causal_attention by cuDNN, as jax.nn has it: no [T, T] logits are kept, and gradients are cuDNN's own."""
+"""Runs causal_attention by cuDNN, as jax.nn has it: no [T, T] logits are kept, and gradients are cuDNN's own."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def check(num_tokens: int, head_dim: int, dtype: jnp.dtype, window: int | None) 
 def causal_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, window: int | None
 ) -> jax.Array:
-    """q [T, H, D], k, v [T, K, D], segments i32[T] -> [T, H, D]; see api.py."""
+    """Returns [T, H, D] of q [T, H, D], k, v [T, K, D] and segments i32[T]; see api.py."""
     num_tokens, num_heads, _ = q.shape
     # With an axis of heads, since JAX's rule for vmap takes no other masks; a model's layers share it.
     mask = jnp.broadcast_to(segments[:, None] == segments[None, :], (1, num_heads, num_tokens, num_tokens))

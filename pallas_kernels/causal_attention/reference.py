@@ -1,4 +1,4 @@
-"""causal_attention from its formula, one query at a time in float64 numpy, and its analytic gradient."""
+"""Computes causal_attention from its formula, one query at a time in float64 numpy, and its analytic gradient."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,7 +11,7 @@ def _visible(segments: np.ndarray, i: int, window: int | None) -> list[int]:
 def causal_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, segments: ArrayLike, scale: float, window: int | None
 ) -> np.ndarray:
-    """Arguments as api.py's, concrete -> float64 [T, H, D]."""
+    """Returns float64 [T, H, D]. Arguments are api.py's, concrete."""
     queries, keys, values = (np.asarray(array).astype(np.float64) for array in (q, k, v))
     out = np.zeros(queries.shape, np.float64)
     for i, h in np.ndindex(queries.shape[:2]):
@@ -25,7 +25,7 @@ def causal_attention(
 def causal_attention_grad(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, segments: ArrayLike, scale: float, window: int | None, dout: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of sum(out * dout) by q, k and v, float64."""
+    """Returns the gradients of sum(out * dout) by q, k and v, float64."""
     queries, keys, values, douts = (np.asarray(array).astype(np.float64) for array in (q, k, v, dout))
     dq, dk, dv = np.zeros_like(queries), np.zeros_like(keys), np.zeros_like(values)
     for i, h in np.ndindex(queries.shape[:2]):

@@ -1,4 +1,4 @@
-"""causal_attention in plain jnp: dense [T, T] logits."""
+"""Runs causal_attention in plain jnp: dense [T, T] logits."""
 
 from functools import partial
 
@@ -13,10 +13,8 @@ from pallas_kernels.numerics import compute_dtype
 def causal_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, window: int | None
 ) -> jax.Array:
-    """q [T, H, D], k, v [T, K, D], segments i32[T] -> [T, H, D]; see api.py.
-
-    For gradients the weights are computed again: [T, T] of each head and layer would be most of training's memory.
-    """
+    """Returns [T, H, D] of q [T, H, D], k, v [T, K, D] and segments i32[T]; see api.py. Gradients compute the weights
+    again: [T, T] of each head and layer would be most of training's memory."""
     num_tokens, num_heads, head_dim = q.shape
     compute = compute_dtype(q.dtype)
     # Beside inputs of 16 bits a GPU may take TF32, whose 11 bits of a weight are more than the output keeps.

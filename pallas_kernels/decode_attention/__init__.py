@@ -1,4 +1,4 @@
-"""Attention of one query token a sequence, or a short segment of them, over paged K and V."""
+"""Computes attention of one query token a sequence, or a short segment of them, over paged K and V."""
 
 from pallas_kernels.decode_attention.api import decode_attention, plan
 from pallas_kernels.decode_attention.work import Work, make_work

@@ -1,4 +1,4 @@
-"""decode_attention: one query token a sequence, or a short segment of them."""
+"""Checks arguments of decode_attention and chooses its backend."""
 
 from typing import Any
 
@@ -37,22 +37,25 @@ def decode_attention(
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v of Q queries a sequence, over K and V as stored. q [R Q, H, D] -> [R Q, H, D].
+    """Returns softmax(scale * q k^T) v [R Q, H, D] of Q queries a sequence, over K and V as stored.
 
-    `rows` is Q where q has further rows than these, as many as they are: the result has them too, and what they hold is
-    for another operation to write (prefill_attention's `into`).
+    `rows` is Q where q has further rows than R Q. The result has as many, and another operation writes what they hold
+    (prefill_attention's `into`).
 
-    With Q = 1, lengths i32[R] counts a row's visible keys, its own included (the query is at position length - 1); a
-    row of length 0 is unused and comes out zero. With more, a segment's own keys are the last of these, and `segments`
-    says which of its rows are in use and which of them each sees besides the keys before (None: all of them, in a
-    chain); unused rows come out zero. Token j of segment r is in page page_table[r, j // P] (i32[R, M]); entries past
-    the length, or wholly before the window, are never read. With a window, key j is visible to query i iff
-    0 <= i - j < window, in positions (see Segments). A row's result does not depend on keys that it does not see, nor
-    on values that it does not see if they are finite; its last bits may depend on the sequence's length, which says how
-    keys are split (mosaic_sm90.py). `work` is `plan`'s for the same arguments, which all layers of a
-    step share; without it each call makes its own. `debug` reads the values first, outside of jit only, and raises
-    ValueError for a row whose length, pages or ancestors are out of range. Raises ValueError where shapes or dtypes
-    disagree, NotImplementedError for sizes, dtypes and formats that the backend lacks.
+    With Q = 1, lengths i32[R] counts a row's visible keys, its own included: the query is at position length - 1. A row
+    of length 0 is unused and comes out zero. With a larger Q, a segment's own keys are the last of these. `segments`
+    says which of its rows are in use, and which of them each sees besides the keys before (None: all of them, in a
+    chain). Unused rows come out zero.
+
+    Token j of segment r is in page page_table[r, j // P] (i32[R, M]). Entries past the length, or wholly before the
+    window, are never read. With a window, key j is visible to query i iff 0 <= i - j < window, in positions (see
+    Segments). A row's result does not depend on keys that it does not see, nor on their values if they are finite. Its
+    last bits may depend on the sequence's length, which says how keys are split (mosaic_sm90.py).
+
+    `work` is `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own.
+    `debug` reads the values first, outside of jit only. It raises ValueError for a row whose length, pages or ancestors
+    are out of range. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for sizes, dtypes and
+    formats that the backend lacks.
     """
     sizes = bind_shapes(q=(q, "T H D"), page_table=(page_table, "R M"), lengths=(lengths, "R"))
     rows = _rows_each(q, lengths, rows)
@@ -79,15 +82,15 @@ def plan(
     segments: Segments | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """The work list of decode_attention with these arguments, where the backend that is chosen has one. It depends on
-    lengths i32[R], segments, sizes and dtypes alone, so that the layers of a step share it; of q [R Q, H, D] and pages
-    the shapes and dtypes are enough."""
+    """Returns the work list of decode_attention with these arguments, where the chosen backend has one. It depends on
+    lengths i32[R], segments, sizes and dtypes alone, so that the layers of a step share it. Shapes and dtypes of q [R
+    Q, H, D] and pages are enough."""
     make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths)).plan
     return None if make is None else make(q, pages, lengths, window, segments)
 
 
 def _rows_each(q: jax.Array | jax.ShapeDtypeStruct, lengths: jax.Array, rows: int | None = None) -> int:
-    """Q. Raises ValueError for queries that segments cannot share, or fewer than R times `rows`."""
+    """Returns Q. Raises ValueError for queries that segments cannot share, or fewer than R times `rows`."""
     R = lengths.shape[0]
     if rows is not None:
         if not 0 < rows <= MOST_ROWS or rows * R > q.shape[0]:
@@ -142,7 +145,7 @@ def _one_order(q, pages, page_table, lengths, scale, window, segments, _, rows) 
 
 
 def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows) -> jax.Array:
-    """With zeros for the others."""
+    """Fills the other rows with zeros."""
     own = lengths.shape[0] * rows
     out = attend(q[:own], pages, page_table, lengths, scale, window, segments)
     return out if own == q.shape[0] else jnp.pad(out, ((0, q.shape[0] - own), (0, 0), (0, 0)))

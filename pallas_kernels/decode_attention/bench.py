@@ -1,4 +1,4 @@
-"""How long decode_attention takes on the device, next to cuDNN on contiguous keys and values, and to XLA.
+"""Measures decode_attention on the device, next to cuDNN on contiguous keys and values, and to XLA.
 
     python -m pallas_kernels.decode_attention.bench [--json] [--parts bf16 formats skewed segments] [--heads 32/32 32/8]
         [--triton] [--triton-split 256 512] [--triton-warps 2 4] [--triton-stages 2 5]
@@ -6,8 +6,8 @@
         [--peers] [--cells 128x136 64x1024] [--computing 2] [--per-sm 1] [--split TOKENS] [--stages 8]
 
 bench_runs.py has what is timed; all runs are compiled ahead, side by side. Bytes are those of K and V, scales included.
-The ceiling is the best rate of the run, cuDNN's and a copy's included. FlashInfer runs first, all its variants,
-with --peers (pallas_kernels/bench/peers.py).
+The ceiling is the best rate of the run, cuDNN's and a copy's included. With --peers all variants of FlashInfer run
+first (pallas_kernels/bench/peers.py).
 """
 
 import argparse
@@ -51,8 +51,8 @@ def runs(
     triton: list[dict[str, int]],
     **changes: Any,
 ) -> Iterator[tuple[Case, str, str | int, Run]]:
-    """(case, who, length, run), what decides first: this kernel, then Triton's with each of these changes, then cuDNN,
-    then XLA. `cells` (rows, length) are asked for besides what the parts have."""
+    """Yields (case, who, length, run), what decides first. The order is this kernel, Triton's with each of these
+    changes, cuDNN, XLA. `cells` (rows, length) are asked for besides what the parts have."""
     cases: dict[Case, str | int] = {}
     for one in {(case.heads, case.k_format): case for case in (*BENCH_CASES, *VARIANT_CASES)}.values():
         cases |= {replace(one, lengths=(length,) * rows): length for rows, length in cells}
@@ -88,7 +88,7 @@ def table(
     triton: list[dict[str, int]],
     **changes: Any,
 ) -> Iterator[dict[str, Any]]:
-    """One row a run; one that fails says why."""
+    """Yields one row a run; one that fails says why."""
     with ThreadPoolExecutor(8) as pool:
         found: list[tuple[Case, str, str | int, Future[Run]]] = [
             (case, who, length, pool.submit(run.compiled))
@@ -110,9 +110,14 @@ def table(
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """In bf16 the time of FlashInfer's fastest variant, where it ran; for other formats bf16's time by the ratio of
-    bytes and the slack; for skewed lengths uniform ones' time and 15 %; for segments one row's time and 5 %; for
-    backend triton mosaic's."""
+    """Yields bars: what each row's time is held to.
+
+    - bf16: the time of FlashInfer's fastest variant, where it ran.
+    - Other formats: bf16's time by the ratio of bytes and the slack.
+    - Skewed lengths: uniform ones' time and a margin.
+    - Segments: one row's time and a margin.
+    - Backend triton: mosaic's.
+    """
     found, triton = (
         {
             (row["H"], row["K"], row["R"], row["length"], row["kv"], row.get("Q", 1)): row["us"]
@@ -162,12 +167,12 @@ def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _ceiling(rows: list[dict[str, Any]]) -> float:
-    """The run's best rate, in GB/s."""
+    """Returns the run's best rate, in GB/s."""
     return max((row["gb_s"] for row in rows if "gb_s" in row), default=0.0)
 
 
 def parse_cell(text: str) -> tuple[int, int]:
-    """128x136 -> (128, 136). Raises argparse's error for another form."""
+    """Parses 128x136 as (128, 136). Raises argparse's error for another form."""
     rows, _, length = text.partition("x")
     if not (rows.isdecimal() and length.isdecimal() and int(rows) and int(length)):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxLENGTH, such as 128x136")

@@ -1,8 +1,6 @@
-"""What benchmarks of decode_attention time: the layers of a case, over pages or over contiguous keys and values.
-
-Each run is of several layers with pages of their own, so that no cache holds them, in one jit, each layer's queries
-being the results of the one before.
-"""
+"""Makes what benchmarks of decode_attention time: the layers of a case, over pages or contiguous keys and values. Each
+run is of several layers in one jit. Each has pages of its own, so that no cache holds them. Each layer's queries are
+the results of the one before."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,19 +21,19 @@ from pallas_kernels.kv_pages import KVPages, allocate
 
 
 def moved_bytes(case: Case) -> int:
-    """Bytes of K and V that a layer reads, scales included."""
+    """Returns the bytes of K and V that a layer reads, scales included."""
     formats = [parse_format(name, case.head_dim) for name in (case.k_format, case.v_format)]
     return sum(case.lengths) * bytes_per_token(case.head_dim, case.heads[1], *formats)
 
 
 def layers_for(case: Case) -> int:
-    """Layers that read more than caches hold, within reason."""
+    """Returns how many layers read more than caches hold, within reason."""
     return max(2, min(32, -(-(256 << 20) // moved_bytes(case))))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def random_pages(key: jax.Array, num_pages: int, case: Case) -> KVPages:
-    """Pages of random bits: any integers, and floats of both signs below 2."""
+    """Returns pages of random bits: any integers, and floats of both signs below 2."""
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
     types = jax.eval_shape(lambda: allocate(num_pages, case.heads[1], case.page_size, case.head_dim, *formats))
     leaves, tree = jax.tree.flatten(types)
@@ -56,14 +54,14 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
 
 
 def random_key() -> jax.Array:
-    """A key of a generator that compiles in no time."""
+    """Returns a key of a generator that compiles in no time."""
     return jax.random.key(0, impl="rbg")
 
 
 @dataclass(frozen=True)
 class Run:
-    """attend(*make(key)) is what is timed: the layers of a case. Each layer's arrays are made by a call of their own:
-    compiled together they would take as long as all kernels."""
+    """Holds what is timed, attend(*make(key)): the layers of a case. A call of its own makes each layer's arrays.
+    Compiled together they would take as long as all kernels."""
 
     make: Callable[[jax.Array], tuple[Any, ...]]
     attend: Callable[..., jax.Array]
@@ -74,12 +72,13 @@ class Run:
         return Run(self.make, attend, self.layers)
 
     def microseconds(self) -> float:
-        """Microseconds of one layer."""
+        """Returns the microseconds of one layer."""
         return device_us(partial(self.attend, *self.make(random_key()))) / self.layers
 
 
 def consecutive_tables(lengths: tuple[int, ...], page_size: int) -> np.ndarray:
-    """Page tables i32[len(lengths), M] in which each sequence's pages, and the sequences, follow one another."""
+    """Returns page tables i32[len(lengths), M] in which each sequence's pages, and the sequences, follow one
+    another."""
     needed = [-(-length // page_size) for length in lengths]
     ends = np.cumsum(needed)
     numbers = (ends - needed)[:, None] + np.arange(max(needed))
@@ -89,9 +88,8 @@ def consecutive_tables(lengths: tuple[int, ...], page_size: int) -> np.ndarray:
 def paged(
     case: Case, backend: str, consecutive: bool = False, tuned: dict[str, int] | None = None, **changes: Any
 ) -> Run:
-    """decode_attention over shuffled pages, or consecutive ones, with `changes` to its configuration, or those in
-    `tuned` to that of backend triton; the work list, of the backend that has one, is made once, as in
-    a step."""
+    """Returns decode_attention over shuffled pages, or consecutive ones. `changes` go to its configuration, `tuned` to
+    that of backend triton. A work list is made once, as in a step."""
     layers, rows = layers_for(case), len(case.lengths)
     num_pages = sum(-(-length // case.page_size) for length in case.lengths)
     generators = [np.random.default_rng(i) for i in range(layers)]
@@ -127,7 +125,7 @@ def paged(
 
 
 def cudnn(case: Case) -> Run:
-    """cuDNN's attention over contiguous K and V of equal lengths."""
+    """Returns cuDNN's attention over contiguous K and V of equal lengths."""
     layers, dtype = layers_for(case), jnp.dtype(case.dtype)
     shape = (len(case.lengths), case.lengths[0], case.heads[1], case.head_dim)
 

@@ -1,4 +1,4 @@
-"""Shapes of decode_attention that tests and benchmarks share."""
+"""Lists shapes of decode_attention that tests and benchmarks share."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a segment of `width` rows a sequence of `lengths`."""
+    """Describes one call: a segment of `width` rows a sequence of `lengths`."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int]  # H, K
@@ -30,7 +30,8 @@ class Case:
         return self.head_dim**-0.5
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-        """q, pages, page_table and lengths: standard normal values, shuffled pages, one page that no sequence owns."""
+        """Returns q, pages, page_table and lengths: normal values, shuffled pages, and one page that no sequence
+        owns."""
         rng = np.random.default_rng(seed)
         num_heads, num_kv_heads = self.heads
         num_pages = sum(-(-length // self.page_size) for length in self.lengths) + 1

@@ -1,4 +1,4 @@
-"""The warpgroups of decode_attention that compute: online softmax over the tiles of their work items."""
+"""Computes decode_attention in its warpgroups: online softmax over the tiles of their work items."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, t
 
 
 def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: Any, out_ref: Any, out_s: Any) -> None:
-    """Zeros in the rows of length 0, some by each worker."""
+    """Zeroes the rows of length 0, some by each worker."""
     out_s[...] = jnp.zeros(out_s.shape, out_s.dtype)
     plgpu.commit_smem()
     queries = shape.num_heads * shape.width
@@ -49,7 +49,7 @@ def clear_unused(shape: Shape, worker: jax.Array, rows_ref: Any, lengths_ref: An
 
 
 def no_queries(shape: Shape, dtype: DTypeLike) -> Queries | None:
-    """What stands for a head's queries before the first."""
+    """Returns what stands for a head's queries before the first."""
     return warp_queries_sm90.no_queries(shape.k, shape.columns, dtype) if shape.by_warps else None
 
 
@@ -71,12 +71,9 @@ def compute_item(
     free: Any,
     **others: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sum, Queries | None]:
-    """Online softmax over an item's tiles, of a warpgroup's head, added to what came before; and the result, or a
-    partial one, if that's all.
-
-    state: tiles and heads so far, the slot of the next partial result, the sum of the head's splits so far and, by
-    warps, its queries in registers.
-    """
+    """Runs online softmax over an item's tiles, of a warpgroup's head, added to what came before. Stores the result, or
+    a partial one, if that's all. `state` has tiles and heads so far, and the slot of the next partial result. It has
+    the sum of the head's splits so far and, by warps, its queries in registers."""
     tiles, heads, part, before, queries = state
     item = replace(item, head=item.head + warpgroup)
     part_s, out_s = part_s.at[warpgroup], out_s.at[warpgroup]
@@ -132,7 +129,7 @@ def compute_item(
 
 
 def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others: dict[str, Any]) -> Any:
-    """What logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
+    """Returns what logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
     scale = shape.scale * math.log2(math.e)
     if queries is not None:
         return scale if queries[1] is None else spread(queries[1] * scale, 1)
@@ -146,7 +143,7 @@ def _by_warpgroup(
     shape: Shape, item: Item, seen: Seen, log2_scale: Any, tokens: jax.Array, at: tuple[jax.Array, jax.Array],
     carry: Sum, *, q_s: Any, p_s: Any, reduced: Any, **others: Any,
 ) -> Sum:  # fmt: skip
-    """`carry` and the 64 tokens from `tokens` on, which a warpgroup finds in slot at[0]."""
+    """Adds the 64 tokens from `tokens` on to `carry`; a warpgroup finds them in slot at[0]."""
     staged = partial(_staged, shape, item, tokens, at, others)
     k_tile = staged(shape.k, "k")
     if not (shape.k.direct or shape.k.in_registers):
@@ -181,7 +178,7 @@ def _by_warps(
     shape: Shape, item: Item, seen: Seen, queries: Queries, log2_scale: Any, tokens: jax.Array,
     at: tuple[jax.Array, jax.Array], carry: Sum, **others: Any,
 ) -> Sum:  # fmt: skip
-    """The same, each warp with 16 of the tokens."""
+    """Adds the 64 tokens from `tokens` on to `carry`, each warp 16 of them."""
     operands, zero = [], jnp.minimum(item.high, 0)
     for name, stored, load in (("k", shape.k, warps_sm90.load_k), ("v", shape.v, warps_sm90.load_v)):
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
@@ -204,8 +201,8 @@ def _by_warps(
 
 
 def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
-    """x [rows, columns] -> [columns], its sum ("add") or maximum, through a warpgroup's own scratch [256]: a reduction
-    of Pallas would use the same for both."""
+    """Returns the sum ("add") or maximum of x [rows, columns]: [columns]. It goes through a warpgroup's own scratch
+    [256]. A reduction of Pallas would use the same scratch for both."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -219,9 +216,9 @@ def reduce_rows(x: jax.Array, op: str, scratch: Any, shape: Shape) -> jax.Array:
 
 
 def _stage_queries(shape: Shape, raw: Any, q_s: Any, q_top: Any) -> None:
-    """Moves the queries to where wgmma reads them, rotated where K is, in its dtype: to fit float16's range, as
-    fractions of their largest element, which q_top receives. Rows past the real ones hold anything: their columns are
-    dropped."""
+    """Moves the queries to where wgmma reads them, in its dtype, and rotated where K is. To fit float16's range they
+    are fractions of their largest element, which q_top receives. Rows past the real ones hold anything: their columns
+    are dropped."""
     queries = plgpu.load(raw, layout=BY_ROWS, optimized=False)
     exact = queries.astype(jnp.float32)
     if shape.k.format.hadamard:
@@ -240,8 +237,8 @@ def _staged(
     shape: Shape, item: Item, tokens: jax.Array, at: tuple[jax.Array, jax.Array], tiles_of: dict[str, Any],
     stored: Storage, name: str,
 ) -> Any:  # fmt: skip
-    """Where the product finds its rows of K or V, from token `tokens` on: where they were copied to (slot, warpgroup),
-    or converted from there; or these rows in registers."""
+    """Returns where the product finds its rows of K or V, from token `tokens` on. That is where they were copied to
+    (slot, warpgroup), or converted from there; or these rows in registers."""
     if stored.direct:
         return tiles_of[name].at[at]
     scales = packed = None
@@ -259,12 +256,12 @@ def _staged(
 
 
 def _scale_shift(shape: Shape, item: Item, tokens: jax.Array, stored: Storage) -> jax.Array:
-    """Where a tile's own scales are in each copy."""
+    """Returns where a tile's own scales are in each copy."""
     return stored.scale_slice(kv_head_of(shape, item.head), lax.rem(tokens, jnp.int32(shape.page_size)))[1]
 
 
 def _zero_hidden(item: Item, tokens: jax.Array, v_tile: Any) -> None:
-    """Zeros in the values of masked tokens at a split's edges: they may hold anything, and 0 * NaN isn't 0."""
+    """Zeroes the values of masked tokens at a split's edges: they may hold anything, and 0 * NaN isn't 0."""
 
     @pl.when(jnp.logical_or(tokens < item.low, tokens + ROWS > item.high))
     def _edge() -> None:

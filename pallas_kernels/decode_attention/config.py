@@ -1,4 +1,4 @@
-"""What can be tuned in the kernels of decode_attention, and what they support."""
+"""Says what can be tuned in the kernels of decode_attention, and what they support."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ ROWS = 64  # tokens of a tile, of each warpgroup's head: rows of one wgmma
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and resources of the kernel. `split`, `most_splits` and `by_warps` change bits."""
+    """Holds sizes and resources of the kernel. `split`, `most_splits` and `by_warps` change bits."""
 
     computing: int = 2  # warpgroups that compute: each has a head of its own
     split: int = 128  # tokens of one work item: fixed, so that results are batch-invariant,
@@ -45,18 +45,19 @@ class Config:
 
 
 def most_queries(head_dim: int) -> int:
-    """The most queries of a KV head, of all rows of a segment together, that shared memory has room for at a time."""
+    """Returns the most queries of a KV head, of all rows of a segment together, that shared memory holds at a time."""
     return 16 if head_dim > 128 else 64
 
 
 def choose_config(head_dim: int, queries: int, heads: int, narrow: bool = False) -> Config:
-    """The configuration for a head dim, the queries that share a KV head (up to 64 of them: heads times rows of a
-    segment), the heads that a row has work for, and K and V both in 8 or 4 bits (`narrow`).
+    """Returns the configuration for a head dim and the queries that share a KV head.
 
-    Measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md, 2026-11-20; 2026-11-22 for narrow
-    ones, whose items are over sooner, so that what an item costs counts for more). Of what needs more shared memory,
-    and of a number of heads that has no pairs, a CTA has one head at a time: two CTAs a multiprocessor would be better
-    for short contexts only.
+    These are up to 64: heads times rows of a segment. `heads` are those that a row has work for. `narrow` says that K
+    and V are both in 8 or 4 bits. It was measured on an H200 at head dim 128 with 1 and 4 queries (experiments/LOG.md).
+    Narrow items are over sooner, so that what an item costs counts for more.
+
+    A CTA has one head at a time where two need more shared memory, and where heads have no pairs. Two CTAs a
+    multiprocessor would be better for short contexts only.
     """
     computing = 2 if head_dim <= 128 and queries <= 16 and heads % 2 == 0 else 1
     return Config(computing=computing, split=(512 if narrow else 256) // computing)
@@ -89,7 +90,7 @@ MOST_SPLITS = 16  # of a sequence; changes bits
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Sizes and resources of the Triton kernel: `split` and `keys` change bits."""
+    """Holds sizes and resources of the Triton kernel. `split` and `keys` change bits."""
 
     queries: int  # rows times query heads of a KV head in a program: rows of a product, at least 16
     keys: int = 64  # tokens a step, aligned to absolute positions
@@ -99,8 +100,8 @@ class TritonConfig:
 
 
 def triton_config(head_dim: int, queries: int, pages: KVPages) -> TritonConfig:
-    """The configuration for `queries` queries of a KV head: one for compute capability 8.0 to 9.0, small enough for the
-    shared memory of 8.6."""
+    """Returns the configuration for `queries` queries of a KV head. It is one for compute capability 8.0 to 9.0, small
+    enough for the shared memory of 8.6."""
     block = 16 if queries <= 16 else 32 if queries <= 32 or head_dim > 128 else 64
     codes = all(part.values.dtype.itemsize == 1 for part in (pages.k, pages.v))
     keys = 32 if head_dim > 128 or (codes and block > 16) else 64

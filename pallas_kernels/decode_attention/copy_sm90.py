@@ -1,4 +1,4 @@
-"""The warps of decode_attention that copy: they fill a ring of tiles, on and on across work items."""
+"""Copies pages in decode_attention's copying warps: they fill a ring of tiles, on and on across work items."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,9 @@ WARPS = 4
 
 
 def parts_by_warp(shape: Shape, names: tuple[str, ...]) -> list[Parts]:
-    """Which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up. The
-    second warpgroup's parts are counted on from the first's.
-
-    By TMA a warp has consecutive pages of K or of V: those of a warpgroup, or half of them. By lanes it has all of a
-    page, so that few numbers of pages are read."""
+    """Returns which copies of a tile each warp issues: (part of the tile, its source). One warp alone couldn't keep up.
+    The second warpgroup's parts are counted on from the first's. By TMA a warp has consecutive pages of K or of V:
+    those of a warpgroup, or half of them. By lanes it has all of a page, so that few numbers of pages are read."""
     count = shape.k.parts * shape.config.computing
     every = [(i, name) for i in range(count) for name in names]
     if shape.by_lanes and count >= WARPS:
@@ -56,11 +54,8 @@ def copy_item(
     free: Any,
     **targets: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """One warp's share of an item's copies, of its queries (these rows of a segment) and of keys and values, as room
-    gets free.
-
-    state: how many tiles and queries came before.
-    """
+    """Copies one warp's share of an item as room gets free: its queries (these rows of a segment), keys and values.
+    state: how many tiles and queries came before."""
     tiles, heads = state
     kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
     if query_rows:
@@ -107,7 +102,8 @@ def page_of(shape: Shape, token: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Copies:
-    """One warp's copies of an item's keys and values. Part i of a tile is the i % each-th of warpgroup i // each."""
+    """Issues one warp's copies of an item's keys and values. Part i of a tile is the i % each-th of warpgroup i //
+    each."""
 
     shape: Shape
     sources: dict[str, Any]
@@ -121,19 +117,19 @@ class Copies:
 
     @property
     def numbers(self) -> list[int]:
-        """The parts of a warpgroup's tile that this warp copies, each of a page."""
+        """Lists the parts of a warpgroup's tile that this warp copies, each of a page."""
         return sorted({i % self.shape.k.parts for i, _ in self.parts})
 
     def stored(self, name: str) -> Storage:
         return self.shape.k if name.startswith("k") else self.shape.v
 
     def entries(self, table_ref: Any, j: jax.Array) -> tuple[jax.Array, ...]:
-        """The pages of tile j that this warp copies; where there is none to read, another one."""
+        """Returns the pages of tile j that this warp copies; where there is none to read, another one."""
         wanted = (page_of(self.shape, j * ROWS + i * self.shape.k.tokens) for i in self.numbers)
         return tuple(table_ref[self.item.row, jnp.clip(page, self.first_page, self.last_page)] for page in wanted)
 
     def place(self, j: jax.Array, part: int) -> tuple[jax.Array, Any]:
-        """Whether a part of tile j has tokens to read, and where in its page they begin."""
+        """Returns whether a part of tile j has tokens to read, and where in its page they begin."""
         size, page_size = self.shape.k.tokens, self.shape.page_size
         token = j * ROWS + part * size
         first, last = page_of(self.shape, token) >= self.first_page, page_of(self.shape, token) <= self.last_page
@@ -141,7 +137,7 @@ class Copies:
         return there, lax.rem(token, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
 
     def by_lanes(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
-        """Each lane copies 16 bytes at a time."""
+        """Copies 16 bytes at a time with each lane."""
         shape, size, each = self.shape, self.shape.k.tokens, self.shape.k.parts
         for part, page in zip(self.numbers, pages, strict=True):
             there, offset = self.place(j, part)
@@ -161,7 +157,7 @@ class Copies:
         arrive_with_copies(self.full.at[slot])
 
     def one_by_one(self, j: jax.Array, slot: jax.Array, pages: tuple[jax.Array, ...]) -> None:
-        """Each part by TMA."""
+        """Copies each part by TMA."""
         for i, name in self.parts:
             part = i % self.shape.k.parts
             there, offset = self.place(j, part)

@@ -1,8 +1,8 @@
 """Copies by the lanes of a warp, 16 bytes each (cp.async), to where TMA would put them.
 
 Pallas issues a TMA copy in well over a hundred instructions, whatever it brings. Pages of 8 and 4 bits and their scales
-are many small copies, whose instructions took more of an SM's time than attention. Written for JAX 0.11.2, whose
-lowering the barriers go through.
+are many small copies. Their instructions took more of an SM's time than attention. This is written for JAX 0.11.2,
+whose lowering the barriers go through.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ def copy_rows(
     source: Any, target: Any, page: jax.Array, begin: jax.Array, into: jax.Array, *, page_bytes: int, size: int,
     row: int | None,
 ) -> None:  # fmt: skip
-    """Begins to copy `size` bytes from byte `begin` of page `page` of `source` to byte `into` of
-    `target`: of rows of `row` bytes, in shared memory as smem_sm90.swizzled has them, or (None) as they are."""
+    """Begins to copy `size` bytes from byte `begin` of page `page` of `source` to byte `into` of `target`. The target
+    has rows of `row` bytes, in shared memory as smem_sm90.swizzled has them, or (None) as they are."""
     splat, transforms = plgpu.Layout.WG_SPLAT(()), ()
     if row is not None:
         width = swizzle_of(row)
@@ -61,23 +61,22 @@ def _copy(pointers: tuple[ir.Value, ir.Value], at: ir.Value, into: ir.Value, chu
 
 
 class _Registers:
-    """Arithmetic on what lanes hold."""
+    """Computes on what lanes hold."""
 
     add, mul, div, rem = staticmethod(add), staticmethod(mul), staticmethod(div), staticmethod(rem)
     xor = staticmethod(arith.xori)
 
 
 def swizzle_of(row: int) -> int:
-    """Bytes in which rows of `row` bytes are swizzled."""
+    """Returns the bytes in which rows of `row` bytes are swizzled."""
     return next(width for width in (128, 64, 32) if row % width == 0)
 
 
 def swizzled_place(chunk: Any, row: int, number: Any) -> Any:
-    """The byte at which chunk `chunk` of rows of `row` bytes lies in shared memory, if the first lies at a multiple of
-    what the pattern repeats after; `number` computes (add, mul, div, rem, xor).
-
-    Tiles of 8 rows, `swizzle_of(row)` bytes wide, lie one after the other; in each the number of a 16-byte chunk is
-    xored with that of its 128 bytes."""
+    """Returns the byte at which chunk `chunk` of rows of `row` bytes lies in shared memory. The first lies at a
+    multiple of what the pattern repeats after. `number` computes (add, mul, div, rem, xor). Tiles of 8 rows,
+    `swizzle_of(row)` bytes wide, lie one after the other. In each the number of a 16-byte chunk is xored with that of
+    its 128 bytes."""
     width, chunks = swizzle_of(row), row // CHUNK
     line, column = number.div(chunk, chunks), number.rem(chunk, chunks)
     tile = number.add(number.mul(number.div(line, 8), row // width), number.div(column, width // CHUNK))
@@ -100,7 +99,7 @@ _follow_p.multiple_results = True
 
 
 def arrive_with_copies(barrier: Any) -> None:
-    """What plgpu.barrier_arrive does, in a single warp, once all copies that its lanes have begun have arrived too."""
+    """Arrives as plgpu.barrier_arrive does, in a single warp, once all copies of its lanes have arrived too."""
     ref, transforms = state_primitives.get_ref_and_transforms(barrier, None, "arrive_with_copies")
     leaves, tree = jax.tree.flatten(transforms)
     _follow_p.bind(ref, *leaves, transforms_treedef=tree)
@@ -114,7 +113,7 @@ def _abstract(*operands: Any, **trees: Any) -> Any:
 
 @lowering.register_lowering_rule(_follow_p, *gpu_core.LANExWARP_SEMANTICS)
 def _lower(ctx: Any, barrier: Any, *flat: Any, transforms_treedef: Any) -> Any:
-    """The barrier waits for one more arrival of each lane, which comes with its copies."""
+    """Makes the barrier wait for one more arrival of each lane, which comes with its copies."""
     index = primitives._get_barrier_base_index(ctx.avals_in[0], transforms_treedef.unflatten(flat))
     nvvm.cp_async_mbarrier_arrive((barrier if index is None else barrier[index]).get_ptr())
     return ()

@@ -1,8 +1,6 @@
-"""Which keys each column of decode_attention's products sees: those that its row of a short segment does.
-
-Where a segment has one row, that is what its item has. A chain's columns differ in two bounds, that of the row's own
-key and that of its window. A tree's see their ancestors instead, which only tiles with keys of the segment's own ask.
-"""
+"""Masks keys for each column of decode_attention's matmuls: a column sees what its row of a short segment does. Where a
+segment has one row, that is what its item has. A chain's columns differ in two bounds: that of the row's own key and
+that of its window. A tree's see their ancestors instead. Only tiles with keys of the segment's own ask for them."""
 
 from typing import Any, NamedTuple
 
@@ -20,14 +18,14 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 class Bounds(NamedTuple):
-    """Keys low <= j < high, for all columns or i32[ROWS, columns]."""
+    """Holds keys low <= j < high, for all columns or i32[ROWS, columns]."""
 
     low: jax.Array
     high: jax.Array
 
 
 def bounds_of(shape: Shape, item: Item, trees_ref: Any) -> Bounds:
-    """What columns see of an item's keys, a tree's own keys left out. trees_ref is what columns_of_trees makes."""
+    """Returns what columns see of an item's keys, without a tree's own keys. columns_of_trees makes trees_ref."""
     if item.committed is None:
         return Bounds(item.low, item.high)
     if shape.words and shape.window is None:
@@ -41,7 +39,7 @@ def bounds_of(shape: Shape, item: Item, trees_ref: Any) -> Bounds:
 def visible(
     shape: Shape, item: Item, bounds: Bounds, trees_ref: Any, tokens: jax.Array, logits: jax.Array
 ) -> jax.Array:
-    """Logits [ROWS, columns] of the tokens from `tokens` on, MASKED where a column does not see them."""
+    """Returns logits [ROWS, columns] of the tokens from `tokens` on, MASKED where a column does not see them."""
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=WGMMA) + tokens
     committed = item.committed
 
@@ -66,7 +64,7 @@ def visible(
 
 
 def without_unused(shape: Shape, item: Item, total: Sum) -> Sum:
-    """The sum, such that the results of columns whose rows are not in use are zero, whatever their queries hold."""
+    """Returns the sum such that columns of unused rows have zero results, whatever their queries hold."""
     if item.used is None:
         return total
     columns = item.used * shape.heads
@@ -85,6 +83,6 @@ def _row_of_column(shape: Shape) -> jax.Array:
 
 
 def _by_column(shape: Shape, trees_ref: Any, item: Item, number: int) -> jax.Array:
-    """One of the numbers of each column, in all rows: i32[ROWS, columns]."""
+    """Returns one of the numbers of each column, in all rows: i32[ROWS, columns]."""
     numbers = plgpu.load(trees_ref.at[item.row, number], layout=WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(numbers, (ROWS, shape.columns), [1])

@@ -1,4 +1,4 @@
-"""The kernel of decode_attention that adds up the partial results of heads which workers don't share evenly."""
+"""Adds up the partial results of heads that workers of decode_attention don't share evenly."""
 
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ def merge_cuts(
 
 
 def _place(shape: Shape, query: jax.Array) -> jax.Array:
-    """Where a head's column is among the queries of the batch, from its first one on."""
+    """Returns where a head's column is among the queries of the batch, from its first one on."""
     if shape.width == 1:
         return query
     of_row, head = (f(query, jnp.int32(shape.heads)) for f in (lax.div, lax.rem))
@@ -54,8 +54,8 @@ def _place(shape: Shape, query: jax.Array) -> jax.Array:
 def _merge_kernel(
     shape: Shape, part_ref: Any, cuts_ref: Any, out_ref: Any, parts_s: Any, weights_s: Any, out_s: Any, full: Any
 ) -> None:
-    """One query of one head: its partial results' sum, from left to right, as compute_item adds up splits; and then of
-    its warps, where each has one."""
+    """Sums one query's partial results of one head, from left to right, as compute_item adds up splits. Then it sums
+    those of its warps, where each has one."""
     worker, head_dim, sums_of = lax.axis_index("worker"), shape.head_dim, range(shape.sums)
     row, item, slot, count = (cuts_ref[i, worker] for i in range(4))
     fetches = lax.div(count + (FETCHED - 1), jnp.int32(FETCHED))

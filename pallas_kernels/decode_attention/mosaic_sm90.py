@@ -1,19 +1,23 @@
-"""decode_attention for Hopper GPUs: a persistent Mosaic kernel over balanced work items, and one that merges splits.
+"""Runs decode_attention on Hopper: a persistent Mosaic kernel over balanced work items, and one that merges splits.
 
-Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items, and one or two compute,
-each a head of its own: a tile is the same 64 tokens of each.
-Tokens are the rows of both products, K Q^T [tile, queries] and V^T P [D, queries], so that the few queries of a KV head
-fill the narrow side of a wgmma and the softmax is over `tile` numbers a query. Online softmax: Milakov & Gimelshein
-2018; keys in splits: Flash-Decoding (Dao et al. 2023); what a worker doesn't finish is added up by a second kernel, as
-in Stream-K (Osama et al. 2023). Whole numbers are subtracted from logits, so that sums are rescaled by powers of two,
-exactly: a head's result is the sum of its splits from left to right, in whatever order their maxima were found.
+Each CTA has a warpgroup that copies pages into a ring of tiles, on and on across work items. One or two warpgroups
+compute, each a head of its own: a tile is the same 64 tokens of each. Tokens are the rows of both matmuls, K Q^T [tile,
+queries] and V^T P [D, queries]. So the few queries of a KV head fill the narrow side of a wgmma. The softmax is over
+`tile` numbers a query.
+
+Online softmax is by Milakov & Gimelshein 2018. Keys in splits are Flash-Decoding's (Dao et al. 2023). A second kernel
+adds up what a worker doesn't finish, as in Stream-K (Osama et al. 2023). Whole numbers are subtracted from logits, so
+that sums are rescaled by powers of two, exactly. So a head's result is the sum of its splits from left to right, in
+whatever order their maxima were found.
 
 The rows of a short segment are further columns, each with keys of its own (masks_sm90). What a column does not see
-weighs exactly zero, so a row's bits depend on the keys that it sees, on where these are, and on its sequence's length,
-from which the size of splits follows; not on what was drafted in other rows, as long as their values are numbers. So a
-row of a chain has the bits of plain decoding, where the lengths of both have splits of one size and products as many
-columns (K and V of 8 and 4 bits with many columns are multiplied another way); a row of a tree, whose ancestors' keys
-lie apart, is the same sum in another order.
+weighs exactly zero. So a row's bits depend on the keys that it sees, on where these are, and on its sequence's length.
+The size of splits follows from that length. A row's bits do not depend on what was drafted in other rows, if their
+values are numbers.
+
+A row of a chain has the bits of plain decoding where both lengths have splits of one size, and matmuls as many columns.
+K and V of 8 and 4 bits with many columns are multiplied another way. A row of a tree is the same sum in another order,
+since its ancestors' keys lie apart.
 """
 
 from functools import partial
@@ -62,8 +66,8 @@ def decode_attention(
     width: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py, where `width` is `rows`. Further
-    rows of q are not read, and their results not written."""
+    """Returns [R Q, H, D] of q [R Q, H, D], page_table i32[R, M] and lengths i32[R]; see api.py. `width` is api.py's
+    `rows`. Further rows of q are not read, and their results not written."""
     if q.size == 0:
         return q
     num_rows, (_, num_heads, head_dim) = lengths.shape[0], q.shape
@@ -99,8 +103,8 @@ def shape_of(
     width: int = 1,
     words: int = 0,
 ) -> Shape:
-    """What the kernels are specialized to, for q [R Q, H, D] with Q = `width`, masks of ancestors of `words` words (0:
-    chains) and sequences of at most `max_tokens` keys."""
+    """Returns what the kernels are specialized to, for q [R Q, H, D] with Q = `width`. Masks of ancestors have `words`
+    words (0: chains), and sequences at most `max_tokens` keys."""
     num_heads, head_dim = q.shape[1:]
     num_rows = q.shape[0] // width
     kv_heads, page_size = pages.k.values.shape[1:3]
@@ -136,7 +140,7 @@ def shape_of(
 
 
 def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """A worker's buffers and barriers, by name; copies of each of `names` fill a tile."""
+    """Returns a worker's buffers and barriers, by name; copies of each of `names` fill a tile."""
     copying = [len(parts) for parts in parts_by_warp(shape, names)]
     arrivals = len(copying) if shape.by_lanes else sum(copying)
     columns, head_dim, config = shape.columns, shape.head_dim, shape.config
@@ -162,7 +166,7 @@ def _scratch(shape: Shape, stages: int, dtype: Any, names: tuple[str, ...]) -> d
 
 
 def fitting_scratch(shape: Shape, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """With as many tiles in flight as fit a worker's share of an SM's shared memory."""
+    """Returns scratch with as many tiles in flight as fit a worker's share of an SM's shared memory."""
     for per_sm in (shape.config.per_sm, 1):  # where that is too little, workers take turns
         for stages in range(shape.config.stages, 1, -1):
             scratch = _scratch(shape, stages, dtype, names)
@@ -181,8 +185,8 @@ def _attend(
     work: Work,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [rows of q * H, D] but those of heads that were cut, and partial ones [sum, slot, query, D and PAD], a
-    warpgroup's sums after the other's."""
+    """Returns results [rows of q * H, D], without cut heads, and partial ones [sum, slot, query, D and PAD]. A
+    warpgroup's sums come after the other's."""
     config, dtype, head_dim = shape.config, q.dtype, shape.head_dim
     slots = shape.slots + FETCHED - 1  # the last of them may be read, but don't count
     sources = {"k": shape.k.rows(pages.k.values), "v": shape.v.rows(pages.v.values)}

@@ -1,4 +1,4 @@
-"""decode_attention from its formula, one query at a time in float64 numpy."""
+"""Computes decode_attention from its formula, one query at a time in float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,8 +17,8 @@ def decode_attention(
     rows: ArrayLike | None = None,
     ancestors: ArrayLike | None = None,
 ) -> np.ndarray:
-    """Arguments as api.py's, concrete, with the parts of Segments apart -> float64 [R Q, H, D]. Raises ValueError for
-    lengths and pages out of range."""
+    """Returns float64 [R Q, H, D]. Arguments are api.py's, concrete, with the parts of Segments apart. Raises
+    ValueError for lengths and pages out of range."""
     queries, tables = np.asarray(q).astype(np.float64), np.asarray(page_table)
     pages = to_numpy(pages)
     width = len(queries) // max(1, len(tables))

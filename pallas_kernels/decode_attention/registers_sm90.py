@@ -1,4 +1,4 @@
-"""Registers of 4 bytes of the warps of decode_attention: what they are made of, and the instructions on them."""
+"""Makes registers of 4 bytes for the warps of decode_attention, and the instructions on them."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def mma(a: Registers, b: Registers, c: list[ir.Value]) -> list[ir.Value]:
 
 
 def transposed(pair: ir.Value) -> ir.Value:
-    """8 x 8 elements, 2 of a row in each lane, transposed."""
+    """Transposes 8 x 8 elements, 2 of a row in each lane."""
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", bits(pair), hidden=True)
 
 
@@ -32,7 +32,7 @@ def within(x: ir.Value, low: Any, high: Any) -> ir.Value:
 
 
 def mask(first: ir.Value, second: ir.Value) -> ir.Value:
-    """All bits of the even bytes of a word where `first`, and of the odd ones where `second`."""
+    """Returns all bits of the even bytes of a word where `first`, and of the odd ones where `second`."""
     parts = [
         arith.select(seen, constant(bits), constant(0))
         for seen, bits in ((first, 0x00FF00FF), (second, 0xFF00FF00))
@@ -41,14 +41,13 @@ def mask(first: ir.Value, second: ir.Value) -> ir.Value:
 
 
 def asm(text: str, *operands: ir.Value, kinds: str = "r", hidden: bool = False) -> ir.Value:
-    """An instruction of one 4-byte result; `hidden` from what would merge or move it."""
+    """Emits an instruction of one 4-byte result; `hidden` from what would merge or move it."""
     i32 = ir.IntegerType.get_signless(32)
     constraints = ",".join(["=r", *kinds * len(operands)])
     return llvm.inline_asm(i32, list(operands), text, constraints, has_side_effects=hidden)
 
 
 def words(x: ir.Value) -> Registers:
-    """The 4-byte words of a vector."""
     size = mgpu.utils.bitwidth(x.type) // 32
     words = mgpu.utils.bitcast(x, ir.VectorType.get((size,), ir.IntegerType.get_signless(32)))
     return elements(words)
@@ -75,7 +74,7 @@ def zero() -> ir.Value:
 
 
 def pairs(numbers: list[list[ir.Value]]) -> list[ir.Value]:
-    """Results of mma as WGMMA's registers."""
+    """Returns results of mma as WGMMA's registers."""
     two = ir.VectorType.get((2,), ir.F32Type.get())
     return [vector.from_elements(two, each[i : i + 2]) for each in numbers for i in (0, 2)]
 
@@ -88,6 +87,6 @@ def array(registers: list[ir.Value], layout: Any, shape: tuple[int, ...]) -> mgp
 
 
 def numbers(words: Registers) -> list[ir.Value]:
-    """Pairs of float16 as numbers f32."""
+    """Converts pairs of float16 to numbers f32."""
     pairs = [mgpu.utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get())) for word in words]
     return [arith.extf(ir.F32Type.get(), x) for pair in pairs for x in elements(pair)]

@@ -1,4 +1,4 @@
-"""What the kernels of decode_attention on sm_90 are specialized to, and the items that they work on."""
+"""Describes what the kernels of decode_attention on sm_90 are specialized to, and their work items."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ COMPILER = plgpu.CompilerParams(
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernels are specialized to."""
+    """Holds what the kernels are specialized to."""
 
     rows: int  # R
     num_heads: int  # H
@@ -44,12 +44,12 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Columns of a product that are in use."""
+        """Counts the columns of a product that are in use."""
         return self.heads * self.width
 
     @property
     def columns(self) -> int:
-        """`queries` padded to what wgmma wants."""
+        """Pads `queries` to what wgmma wants."""
         return padded(self.queries)
 
     @property
@@ -58,23 +58,23 @@ class Shape:
 
     @property
     def by_warps(self) -> bool:
-        """Whether each warp attends to tokens of its own; else a warpgroup together."""
+        """Tells whether each warp attends to tokens of its own; else a warpgroup together."""
         return self.k.by_warps
 
     @property
     def by_lanes(self) -> bool:
-        """Whether lanes copy, and a copying warp arrives once a tile; else TMA, and each copy arrives."""
+        """Tells whether lanes copy, and a copying warp arrives once a tile; else TMA does, and each copy arrives."""
         return self.k.by_lanes
 
     @property
     def sums(self) -> int:
-        """Sums of a warpgroup, of which its partial results consist."""
+        """Counts a warpgroup's sums, of which its partial results consist."""
         return 4 if self.by_warps else 1
 
 
 @dataclass(frozen=True)
 class Item:
-    """Scalars of one work item."""
+    """Holds scalars of one work item."""
 
     row: jax.Array
     head: jax.Array  # KV head and chunk of query heads, of the first warpgroup: the next has the next
@@ -92,7 +92,8 @@ class Item:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum:
-    """Online softmax of some keys: weights are 2^(logit - top), `top` a whole number, so that rescaling is exact."""
+    """Holds online softmax of some keys: weights are 2^(logit - top). `top` is a whole number, so that rescaling is
+    exact."""
 
     top: jax.Array  # [columns] about the largest logit, to base 2
     total: jax.Array  # of the weights, [columns] or still one a key [rows, columns]
@@ -106,8 +107,8 @@ def kv_head_of(shape: Shape, head: jax.Array) -> jax.Array:
 
 
 def first_query(shape: Shape, row: jax.Array, head: jax.Array) -> jax.Array:
-    """The first query, counted through the batch, of a sequence's KV head and chunk of query heads. Of each further row
-    of its segment it is `num_heads` later."""
+    """Returns the first query, counted through the batch, of a sequence's KV head and chunk of query heads. That of
+    each further row of its segment is `num_heads` later."""
     queries = shape.num_heads * shape.width  # of a sequence
     if shape.chunks == 1:
         return row * queries + head * shape.heads

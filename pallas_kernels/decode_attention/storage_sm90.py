@@ -1,4 +1,4 @@
-"""How decode_attention's kernel holds K and V in shared memory, and turns what is stored into what wgmma multiplies."""
+"""Holds K and V in decode_attention's shared memory, and turns what is stored into what wgmma multiplies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ _SCALES = 64  # of one copy, at least: 128 bytes
 
 @dataclass(frozen=True)
 class Storage:
-    """K or V of a kernel: in a tile each warpgroup has 64 tokens of its head, copied in `parts` of up to a page."""
+    """Describes K or V of a kernel. In a tile each warpgroup has 64 tokens of its head, copied in `parts` of up to a
+    page."""
 
     format: KVFormat
     dtype: Any  # of the product
@@ -44,12 +45,12 @@ class Storage:
 
     @property
     def direct(self) -> bool:
-        """Whether the product reads tiles as they are copied."""
+        """Tells whether the product reads tiles as they are copied."""
         return self.format.storage_dtype == self.dtype
 
     @property
     def tokens(self) -> int:
-        """Tokens of one part."""
+        """Counts the tokens of one part."""
         return min(self.page_size, ROWS)
 
     @property
@@ -58,28 +59,29 @@ class Storage:
 
     @property
     def row(self) -> int:
-        """Stored elements a token."""
+        """Counts stored elements a token."""
         return self.head_dim // 2 if self.format.dtype == "int4" else self.head_dim
 
     def token_bytes(self, name: str) -> int:
-        """Bytes of a token's values, or of its scales, as `name` says."""
+        """Counts the bytes of a token's values, or of its scales, as `name` says."""
         return 2 * self.numbers if name.endswith("scales") else self.row * self.format.storage_dtype.itemsize
 
     @property
     def by_lanes(self) -> bool:
-        """Whether lanes copy, not TMA."""
+        """Tells whether lanes copy, not TMA."""
         return self.by_warps
 
     def rows(self, values: jax.Array) -> jax.Array:
-        """The pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the other's."""
+        """Returns the pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the
+        other's."""
         return values.reshape(values.shape[0], -1, self.row)
 
     def value_slice(self, kv_head: jax.Array, offset: Any) -> Any:
-        """What to copy of a page, for tokens from `offset` of it on."""
+        """Returns what to copy of a page, for tokens from `offset` of it on."""
         return pl.ds(kv_head * self.page_size + offset, self.tokens)
 
     def value_part(self, i: int) -> Any:
-        """Where part i's values are copied to, in a slot."""
+        """Returns where part i's values are copied to, in a slot."""
         return pl.ds(i * self.tokens, self.tokens)
 
     @property
@@ -88,27 +90,27 @@ class Storage:
 
     @property
     def numbers(self) -> int:
-        """Of a token's scales, and zeros where there are any."""
+        """Counts a token's scales, and zeros where there are any."""
         return self.format.numbers(self.head_dim)
 
     @property
     def by_factor(self) -> bool:
-        """Whether a token's only scale multiplies its logit, or its weight, instead of its values. Its only zero then
-        adds to the logit, times the query's sum, or to all dims of the result, times the weight."""
+        """Tells whether a token's only scale multiplies its logit, or its weight, instead of its values. Its only zero
+        then adds to the logit, times the query's sum. Or it adds to all dims of the result, times the weight."""
         return self.by_warps and self.groups == 1
 
     @property
     def middle(self) -> int:
-        """What stored codes are too small by, where there are zeros."""
+        """Returns what stored codes are too small by, where there are zeros."""
         return LARGEST_CODE[self.format.dtype] + 1
 
     @property
     def in_registers(self) -> bool:
-        """Whether it goes from its stored form to the product through registers."""
+        """Tells whether it goes from its stored form to the product through registers."""
         return self.format.storage_dtype.itemsize == 1 and self.through_registers and not self.by_warps
 
     def queries(self, q: jax.Array) -> jax.Array:
-        """Queries [.., D], their dims in the order in which K's are multiplied."""
+        """Returns queries [.., D], their dims in the order in which K's are multiplied."""
         if self.by_warps:
             return q
         if self.in_registers:
@@ -116,29 +118,29 @@ class Storage:
         return even_dims_first(q) if self.format.dtype == "int4" else q
 
     def results(self, out: jax.Array) -> jax.Array:
-        """Results [.., D] in their order, from that of V's dims: int4's even ones first."""
+        """Returns results [.., D] in their order, from that of V's dims: int4's even ones first."""
         if self.by_warps:
             return out
         return dims_in_order(out) if self.format.dtype == "int4" else out
 
     @property
     def by_token(self) -> bool:
-        """Whether scales are copied as [tokens, numbers]: TMA wants such rows to be multiples of 16 bytes."""
+        """Tells whether scales are copied as [tokens, numbers]: TMA wants such rows to be multiples of 16 bytes."""
         return self.numbers >= 8
 
     @property
     def scales(self) -> int:
-        """Copied with each part: its own, and where those are few, some of its neighbours'."""
+        """Counts the scales copied with each part: its own, and where those are few, some of its neighbours'."""
         own = self.tokens * self.numbers
         return own if self.by_token or self.by_lanes or not own else max(own, _SCALES)
 
     @property
     def packed(self) -> bool:
-        """Whether the scales of a tile lie one after the other."""
+        """Tells whether the scales of a tile lie one after the other."""
         return self.scales == self.tokens * self.numbers
 
     def scale_rows(self, scales: jax.Array) -> jax.Array:
-        """The pool of scales [N, K, P * numbers] such that a part's copy is one slice of a page."""
+        """Returns the pool of scales [N, K, P * numbers] such that a part's copy is one slice of a page."""
         if self.by_token or self.by_lanes:
             return scales.reshape(scales.shape[0], -1, self.numbers)
         if self.packed:
@@ -148,7 +150,7 @@ class Storage:
         return rows if missing <= 0 else jnp.pad(rows, ((0, 0), (0, missing)))
 
     def scale_slice(self, kv_head: jax.Array, offset: Any) -> tuple[Any, jax.Array]:
-        """What to copy of a page, for tokens from `offset` of it on, and where in the copy they are."""
+        """Returns what to copy of a page, for tokens from `offset` of it on, and where in the copy they are."""
         token = kv_head * self.page_size + offset
         if self.by_token:
             return pl.ds(token, self.tokens), jnp.int32(0)
@@ -159,7 +161,7 @@ class Storage:
         return pl.ds(begin, self.scales), start - begin
 
     def scratch(self, name: str, stages: int) -> dict[str, Any]:
-        """The shared memory of one of both, by name."""
+        """Returns the shared memory of K or V, by name."""
         every = (stages, self.computing)
         buffers = {name: swizzled((*every, ROWS, self.row), self.format.storage_dtype)}
         if self.groups:
@@ -177,7 +179,7 @@ class Storage:
         return buffers
 
     def read(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
-        """A warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's."""
+        """Reads a warpgroup's tokens [64, D] for the product, from where they are stored; `shift` is scale_slice's."""
 
         def tile(parts: list[jax.Array], scales: Any, grouping: Grouping) -> jax.Array:
             return jnp.concatenate(scaled(grouping, parts, scales) if self.groups else parts, axis=1)
@@ -185,7 +187,7 @@ class Storage:
         return self._converted(tile, BY_16_ROWS, stored, scales, packed, shift)
 
     def read_k(self, stored: Any, scales: Any, packed: Any, shift: jax.Array) -> jax.Array:
-        """The same in registers, as the product's left operand, its dims in operand_order."""
+        """Reads them into registers, as the product's left operand, its dims in operand_order."""
 
         def k(parts: list[jax.Array], scales: Any, grouping: Grouping) -> jax.Array:
             return operand(grouping, parts, scales)
@@ -225,8 +227,8 @@ class Storage:
 def storage(
     pages: Pages, dtype: Any, head_dim: int, config: Config, through_registers: bool, by_warps: bool
 ) -> Storage:
-    """How a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16: bfloat16 would round it as
-    much as the results are, and float16 holds what float16 scales are for (past 65504 it overflows)."""
+    """Returns how a kernel of such tiles holds K or V. All but bfloat16 is multiplied in float16. bfloat16 would round
+    it as much as the results are. float16 holds what float16 scales are for; past 65504 it overflows."""
     if pages.format.dtype != "bfloat16":
         dtype = jnp.float16
     kv_heads, page_size = pages.values.shape[1:3]
@@ -244,15 +246,15 @@ def storage(
 
 
 def even_dims_first(x: jax.Array) -> jax.Array:
-    """[..., D] -> [..., D]: dims 0, 2, 4, .., then 1, 3, 5, .."""
+    """Orders [..., D] as dims 0, 2, 4, .., then 1, 3, 5, .."""
     return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
 
 
 def dims_in_order(x: jax.Array) -> jax.Array:
-    """The inverse of even_dims_first."""
+    """Reverses even_dims_first."""
     return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
 
 
 def shared_bytes_of_worker(per_sm: int) -> int:
-    """What each of per_sm CTAs of a multiprocessor may have, 1 KB being taken for each."""
+    """Returns what each of per_sm CTAs of a multiprocessor may have; 1 KB is taken for each."""
     return (SHARED_MEMORY + 1024) // per_sm - 1024

@@ -1,4 +1,4 @@
-"""Sums of a head's splits in decode_attention: how they begin and add up, and where results and partial ones go."""
+"""Adds up a head's splits in decode_attention, and stores results and partial ones."""
 
 from functools import reduce
 from typing import Any
@@ -23,7 +23,7 @@ _ONE_BY_ONE = plgpu.Layout.TILED(
 
 
 def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
-    """The state before any key. `weights`: how many rows of weights are kept apart."""
+    """Returns the state before any key. `weights`: how many rows of weights are kept apart."""
     if shape.by_warps:
         one, wgmma = ((32, shape.columns), BY_WARP), plgpu.Layout.WGMMA
         total = ((*weights, shape.columns), wgmma) if weights else one
@@ -40,7 +40,7 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
 
 
 def add_sums(shape: Shape, a: Sum, b: Sum) -> Sum:
-    """The sum of both, their order kept: each factor is a power of two, so that only the addition rounds."""
+    """Adds both, their order kept: each factor is a power of two, so that only the addition rounds."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
     acc = scaled(shape, a.acc, of_a) + scaled(shape, b.acc, of_b)
@@ -48,7 +48,7 @@ def add_sums(shape: Shape, a: Sum, b: Sum) -> Sum:
 
 
 def scaled(shape: Shape, x: jax.Array, factor: jax.Array) -> jax.Array:
-    """x [.., columns] times factor [columns], or of each warp [32, columns]."""
+    """Multiplies x [.., columns] by factor [columns], or by that of each warp [32, columns]."""
     if shape.by_warps:
         return x * spread(factor, x.shape[0] // 64)
     return x * lax.broadcast_in_dim(factor, x.shape, [1])
@@ -84,7 +84,7 @@ def store_result(shape: Shape, item: Item, total: Sum, out_ref: Any, out_s: Any,
 
 
 def _turned_back(shape: Shape, x: jax.Array) -> jax.Array:
-    """A result [columns, D] BY_ROWS, rotated back where V lies rotated."""
+    """Rotates a result [columns, D] BY_ROWS back where V lies rotated."""
     return turn(x, BY_ROWS, shape.head_dim, lanes=16) if shape.v.format.hadamard else x
 
 
@@ -111,7 +111,7 @@ def store_partial(
 
 
 def _of_warps(shape: Shape, total: Sum, part_s: Any) -> jax.Array:
-    """The result of a head [columns, D]: the sums of all warps together, in their order."""
+    """Returns the result of a head [columns, D]: the sums of all warps together, in their order."""
     store_sums(shape.v, total.acc, total.top, total.total, shape.queries, part_s)
     wait_for_warps()
     parts = [part_s.at[i] for i in range(4)]

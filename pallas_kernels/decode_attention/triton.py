@@ -1,8 +1,6 @@
-"""decode_attention for Ampere, Ada and Hopper: a program reads the keys of one KV head in one split of a sequence for
-all rows and query heads that share them, and a second kernel merges a row's splits, always in the same order.
-
-How a sequence is split depends on its own length and window alone, so that results are batch-invariant.
-"""
+"""Runs decode_attention on Ampere, Ada and Hopper. A program reads the keys of one KV head in one split of a sequence.
+It serves all rows and query heads that share them. A second kernel merges a row's splits, always in the same order. How
+a sequence is split depends on its own length and window alone, so that results are batch-invariant."""
 
 from functools import partial
 
@@ -29,8 +27,8 @@ def decode_attention(
     segments: Segments | None = None,
     config: TritonConfig | None = None,
 ) -> jax.Array:
-    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py. `config`: other than the one for
-    these arguments, to tune it."""
+    """Returns [R Q, H, D] of q [R Q, H, D], page_table i32[R, M] and lengths i32[R]; see api.py. `config`: other than
+    the one for these arguments, to tune it."""
     R = lengths.shape[0]
     if R == 0:
         return q
@@ -58,9 +56,9 @@ def launches(
     trees: bool,
     config: TritonConfig | None = None,
 ) -> tuple[Launch, Launch]:
-    """The launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first takes q,
-    K's values and scales, V's, the page table, lengths, rows, and of trees masks and depths; the second what the first
-    gives, lengths and rows."""
+    """Returns the launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first
+    takes q, K's values and scales, V's, the page table, lengths, rows, and of trees masks and depths. The second takes
+    what the first gives, lengths and rows."""
     (count, H, D), R, (K, page) = q.shape, lengths.shape[0], pages.k.values.shape[1:3]
     Q, group = count // R, H // K
     config = config or triton_config(D, Q * group, pages)
@@ -90,7 +88,8 @@ def launches(
 
 @triton.jit
 def _bounds(length, used, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr):
-    """The first key that a segment sees, and the tokens of its splits: doubled until there are few enough of these."""
+    """Returns the first key that a segment sees, and the tokens of its splits, doubled until the splits are few
+    enough."""
     start = 0
     if WINDOW > 0:
         start = tl.maximum(length - used + 1 - WINDOW, 0)

@@ -1,8 +1,6 @@
-"""What is stored in 8 or 4 bits, to float16 in registers.
-
-A byte that is put under the exponent of 1024 is 1024 more than its value. wgmma takes its left operand from registers
-in any order of the dims, as long as its right operand has the same: the one in which they are stored costs nothing.
-"""
+"""Converts what is stored in 8 or 4 bits to float16 in registers. A byte that is put under the exponent of 1024 is 1024
+more than its value. wgmma takes its left operand from registers in any order of the dims, as long as its right operand
+has the same. So the order in which they are stored costs nothing."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,15 +18,15 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 BY_16_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (4,))), (-5,), (-3, -2), -1)
 BY_8_ROWS = plgpu.Layout.WGMMA_8BIT
 
-# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024 and, where there are no zeros, what
-# the flip added: what a zero point stands for is the lowest code.
+# Flips the sign bit of each code, puts it under the exponent, and subtracts 1024. Where there are no zeros, it also
+# subtracts what the flip added. A zero point stands for the lowest code.
 _FLIPPED = {"int8": "xor.b32 v, v, 0x80808080;", "int4": "lop3.b32 v, v, 0x0f0f0f0f, 0x08080808, 0x6a;"}
 _SURPLUS = {"int8": 0x64806480, "int4": 0x64086408}
 _ZEROED = 0x64006400
 
 
 class Grouping(NamedTuple):
-    """Of a row's dims."""
+    """Describes the groups of a row's dims."""
 
     group: int  # dims that share a scale
     groups: int
@@ -40,7 +38,7 @@ class Grouping(NamedTuple):
 
 
 def to_float16(values: jax.Array, dtype: str, layout: Any, zeros: bool = False) -> list[jax.Array]:
-    """What bytes [rows, columns] in registers hold: int8 codes or fp8 numbers, or int4's even and then its odd ones.
+    """Converts bytes [rows, columns] in registers: int8 codes or fp8 numbers, or int4's even and then its odd ones.
     With `zeros` codes are counted from the lowest one."""
     if dtype not in _FLIPPED:
         return [lax.bitcast_convert_type(values, jnp.dtype(dtype)).astype(jnp.float16)]
@@ -63,7 +61,7 @@ def to_float16(values: jax.Array, dtype: str, layout: Any, zeros: bool = False) 
 
 
 def _codes(register: ir.Value, dtype: str, part: int, surplus: int) -> ir.Value:
-    """vector<4xf16>: the codes of 4 bytes, or of their low (part 0) or high nibbles, less the surplus."""
+    """Returns vector<4xf16>: the codes of 4 bytes, or of their low (part 0) or high nibbles, less the surplus."""
     i32 = ir.IntegerType.get_signless(32)
     shift = f"shr.b32 v, $2, {4 * part};" if part else "mov.b32 v, $2;"
     pair = llvm.inline_asm(
@@ -88,8 +86,8 @@ def _codes(register: ir.Value, dtype: str, part: int, surplus: int) -> ir.Value:
 
 
 def scaled(grouping: Grouping, parts: list[jax.Array], scales: Any) -> list[jax.Array]:
-    """Codes in registers BY_16_ROWS times the scales [rows * numbers] in shared memory of their groups, plus the zeros
-    if there are any."""
+    """Multiplies codes in registers BY_16_ROWS by their groups' scales [rows * numbers] in shared memory, and adds
+    zeros."""
     count, layout = len(parts), BY_16_ROWS
     shape = parts[0].shape
 
@@ -113,8 +111,8 @@ def scaled(grouping: Grouping, parts: list[jax.Array], scales: Any) -> list[jax.
 
 
 def operand(grouping: Grouping, parts: list[jax.Array], scales: Any) -> jax.Array:
-    """What registers BY_8_ROWS hold, times the scales and plus the zeros if there are any, as wgmma's left operand: its
-    dims in the order of `operand_order`."""
+    """Makes wgmma's left operand of what registers BY_8_ROWS hold, times the scales and plus the zeros if there are
+    any. Its dims are in the order of `operand_order`."""
     count, (rows, width) = len(parts), parts[0].shape
     arguments = (tuple(parts),) if scales is None else (tuple(parts), scales)
 
@@ -143,14 +141,14 @@ def operand(grouping: Grouping, parts: list[jax.Array], scales: Any) -> jax.Arra
 
 
 def operand_order(x: jax.Array, dtype: str) -> jax.Array:
-    """[.., D] -> [.., D], the dims as `operand` has them: a thread's 4 bytes are two runs of 2, 8 dims apart."""
+    """Orders the dims [.., D] as `operand` has them: a thread's 4 bytes are two runs of 2, 8 dims apart."""
     nibbles = 2 if dtype == "int4" else 1
     runs = x.reshape(*x.shape[:-1], -1, 4, 2, 2, nibbles)  # 16 bytes: 4 threads, 2 runs, 2 bytes
     return jnp.moveaxis(runs, (-1, -3), (-4, -3)).reshape(x.shape)
 
 
 def _times(codes: ir.Value, numbers: list[ir.Value]) -> ir.Value:
-    """Codes times a scale and, as one operation, plus a zero; or as they are."""
+    """Multiplies codes by a scale and, as one operation, adds a zero; or leaves them as they are."""
     wide = [vector.broadcast(codes.type, x) for x in numbers]
     return math.fma(codes, *wide) if len(wide) == 2 else arith.mulf(codes, *wide) if wide else codes
 
@@ -158,8 +156,8 @@ def _times(codes: ir.Value, numbers: list[ir.Value]) -> ir.Value:
 def _numbers(
     scales: ir.Value, row: ir.Value, lane: ir.Value, lanes: int, grouping: Grouping
 ) -> list[Callable[[int, int], ir.Value]]:
-    """The scale, and the zero if there is one, of a row's `size` dims from `first` on, of which each of `lanes` lanes
-    has its share."""
+    """Returns the scale, and the zero if there is one, of a row's `size` dims from `first` on. Each of `lanes` lanes
+    has its share of them."""
     base = mul(row, grouping.numbers)
     begins = [base, add(base, grouping.groups)] if grouping.zeros else [base]
     return [_shared(scales, begin, lane, lanes, grouping.group, grouping.groups) for begin in begins]

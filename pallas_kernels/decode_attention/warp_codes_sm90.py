@@ -1,4 +1,4 @@
-"""What a lane makes of its words of K and V as stored: pairs of float16, with scales and zeros or without."""
+"""Converts a lane's words of K and V as stored to pairs of float16, with scales and zeros or without."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,7 @@ from pallas_kernels.decode_attention.warp_layouts_sm90 import lane_dims, nibbles
 def scales_of(
     stored: Storage, scales: ir.Value, token: ir.Value, share: ir.Value, lanes: int
 ) -> Callable[[int, int], list[ir.Value]]:
-    """The float16 scale, and the zero if there is one, of a token's dims that word `i` of the lane's piece in `block`
-    holds."""
+    """Returns a token's float16 scale, and its zero if there is one, for word `i` of the lane's piece in `block`."""
     f16, group, groups = ir.F16Type.get(), stored.format.group or 0, stored.groups
     dims = lane_dims(stored, lanes)
     pointer, several = mgpu.utils.memref_ptr(scales), max(1, dims // group)
@@ -43,13 +42,14 @@ def scales_of(
 
 
 def middle_of(stored: Storage, scale: ir.Value, zero: ir.Value) -> ir.Value:
-    """What the code 0 stands for, f32: codes around it add up to less than those from 0 on, so that less cancels."""
+    """Returns what the code 0 stands for, f32. Codes around it add up to less than those from 0 on, so that less
+    cancels."""
     return math.fma(scale, mgpu.c(float(stored.middle), ir.F32Type.get()), zero)
 
 
 def converted(stored: Storage, zero: ir.Value, word: ir.Value, numbers: Registers) -> Registers:
-    """What a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours), times a pair of scales and
-    plus one of zeros; without scales, codes."""
+    """Returns what a word holds, in pairs of float16 that are two bytes apart (fp8: neighbours). They are times a pair
+    of scales and plus one of zeros; without scales, they are codes."""
     if not stored.groups:
         halves = (arith.trunci(ir.IntegerType.get_signless(16), x) for x in (word, arith.shrui(word, constant(16))))
         return [mlir.asm("cvt.rn.f16x2.e4m3x2 $0, $1;", x, kinds="h") for x in halves]
@@ -61,8 +61,9 @@ def converted(stored: Storage, zero: ir.Value, word: ir.Value, numbers: Register
 
 
 def _codes(word: ir.Value, dtype: str, numbers: Registers, zero: ir.Value) -> Registers:
-    """A code of 8 or 4 bits under the exponent of 1024, its sign bit flipped, is 1024 and 128 or 8 more than its value;
-    one in the high nibble 16 times that. Where zeros are added, which stand for the lowest code, that is 0."""
+    """Returns codes as float16. A code has 8 or 4 bits. Under the exponent of 1024, its sign bit flipped, it is 1024
+    and 128 or 8 more than its value. One in the high nibble is 16 times that. Where zeros are added, which stand for
+    the lowest code, the 128 or 8 is 0."""
     out, from_lowest = [], len(numbers) == 2
     for bytes_of in (word, arith.shrui(word, constant(8))):
 

@@ -1,8 +1,8 @@
-"""How tokens, queries and sums lie in the registers of warps that each have tokens of their own.
+"""Lays out tokens, queries and sums in the registers of warps that each have tokens of their own.
 
-mma.m16n8k16 by lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, columns 2t, 2t + 1, and 8 on; B rows 2t,
-2t + 1, and 8 on, column g; C rows g and g + 8, columns 2t and 2t + 1. A sum over dims may take them in any order, and
-so may one over tokens: what a lane loads in one piece is what it multiplies.
+mma.m16n8k16 by lane (g = lane / 4, t = lane % 4) has A's rows g and g + 8, columns 2t, 2t + 1, and 8 on. It has B's
+rows 2t, 2t + 1, and 8 on, column g. It has C's rows g and g + 8, columns 2t and 2t + 1. A sum over dims or tokens may
+take them in any order. So a lane multiplies what it loads in one piece.
 """
 
 from typing import Any
@@ -22,32 +22,32 @@ BY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, 
 
 
 def lane_dims(stored: Storage, lanes: int) -> int:
-    """How many dims one after the other a lane has of a row that `lanes` of them share, in turns."""
+    """Returns how many dims one after the other a lane has of a row that `lanes` of them share, in turns."""
     return _chunk(stored, lanes) * nibbles(stored)
 
 
 def k_layout(stored: Storage) -> Any:
-    """Stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16."""
+    """Lays out stored rows [64, ..]: lanes have pieces of rows g and g + 8 of a warp's 16."""
     chunk = _chunk(stored, 4)
     width = 4 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (chunk,))), (-7,), (-3, -2), -1)
 
 
 def v_layout(stored: Storage) -> Any:
-    """The same, of rows 2t, 2t + 1, 2t + 8 and 2t + 9: piece g."""
+    """Lays out stored rows [64, ..]: lanes have piece g of rows 2t, 2t + 1, 2t + 8 and 2t + 9."""
     chunk = _chunk(stored, 8)
     width = 8 * chunk
     return plgpu.Layout.TILED(plgpu.Tiling(((64, width), (16, width), (8, width), (2, chunk))), (-8,), (-3, -4), -1)
 
 
 def q_layout(stored: Storage) -> Any:
-    """Queries [columns, D] float16: of query g the dims that k_layout has."""
+    """Lays out queries [columns, D] float16: of query g the dims that k_layout has."""
     dims = lane_dims(stored, 4)
     return plgpu.Layout.TILED(plgpu.Tiling(((8, 4 * dims), (dims,), (8,))), (plgpu.Replicated(4),), (-4, -3), -1)
 
 
 def _chunk(stored: Storage, lanes: int) -> int:
-    """Bytes of a row that a lane loads at once."""
+    """Returns the bytes of a row that a lane loads at once."""
     return min(16, stored.row // lanes)
 
 
@@ -56,7 +56,7 @@ def nibbles(stored: Storage) -> int:
 
 
 def reduce_warp(x: jax.Array, op: str) -> jax.Array:
-    """x [64, columns] -> [32, columns] BY_WARP: the sum ("add") or maximum over each warp's rows."""
+    """Reduces x [64, columns] to [32, columns] BY_WARP: the sum ("add") or maximum over each warp's rows."""
     columns = x.shape[1]
 
     @plgpu.inline_mgpu(
@@ -80,7 +80,7 @@ def reduce_warp(x: jax.Array, op: str) -> jax.Array:
 
 
 def spread(x: jax.Array, blocks: int) -> jax.Array:
-    """x [32, columns] BY_WARP -> [64 * blocks, columns]: the same in all rows that a warp has."""
+    """Spreads x [32, columns] BY_WARP to [64 * blocks, columns]: the same in all rows that a warp has."""
     rows, columns = 64 * blocks, x.shape[1]
 
     @plgpu.inline_mgpu(

@@ -1,5 +1,5 @@
-"""A head's queries in the registers of warps that each have tokens of their own: in float16, divided to fit its range,
-rotated where K is, and in the order of what K's codes are decoded to."""
+"""Loads a head's queries into the registers of warps that each have tokens of their own. They are in float16, divided
+to fit its range, and rotated where K is. Their order is that of K's decoded codes."""
 
 from functools import reduce
 from typing import Any
@@ -25,26 +25,26 @@ Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 def no_queries(stored: Storage, columns: int, dtype: DTypeLike) -> Queries:
-    """Zeros as load_queries returns them, of queries [columns, D] of `dtype`."""
+    """Returns zeros as load_queries returns them, of queries [columns, D] of `dtype`."""
     zeros = plgpu.layout_cast(jnp.zeros((columns, stored.head_dim), jnp.float16), q_layout(stored))
     of_each = plgpu.layout_cast(jnp.zeros((32, columns), jnp.float32), BY_WARP)
     return zeros, of_each if _to_fit(stored, dtype) else None, of_each if takes_sums(stored) else None
 
 
 def _to_fit(stored: Storage, dtype: DTypeLike) -> bool:
-    """Whether queries are divided to fit float16's range."""
+    """Returns whether queries are divided to fit float16's range."""
     return dtype == jnp.bfloat16 or stored.format.hadamard
 
 
 def takes_sums(stored: Storage) -> bool:
-    """Whether logits take the sums of queries."""
+    """Returns whether logits take the sums of queries."""
     return stored.by_factor and stored.format.zero_point
 
 
 def load_queries(stored: Storage, queries: Any) -> Queries:
-    """Queries [columns, D] in shared memory in q_layout, each lane's dims in the order in which `converted` pairs
-    those of K, and rotated where K is. Those of bfloat16 are divided, to fit float16's range, by the power of two
-    [32, columns] BY_WARP under their largest element: no bit is lost but of what is far smaller."""
+    """Loads queries [columns, D] from shared memory in q_layout, rotated where K is. Each lane's dims are in the order
+    in which `converted` pairs those of K. bfloat16 is divided to fit float16's range, by the power of two [32, columns]
+    BY_WARP under its largest element. Only what is far smaller loses bits."""
     array = plgpu.load(queries, layout=q_layout(stored), optimized=False)
     columns, to_fit = array.shape[0], _to_fit(stored, array.dtype)
     if not (stored.groups or to_fit):
@@ -78,8 +78,8 @@ def load_queries(stored: Storage, queries: Any) -> Queries:
 
 
 def _fitted(words: Registers, bfloat16: bool, rotated: bool) -> tuple[Registers, ir.Value]:
-    """Pairs in 16 bits, a lane's share of a query that four have, rotated or not, as pairs of float16 between -4 and 4;
-    and the exponent of the power of two that they were divided by, with float32's bias."""
+    """Returns a lane's share of a query as pairs of float16 between -4 and 4, and the exponent of what divided them.
+    Takes pairs in 16 bits, of which four lanes have a query, rotated or not. The exponent has float32's bias."""
     if bfloat16:
         pairs = [(arith.shli(word, constant(16)), arith.andi(word, constant(0xFFFF0000))) for word in words]
         numbers = [mlir.float(x) for pair in pairs for x in pair]
@@ -112,7 +112,7 @@ def _fitted(words: Registers, bfloat16: bool, rotated: bool) -> tuple[Registers,
 
 
 def _sum_of(words: Registers) -> ir.Value:
-    """The sum f32 of pairs of float16 that four lanes have."""
+    """Returns the sum f32 of pairs of float16 that four lanes have."""
     total = reduce(arith.addf, mlir.numbers(words))
     for distance in (1, 2):
         total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
@@ -120,7 +120,7 @@ def _sum_of(words: Registers) -> ir.Value:
 
 
 def _of_columns(x: ir.Value) -> ir.Value:
-    """What lanes have of query g, as pairs of float32 of queries 2t and 2t + 1."""
+    """Turns what lanes have of query g into pairs of float32 of queries 2t and 2t + 1."""
     _, lane = warp_and_lane()
     first = mul(rem(lane, 4), 8)
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
@@ -129,7 +129,7 @@ def _of_columns(x: ir.Value) -> ir.Value:
 
 
 def _paired(words: Registers, size: int) -> Registers:
-    """Pairs of neighbouring dims, `size` words of them at a time, as `converted` pairs codes."""
+    """Pairs neighbouring dims, `size` words of them at a time, as `converted` pairs codes."""
     return [
         mlir.asm("prmt.b32 $0, $1, $2, $3;", words[i + j], words[i + j + size // 2], constant(selector))
         for i in range(0, len(words), size)

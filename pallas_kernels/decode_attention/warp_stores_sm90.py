@@ -1,4 +1,4 @@
-"""Where warps that each have tokens of their own put their sums and results, each thread what it has."""
+"""Stores sums and results of warps that each have tokens of their own, each thread what it has."""
 
 from typing import Any
 
@@ -20,8 +20,9 @@ BY_ROWS = plgpu.Layout.TILED(  # of a head's result: each warp has all of some r
 
 
 def store_sums(stored: Storage, acc: jax.Array, top: jax.Array, total: jax.Array, queries: int, target: Any) -> None:
-    """The sums of a warpgroup's warps to `target` [4, columns, D and at least 2]: acc [4 * D, columns] as dot_v has it
-    for V stored so, and then top and total BY_WARP. Of columns from `queries` on, some or none."""
+    """Stores the sums of a warpgroup's warps to `target` [4, columns, D and at least 2]. These are acc [4 * D, columns]
+    as dot_v has it for V stored so, and then top and total BY_WARP. Of columns from `queries` on, it stores some or
+    none."""
     columns, dims = acc.shape[1], lane_dims(stored, 8)
     width = target.shape[-1]
 
@@ -53,8 +54,8 @@ def _store(pointer: ir.Value, at: ir.Value, numbers: list[ir.Value]) -> None:
 
 
 def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int, heads: int, apart: int) -> None:
-    """The first rows of x [columns, D] in 16 bits, BY_ROWS, to `target` [.., D] in global memory: `heads` of them to
-    rows `first` and on, as many to those that are `apart` further, ..: each thread what it has."""
+    """Stores the first rows of x [columns, D] in 16 bits, BY_ROWS, to `target` [.., D] in global memory. `heads` of
+    them go to rows `first` and on, as many to those `apart` further, and so on: each thread what it has."""
     head_dim, splat = x.shape[1], plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(BY_ROWS, splat, plgpu.RefType()))
@@ -76,7 +77,7 @@ def store_rows(x: jax.Array, target: Any, first: jax.Array, queries: int, heads:
 
 
 def wait_for_warps() -> None:
-    """Until all warps of the warpgroup are here."""
+    """Waits until all warps of the warpgroup are here."""
 
     @plgpu.inline_mgpu()
     def wait(_: Any) -> None:

@@ -1,8 +1,8 @@
-"""Attention in which each warp has 16 tokens of a tile, all that it needs in registers, and a sum of its own.
+"""Computes attention in which each warp has 16 tokens of a tile, all that it needs in registers, and its own sum.
 
-For K and V of 8 and 4 bits, which would otherwise wait for each other's conversions: products are mma.sync, tokens are
-the rows of K Q^T and the columns of V^T P (warp_layouts_sm90.py). Rows of V^T are any dims, in the order in which lanes
-have them: `store_sums` knows it.
+It is for K and V of 8 and 4 bits, which would otherwise wait for each other's conversions. Matmuls are mma.sync. Tokens
+are the rows of K Q^T and the columns of V^T P (warp_layouts_sm90.py). Rows of V^T are any dims, in the order in which
+lanes have them: `store_sums` knows it.
 """
 
 from functools import partial
@@ -34,20 +34,20 @@ Stored = tuple[jax.Array, Any]  # a warpgroup's tokens in registers, and where t
 
 
 def load_k(stored: Storage, values: Any, scales: Any) -> Stored:
-    """Rows [64, ..] of K in shared memory, and where their scales are."""
+    """Loads rows [64, ..] of K from shared memory, and finds where their scales are."""
     return plgpu.load(values, layout=k_layout(stored), optimized=False), scales
 
 
 def load_v(stored: Storage, values: Any, scales: Any) -> Stored:
-    """The same of V."""
+    """Loads rows [64, ..] of V from shared memory, and finds where their scales are."""
     return plgpu.load(values, layout=v_layout(stored), optimized=False), scales
 
 
 def dot_k(
     stored: Storage, k: Stored, zero: jax.Array, queries: jax.Array, sums_of: jax.Array | None = None
 ) -> jax.Array:
-    """K [64, D] times what load_queries made, queries and their sums -> [64, columns]. `zero` is one that the compiler
-    cannot know: constants that it knows, it loads again for each instruction."""
+    """Multiplies K [64, D] by what load_queries made, queries and their sums: [64, columns]. `zero` is one that the
+    compiler cannot know: it loads constants that it knows again for each instruction."""
     values, scales = k
     columns, dims = queries.shape[0], lane_dims(stored, 4)
     refs, sums_given = () if scales is None else (scales,), () if sums_of is None else (sums_of,)
@@ -104,8 +104,9 @@ def dot_k(
 
 
 def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """V's tokens as operands of dot_v: float16 [64, D], the registers of one mma after the other. Tokens before
-    bounds[0], and from bounds[1] on, are zero, whatever they hold, or (stored.by_factor) left to `weighted`."""
+    """Converts V's tokens to operands of dot_v: float16 [64, D], the registers of one mma after the other. Tokens
+    before bounds[0], and from bounds[1] on, are zero, whatever they hold. With stored.by_factor `weighted` does that.
+    """
     values, scales = v
     splat, refs = plgpu.Layout.WG_SPLAT(()), () if scales is None or stored.by_factor else (scales,)
 
@@ -147,7 +148,8 @@ def convert_v(stored: Storage, v: Stored, zero: jax.Array, bounds: tuple[jax.Arr
 
 
 def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
-    """Weights [64, columns] float16, where tokens have a single scale times that: zero outside of the bounds."""
+    """Multiplies weights [64, columns] float16 by a token's scale, where it has a single one. They are zero out of
+    bounds."""
     if not stored.by_factor:
         return weights
     splat = plgpu.Layout.WG_SPLAT(())
@@ -174,8 +176,8 @@ def weighted(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], we
 
 
 def zeros_of(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], weights: jax.Array) -> jax.Array:
-    """Weights [64, columns] float16 times what code 0 stands for, where tokens have a single zero, f32: over all tokens
-    it is what each dim of the result lacks. Zero outside of the bounds."""
+    """Multiplies weights [64, columns] float16 by what code 0 stands for, where tokens have a single zero, f32. Over
+    all tokens it is what each dim of the result lacks. It is zero outside of the bounds."""
     splat, f32 = plgpu.Layout.WG_SPLAT(()), jnp.float32
 
     @plgpu.inline_mgpu(
@@ -202,8 +204,8 @@ def zeros_of(stored: Storage, v: Stored, bounds: tuple[jax.Array, jax.Array], we
 
 
 def dot_v(v: jax.Array, weights: jax.Array, acc: jax.Array, factor: jax.Array) -> jax.Array:
-    """acc [4 * D, columns] times factor [32, columns] BY_WARP, and weights [64, columns] float16 times what convert_v
-    made."""
+    """Returns acc [4 * D, columns] times factor [32, columns] BY_WARP, plus V by the weights [64, columns] float16.
+    convert_v made V."""
     columns = weights.shape[1]
 
     @plgpu.inline_mgpu(

@@ -1,14 +1,14 @@
-"""The work list of decode_attention: which CTA attends to which keys, computed on the device once a step.
+"""Plans decode_attention: which CTA attends to which keys, computed on the device once a step.
 
-A work item is one split of the keys of one row of the batch, a sequence with its query or its short segment of them,
-for as many heads as warpgroups compute: a KV head with a chunk of its query heads, or a pair of these, which is what
-"head" stands for below. Splits end at multiples of a number of tokens that depends on the row's own length alone, so
-that results are batch-invariant. Items are ordered by row, head and split; each worker takes a contiguous run of about
-equally many tiles.
+A work item is one split of the keys of one row of the batch, for as many heads as warpgroups compute. A row is a
+sequence with its query or its short segment of them. A "head" below is a KV head with a chunk of its query heads, or a
+pair of these. Splits end at multiples of a number of tokens that depends on the row's own length alone, so that results
+are batch-invariant. Items are ordered by row, head and split. Each worker takes a contiguous run of about equally many
+tiles.
 
 The result of a head is the sum of its splits' from left to right. A worker that has the first splits of a head adds
-them up itself; where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
-a *partial result*, and each further split is another one: their sum, in their order, is the same additions wherever the
+them up itself. Where it has them all, that is the result. Where the head goes on in the next worker, the sum so far is
+a *partial result*. Each further split is another one. Their sum, in their order, is the same additions wherever the
 head was cut.
 """
 
@@ -26,7 +26,8 @@ from pallas_kernels.segments import Segments, depths, within
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Work:
-    """The items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row i."""
+    """Lists the items of each worker. Rows are counted among the used ones: row `rows[i]` of the batch is used row
+    i."""
 
     rows: jax.Array  # i32[R] the used rows first
     lengths: jax.Array  # i32[R] of these rows: 0 for the unused ones at the end
@@ -44,8 +45,9 @@ class Work:
 
 
 def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.Array:
-    """Log2 of the tokens of a split of rows of `length` keys: of config.split, doubled until config.most_splits cover
-    what is seen, and once where two would, so that short rows are not split (but where a window straddles an end)."""
+    """Returns log2 of the tokens of a split of rows of `length` keys. It is config.split, doubled until
+    config.most_splits cover what is seen, and once where two would. So short rows are not split, unless a window
+    straddles an end."""
     seen = length if window is None else jnp.minimum(length, window)
     doublings = 32 - lax.clz(jnp.maximum(seen - 1, 0) // (config.split * config.most_splits))
     doublings = jnp.where(seen <= 2 * config.split, 1, doublings)
@@ -53,32 +55,32 @@ def log2_of_split(length: jax.Array, window: int | None, config: Config) -> jax.
 
 
 def row_splits(length: jax.Array, log2_split: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first visible key, the first split and the number of splits of rows of `length` keys (0: none)."""
+    """Returns the first visible key, the first split and the number of splits of rows of `length` keys (0: none)."""
     start = jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
     first = lax.shift_right_logical(start, log2_split)
     return start, first, lax.shift_right_logical(length + (1 << log2_split) - 1, log2_split) - first
 
 
 def reach(window: int | None, rows: Any) -> Any:
-    """How many of its keys a segment of `rows` queries (None: one) sees, at most (None: all)."""
+    """Returns how many of its keys a segment of `rows` queries (None: one) sees, at most (None: all)."""
     return window if window is None or rows is None else window + (rows - 1)
 
 
 def padded(queries: int) -> int:
-    """Columns of a product."""
+    """Returns the columns of a product."""
     return -(-queries // 8) * 8
 
 
 def query_chunks(num_heads: int, num_kv_heads: int, head_dim: int, width: int = 1) -> tuple[int, int]:
-    """Heads of work a KV head, and the query heads of each (the last ones overlap where they don't divide), with
-    `width` queries each."""
+    """Returns heads of work a KV head, and the query heads of each, with `width` queries each. The last ones overlap
+    where they don't divide."""
     most = most_queries(head_dim) // width
     chunks = -(-(num_heads // num_kv_heads) // most)
     return chunks, -(-(num_heads // num_kv_heads) // chunks)
 
 
 def items_of_row(heads: int, config: Config) -> int:
-    """Work items a row and split. Raises ValueError for heads that warpgroups can't share."""
+    """Returns work items a row and split. Raises ValueError for heads that warpgroups can't share."""
     if heads % config.computing:
         raise ValueError(f"computing is {config.computing}, expected 1 for an odd number of heads ({heads})")
     return heads // config.computing
@@ -96,8 +98,8 @@ def make_work(
     segments: Segments | None = None,
     config: Config | None = None,
 ) -> Work:
-    """The work list that every layer of a step shares. lengths i32[R] and `segments` of `width` (Q) queries as
-    decode_attention takes them; `narrow`: of K and V that are both in 8 or 4 bits. Raises ValueError where `config` has
+    """Returns the work list that every layer of a step shares. lengths i32[R] and `segments` of `width` (Q) queries are
+    as decode_attention takes them. `narrow`: K and V are both in 8 or 4 bits. Raises ValueError where `config` has
     pairs of an odd number of heads."""
     chunks, each = query_chunks(num_heads, num_kv_heads, head_dim, width)
     config = config or choose_config(head_dim, each * width, num_kv_heads * chunks, narrow)
@@ -156,8 +158,9 @@ def make_work(
 
 
 def columns_of_trees(segments: Segments, window: int | None, heads: int) -> jax.Array | None:
-    """Of the segments' queries, each with `heads` heads, padded to columns: the number of its ancestors, and the words
-    of its mask of those that its window holds: i32[R, 1 + words, columns]; None of chains."""
+    """Returns, for each column of the segments' queries, the number of its ancestors and the words of its mask. Queries
+    have `heads` heads each, padded to columns. A mask is of ancestors that the window holds: i32[R, 1 + words,
+    columns]; None of chains."""
     masks = segments.ancestors
     if masks is None:
         return None
@@ -171,8 +174,8 @@ def columns_of_trees(segments: Segments, window: int | None, heads: int) -> jax.
 def max_slots(
     num_rows: int, max_tokens: int, items: int, window: int | None, config: Config, width: int = 1
 ) -> tuple[int, int]:
-    """The most partial results of a head and of all, for rows of up to `max_tokens` keys with `items` a split and
-    `width` queries; 0 if none is ever split."""
+    """Returns the most partial results of a head and of all; 0 if none is ever split. Rows have up to `max_tokens` keys
+    with `items` a split and `width` queries."""
     if max_tokens <= 2 * config.split:
         return 0, 0
     edges = 0 if window is None else min(width, 2)  # of a window, and of the keys that further rows see before it

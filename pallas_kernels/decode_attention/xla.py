@@ -1,4 +1,4 @@
-"""decode_attention in plain jnp: a tile of Q query rows a sequence."""
+"""Runs decode_attention in plain jnp: a tile of Q query rows a sequence."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def decode_attention(
     window: int | None,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """q [R Q, H, D], page_table i32[R, M], lengths i32[R] -> [R Q, H, D]; see api.py."""
+    """Returns [R Q, H, D] of q [R Q, H, D], page_table i32[R, M] and lengths i32[R]; see api.py."""
     if q.shape[0] == 0:
         return q
     R = lengths.shape[0]
@@ -52,7 +52,7 @@ def in_one_order(
     window: int | None,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """The same, each row of a segment by itself: its bits are those of plain decoding. In a tree a row reads its
+    """Computes each row of a segment by itself: its bits are those of plain decoding. In a tree a row reads its
     ancestors' keys in the order of their positions, as those of a chain lie."""
     if q.shape[0] == 0:
         return q

@@ -1,4 +1,4 @@
-"""Matrix product of float8 (e4m3) rows and weights, scaled."""
+"""Multiplies float8 (e4m3) rows and weights, scaled."""
 
 from pallas_kernels.fp8_matmul.api import fp8_matmul
 

@@ -1,4 +1,4 @@
-"""fp8_matmul: (x @ w.T) * x_scale[:, None] * w_scale + bias + residual, of float8 (e4m3) operands."""
+"""Computes (x @ w.T) * x_scale[:, None] * w_scale + bias + residual, of float8 (e4m3) operands."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ def fp8_matmul(
     out_dtype: DTypeLike = jnp.bfloat16,
     backend: str | None = None,
 ) -> jax.Array:
-    """x e4m3[M, K] times w e4m3[N, K] transposed, scaled by x_scale [M] and w_scale [N] -> [M, N] of `out_dtype`.
+    """Returns x e4m3[M, K] times w e4m3[N, K] transposed, scaled by x_scale [M] and w_scale [N]: [M, N] of `out_dtype`.
 
-    Operands are float8_e4m3fn; products are added in the scales' dtype, float32 or float64 (Hopper's tensor cores keep
-    fewer bits of a float8 sum than float32 has); then as in int8_matmul: `sums * x_scale[:, None] * w_scale + bias +
-    residual` in that dtype, rounded once. Raises ValueError where shapes or dtypes disagree, and NotImplementedError
-    for what a backend that was named doesn't do.
+    Operands are float8_e4m3fn. Products are added in the scales' dtype, float32 or float64. Hopper's tensor cores keep
+    fewer bits of a float8 sum than float32 has. Then `sums * x_scale[:, None] * w_scale + bias + residual` is computed
+    in that dtype, as in int8_matmul, and rounded once. Raises ValueError where shapes or dtypes disagree, and
+    NotImplementedError for what a named backend doesn't do.
     """
     return scaled_matmul(
         x, w, x_scale, w_scale, bias=bias, residual=residual, out_dtype=out_dtype, backend=backend,

@@ -1,4 +1,4 @@
-"""Shapes of fp8_matmul that tests and benchmarks share."""
+"""Lists shapes of fp8_matmul that tests and benchmarks share."""
 
 from pallas_kernels.scaled_matmul.cases import make_bench_cases, make_cases
 

@@ -1,9 +1,9 @@
-"""Product of one row with a matrix for Hopper, in Pallas Mosaic GPU: each warp has rows of w of its own.
+"""Multiplies one row by a matrix on Hopper, in Pallas Mosaic GPU: each warp has rows of w of its own.
 
-Weights go from memory to registers and are multiplied there: no row of theirs waits for another, and blocks are small
-and many, so that one begins while another ends. XLA makes such a product in the same way; this one takes the norm
-before it along, and adds bias and residual, or SiLU and the other half's product, before it rounds. With weights of
-int8 it quantizes the row, too: every block does, while its first weights are on their way.
+Weights go from memory to registers and are multiplied there. No row of theirs waits for another. Blocks are small and
+many, so that one begins while another ends. XLA makes such a matmul in the same way. This one also takes the norm
+before it along. It adds bias and residual, or applies SiLU and the other half's product, before it rounds. With weights
+of int8 it quantizes the row, too: every block does, while its first weights are on their way.
 """
 
 from functools import partial
@@ -42,12 +42,13 @@ def gemv(
     gated: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [1, K] times w [N, K] transposed, plus bias [N] and residual [1, N] -> [1, N]. Sizes as gemv_config.fits says.
+    """Returns x [1, K] times w [N, K] transposed, plus bias [N] and residual [1, N]: [1, N]. gemv_config.fits says the
+    sizes.
 
-    norm [K]: the row is RMSNorm(x) * norm, with the bits of norm_quant's kernel. gated: SiLU of the product with w's
-    first half, times that with its second half -> [1, N / 2]; nothing is added. w_scale f32[N]: w is int8, and the row
-    is quantized as well, after the norm: the result has the bits of norm_quant, int8_matmul and silu_mul_quant one
-    after the other, whose sums are exact.
+    - norm [K]: the row is RMSNorm(x) * norm, with the bits of norm_quant's kernel.
+    - gated: SiLU of the product with w's first half, times that with its second half: [1, N / 2]. Nothing is added.
+    - w_scale f32[N]: w is int8, and the row is quantized as well, after the norm. The result has the bits of
+      norm_quant, int8_matmul and silu_mul_quant one after the other, whose sums are exact.
     """
     halves = 2 if gated else 1
     n, vectors = w.shape[0] // halves, w.shape[1] // VECTOR
@@ -134,8 +135,8 @@ def _kernel(
 def _prepare(
     x: Any, gain: Any, eps: float, *, row_s: Any, barrier: Any, squares: Any = None, peaks: Any = None
 ) -> jax.Array | None:
-    """Puts the row into row_s, normed where there is a gain, and quantized where there is room for peaks; its scale is
-    returned then. Each warp has a part of the row, as all of it is read by each."""
+    """Puts the row into row_s, normed where there is a gain, and quantized where there is room for peaks. Returns its
+    scale then. Each warp has a part of the row, as all of it is read by each."""
     part = row_pieces.Part(jnp.int32(0), row_pieces.pieces(x.shape[0]))
     values, scale = part.load(x), None
     if gain is not None:
@@ -150,8 +151,8 @@ def _prepare(
 
 
 def _add_products(sums: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
-    """sums f32[rows, lanes, 8] plus products of vectors w [rows, lanes, 8] and x [lanes, 8]; of int8, sums are
-    i32[rows, lanes]."""
+    """Adds products of vectors w [rows, lanes, 8] and x [lanes, 8] to sums f32[rows, lanes, 8]; of int8, i32[rows,
+    lanes]."""
     if w.dtype == jnp.int8:
         return _add_four_at_a_time(sums, w, x)
     spread = plgpu.layout_cast(lax.broadcast_in_dim(widen(x), sums.shape, (1, 2)), LAYOUT)
@@ -179,7 +180,6 @@ def _add_four_at_a_time(sums: jax.Array, w: jax.Array, x: jax.Array) -> jax.Arra
 
 
 def _words(values: ir.Value) -> list[ir.Value]:
-    """The 32-bit words of a vector of bytes."""
     size = mgpu.utils.bitwidth(values.type) // 32
     words = mgpu.utils.bitcast(values, ir.VectorType.get((size,), ir.IntegerType.get_signless(32)))
     return [vector.extract(words, [], ir.DenseI64ArrayAttr.get([i])) for i in range(size)]

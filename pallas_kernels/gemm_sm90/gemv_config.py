@@ -1,4 +1,4 @@
-"""How the Hopper product of one row cuts its work, and which it takes. Light to import."""
+"""Says how the Hopper matmul of one row cuts its work, and which it takes. Imports no Pallas."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ CHUNK = 32  # vectors of 8 columns of w that a warp loads at once: one to a lane
 
 @dataclass(frozen=True)
 class Config:
-    """rows: of w, of each half where the product is gated, that a block of four warps has; a multiple of 4. ahead:
-    chunks of these rows that are on their way at once."""
+    """Holds how a block of four warps cuts its work. `rows` of w are a multiple of 4, of each half where the product is
+    gated. `ahead` chunks of these rows are on their way at once."""
 
     rows: int = 8
     ahead: int = 4
@@ -19,18 +19,18 @@ class Config:
             raise ValueError(f"rows={self.rows} and ahead={self.ahead}, expected a multiple of {WARPS}, and at least 1")
 
 
-# The best of those tried on an H200 (experiments/LOG.md, 2026-11-23; of int8 2026-11-24).
+# The best of those tried on an H200 (experiments/LOG.md).
 PLAIN, GATED = Config(), Config(rows=4)
 INT8, INT8_LONG = Config(ahead=8), Config(rows=16, ahead=8)
 LONG = 8192  # from where on it takes time to quantize a row: fewer blocks do it
 
 
 def fits(config: Config, n: int, k: int) -> bool:
-    """Whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
+    """Returns whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
     return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
 
 
 def for_int8(n: int, k: int) -> Config | None:
-    """The configuration for w int8 [n, k], or each half of it; None where it does not fit."""
+    """Returns the configuration for w int8 [n, k], or each half of it; None where it does not fit."""
     config = INT8_LONG if k > LONG else INT8
     return config if fits(config, n, k) else None

@@ -1,4 +1,4 @@
-"""What the Hopper products of few and of many rows have in common: sizes, and the sum over K of a tile."""
+"""Holds what the Hopper matmuls of few and of many rows share: sizes, and the sum over K of a tile."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from pallas_kernels.ring_sm90 import slot_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of x [M, K] times w [.., K] transposed, and the result's N columns."""
+    """Holds the sizes of x [M, K] times w [.., K] transposed, and the result's N columns."""
 
     m: int
     n: int
@@ -28,24 +28,25 @@ class Sizes:
 
     @property
     def widest(self) -> int:
-        """Bytes along K of a stage, at most."""
+        """Bounds the bytes along K of a stage."""
         return 128
 
     @property
     def step(self) -> int:
-        """Elements of K that a stage holds: of fewer bytes than `widest` where rows of K are no multiple of 128."""
+        """Counts the elements of K that a stage holds. They are fewer bytes than `widest` where rows of K are no
+        multiple of 128."""
         size = self.dtype.itemsize
         return next(width // size for width in (self.widest, 64, 32) if self.k * size % min(width, 128) == 0)
 
     @property
     def steps(self) -> int:
-        """Steps over K of a tile. What is past the end of K reads as zeros."""
+        """Counts the steps over K of a tile. What is past the end of K reads as zeros."""
         return pl.cdiv(self.k, self.step)
 
 
 def sum_over_k(plan: Sizes, refs: Any, tile: jax.Array, rows: Any, shape: tuple[int, int]) -> jax.Array:
-    """The product of a warpgroup's `rows` of x and all of w's, both in shared memory, of a CTA's n-th `tile`, added in
-    the order of K: sums of `shape` in registers. Each stage is given back once the product after its own was issued."""
+    """Multiplies a warpgroup's `rows` of x by all of w's, in shared memory, of a CTA's n-th `tile`: sums of `shape`.
+    Adds in the order of K, in registers. Each stage is given back once the product after its own was issued."""
     steps, stages = plan.steps, refs.full.shape[0]
 
     def accumulate(acc: Any) -> jax.Array:

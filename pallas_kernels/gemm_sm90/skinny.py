@@ -1,13 +1,13 @@
-"""Matrix product with scales for Hopper, for few rows, in Pallas Mosaic GPU: bound by the bytes of the weights.
+"""Multiplies few rows by a matrix with scales on Hopper, in Pallas Mosaic GPU: bound by the bytes of the weights.
 
-A tile is up to 256 rows of x by a slab of w's rows, whose width is any multiple of 16: so slabs divide evenly among the
-SMs, and for most shapes one wave of tiles, each over all of K, is the whole product, with nothing to merge. Rows of x
-are the 64-row operand of wgmma; those that don't exist are neither copied nor stored. Two warps of one warpgroup copy x
-and w into a deep ring, on and on across tiles; one or two warpgroups multiply. An SM takes in 64 bytes a clock at most,
-x's included: where that is the limit, tiles are chosen nearly square.
+A tile is up to 256 rows of x by a slab of w's rows, whose width is any multiple of 16. So slabs divide evenly among the
+SMs. For most shapes one wave of tiles, each over all of K, is the whole matmul, with nothing to merge. Rows of x are
+the 64-row operand of wgmma. Rows that don't exist are neither copied nor stored. Two warps of one warpgroup copy x and
+w into a deep ring, on and on across tiles. One or two warpgroups multiply. An SM takes in 64 bytes a clock at most, x's
+included. Where that is the limit, tiles are chosen nearly square.
 
-With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up
-is made of sums in registers: half of a product's results are never written, and nothing reads them.
+With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up is
+made of sums in registers. Half of the results are never written, and nothing reads them.
 """
 
 from functools import partial
@@ -44,10 +44,8 @@ def gemm(
     gated: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring. bias may have 16 bits, too.
-
-    gated: SiLU of the product with w's first half, times that with its second half -> [M, N / 2]; nothing is added.
-    """
+    """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring. bias may have 16 bits, too.
+    gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added."""
     (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
@@ -101,8 +99,8 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
 
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
-    """The warp that copies x or w, step by step, on and on across tiles; of w perhaps in parts, each of `rows` rows.
-    Rows that gate's part has past its end are up's, and results of them are not stored."""
+    """Copies x or w in one warp, step by step, on and on across tiles. w may come in parts, each of `rows` rows. Rows
+    that gate's part has past its end are up's, and results of them are not stored."""
     steps, tiles = plan.steps, tiles_of(plan)
 
     @pl.loop(0, tiles)
@@ -121,7 +119,7 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
 
 
 def copy_vectors(plan: Plan, refs: Refs) -> None:
-    """The warp that copies scales and bias."""
+    """Copies scales and bias in one warp."""
 
     @pl.loop(0, tiles_of(plan))
     def _(i: jax.Array) -> None:
@@ -136,7 +134,7 @@ def copy_vectors(plan: Plan, refs: Refs) -> None:
 
 
 def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
-    """A computing warpgroup: its rows of every tile of this CTA."""
+    """Computes a warpgroup's rows of every tile of this CTA."""
     rows = pl.ds(warpgroup * plan.rows, plan.rows)
 
     @pl.loop(0, tiles_of(plan))

@@ -1,4 +1,4 @@
-"""How the Hopper product for few rows cuts its work. Light to import."""
+"""Says how the Hopper matmul for few rows cuts its work. Imports no Pallas."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ MOST_ROWS = 512  # that the kernel is meant for; it takes any
 STEP = 128  # bytes: the widest swizzle
 MOST_STAGES = 32  # barriers of an array
 
-# What an H200 was seen to do in a microsecond: bytes from memory, bytes into one SM, operations of an SM on operands of
-# one and two bytes; and microseconds from a tile's last operation to the next tile's first.
+# What an H200 does in a microsecond: bytes from memory, bytes into one SM, and operations of an SM on operands of one
+# and two bytes. Then the microseconds from a tile's last operation to the next tile's first.
 FROM_MEMORY, INTO_SM = 4.2e6, 113e3
 OPERATIONS = {1: 10.6e6, 2: 5.9e6}
 LAST = 0.7
@@ -18,11 +18,9 @@ LAST = 0.7
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is `rows` rows of x by `columns` rows of w.
-
-    rows: 64, 128 or 256. columns: a multiple of 16, at most 256. step: bytes of K of a stage, a multiple of 128.
-    stages: in flight, or as many as shared memory holds. ctas: the most CTAs that run.
-    """
+    """Holds a tile's size: `rows` rows of x by `columns` rows of w. rows: 64, 128 or 256. columns: a multiple of 16, at
+    most 256. step: bytes of K of a stage, a multiple of 128. stages: in flight, or as many as shared memory holds.
+    ctas: the most CTAs that run."""
 
     rows: int
     columns: int
@@ -58,8 +56,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
 
 
 def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) -> Config:
-    """The configuration for M, N, K and the bytes of an operand's and a result's element: a measured one, else the one
-    that `estimate` likes best."""
+    """Returns the configuration for M, N, K and the bytes of an operand's and a result's element. It is a measured one,
+    else the one that `estimate` likes best."""
     for low, high, config in TUNED.get((n, k, itemsize), ()):
         if low <= m <= high:
             return config
@@ -75,13 +73,13 @@ def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) 
 
 
 def stage_bytes(rows: int, columns: int) -> int:
-    """Bytes of K of a stage: what makes it large enough that waiting for it, and asking for the next, is cheap."""
+    """Returns the bytes of K of a stage, large enough that waiting for it and asking for the next is cheap."""
     return 2 * STEP if (rows + columns) * STEP < 20_000 else STEP
 
 
 def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[float, float, float]:
-    """Microseconds that the product is expected to take; then those of the busiest SM alone, and those of what it takes
-    in, for ties."""
+    """Returns the microseconds that the matmul should take; then the busiest SM's alone, and those of its intake, for
+    ties."""
     tiles = -(-m // config.rows) * -(-n // config.columns)
     waves = -(-tiles // config.ctas)
     intake = (min(-(-m // 8) * 8, config.rows) + config.columns) * k * itemsize / INTO_SM
@@ -90,8 +88,8 @@ def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[flo
     return max(n * k * itemsize / FROM_MEMORY, busiest), busiest, waves * intake
 
 
-def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int, more: int = 0) -> int:
-    """Stages of `step` elements of K, and `more` bytes each, that shared memory holds beside the rest."""
+def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int) -> int:
+    """Returns how many stages of `step` elements of K shared memory holds beside the rest."""
     vectors = 4 * (config.rows + 2 * (config.columns + 48))
     results = min(config.rows, 2 * UNIT) * config.columns * out_itemsize
-    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize + more)
+    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize)

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper product for few rows share: sizes, memory, and which tiles a CTA has."""
+"""Holds what the warps of the Hopper matmul for few rows share: sizes, memory, and which tiles a CTA has."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from pallas_kernels.smem_sm90 import swizzled
 
 
 class Refs(NamedTuple):
-    """Global arrays, shared memory and barriers."""
+    """Holds global arrays, shared memory and barriers."""
 
     x: Any
     w: Any
@@ -39,7 +39,7 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Sizes):
-    """Static sizes."""
+    """Holds static sizes."""
 
     extra: dict[str, jnp.dtype]  # the optional arguments that are there
     config: Config
@@ -47,32 +47,30 @@ class Plan(Sizes):
 
     @property
     def parts(self) -> int:
-        """Runs of w's rows that a tile has."""
+        """Counts the runs of w's rows that a tile has."""
         return 2 if self.gated else 1
 
     @property
     def columns(self) -> int:
-        """Columns of a tile's result."""
         return self.config.columns // self.parts
 
     @property
     def copied(self) -> int:
-        """Rows of x that a tile copies."""
+        """Counts the rows of x that a tile copies."""
         return min(pl.cdiv(self.m, 8) * 8, self.config.rows)
 
     @property
     def computing(self) -> int:
-        """Warpgroups that compute."""
+        """Counts the warpgroups that compute."""
         return min(self.config.rows // UNIT, 2)
 
     @property
     def rows(self) -> int:
-        """Rows of a computing warpgroup."""
+        """Counts the rows of a computing warpgroup."""
         return self.config.rows // self.computing
 
     @property
     def widest(self) -> int:
-        """As asked for."""
         return self.config.step
 
     @property
@@ -89,22 +87,17 @@ class Plan(Sizes):
 
     @property
     def vectors(self) -> list[str]:
-        """What is copied once a tile."""
+        """Lists what is copied once a tile."""
         return [name for name in self.extra if name != "residual"]
 
     @property
     def vector(self) -> int:
-        """Elements of a column vector that are copied: a multiple of 128 bytes, in 16 bits too."""
+        """Counts a column vector's copied elements: a multiple of 128 bytes, in 16 bits too."""
         return pl.cdiv(self.config.columns, 64) * 64
 
-    @property
-    def beside(self) -> int:
-        """Bytes of a stage beside its operands."""
-        return 0
-
     def stages(self) -> int:
-        """Stages of the ring: what is asked for, as far as it is of use and shared memory holds it."""
-        most = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step, self.beside)
+        """Returns the ring's stages: what is asked for, as far as it is of use and shared memory holds it."""
+        most = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step)
         stages = min(self.config.stages, max(self.steps, 2), most)
         if stages < 2:
             raise NotImplementedError(f"{self.config} needs more shared memory for {self.dtype} and {self.out_dtype}")
@@ -131,12 +124,12 @@ class Plan(Sizes):
 
 
 def tiles_of(plan: Plan) -> jax.Array:
-    """How many tiles this CTA has."""
+    """Counts this CTA's tiles."""
     return (plan.tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
 
 
 def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
+    """Returns first row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
     number = lax.axis_index("worker") + i * plan.workers
     row = lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows
     return row, number // plan.row_tiles * plan.columns

@@ -1,4 +1,4 @@
-"""What the products support, in one place for the operations that are made of them. Light to import."""
+"""Checks what the matmuls support, in one place for the operations that are made of them. Imports no Pallas."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,14 @@ def check_result(out_dtype: jnp.dtype, residual: jax.Array | None) -> None:
 
 
 def check_few_rows(operation: str, x: jax.Array, w: jax.Array) -> None:
-    """Raises NotImplementedError unless the product for few rows takes x [..., K] and w [N, K] of 16 bits, saying what
-    it takes."""
+    """Raises NotImplementedError unless the matmul for few rows takes x [..., K] and w [N, K] of 16 bits."""
     check_16_bits(operation, x, w)
     if (rows := x.size // max(x.shape[-1], 1)) > MOST_ROWS:
         raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports at most {MOST_ROWS}")
 
 
 def check_16_bits(operation: str, x: jax.Array, w: jax.Array) -> None:
-    """Raises NotImplementedError unless x [..., K] and w [N, K] are of 16 bits, and of sizes that the product takes."""
+    """Raises NotImplementedError unless x [..., K] and w [N, K] have 16 bits, and sizes that the matmul takes."""
     n, k = w.shape
     if str(x.dtype) not in ("bfloat16", "float16"):
         raise NotImplementedError(f"the mosaic kernel has no {x.dtype} {operation}; supported: bfloat16, float16")

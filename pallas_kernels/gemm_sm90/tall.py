@@ -1,9 +1,9 @@
-"""Matrix product with scales for Hopper, for many rows, in Pallas Mosaic GPU.
+"""Multiplies many rows by a matrix with scales on Hopper, in Pallas Mosaic GPU.
 
-Persistent CTAs of two computing warpgroups and one that fetches. The fetching one issues all TMA copies, K step by K
-step, in the order in which they are consumed, and runs ahead across tiles: the next tile's operands come in while the
-last one's results go out. Each computing warpgroup accumulates its half of the tile in registers, scales it there, and
-hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. Sums are added in the order of K, so
+Persistent CTAs have two computing warpgroups and one that fetches. The fetching one issues all TMA copies, K step by K
+step, in the order in which they are consumed. It runs ahead across tiles: the next tile's operands come in while the
+last one's results go out. Each computing warpgroup accumulates its half of the tile in registers and scales it there.
+It hands it out through shared memory, a chunk of 64 rows and 128 bytes at a time. Sums are added in the order of K, so
 results are the same bits in every run.
 """
 
@@ -37,7 +37,7 @@ def gemm(
     config: Config,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]; see the package's docstring."""
+    """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring."""
     (m, k), n = x.shape, w.shape[0]
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
@@ -80,7 +80,7 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 
 
 def fetch(plan: Plan, refs: Refs) -> None:
-    """The fetching warpgroup: copies the operands and vectors of every tile of this CTA."""
+    """Copies the operands and vectors of every tile of this CTA."""
     steps = plan.steps
 
     def fetch_tile(tile: Tile, n: jax.Array) -> None:
@@ -106,7 +106,7 @@ def fetch(plan: Plan, refs: Refs) -> None:
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
-    """A computing warpgroup: its half of every tile of this CTA."""
+    """Computes a warpgroup's half of every tile of this CTA."""
     rows = pl.ds(wg * plan.rows, plan.rows)
 
     def compute_tile(tile: Tile, n: jax.Array) -> None:
@@ -124,7 +124,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
 
 def load_residual(plan: Plan, refs: Refs, place: Place, c: int) -> None:
-    """The c-th chunk's residual, to where the chunk will go out from."""
+    """Loads the c-th chunk's residual to where the chunk will go out from."""
     b = c % plan.buffers
     ready = refs.residual_full.at[place.wg * plan.buffers + b]
     plgpu.copy_gmem_to_smem(refs.residual.at[place.chunk(plan, c)], refs.out_s.at[place.wg, b], ready)

@@ -1,4 +1,4 @@
-"""How the Hopper product for many rows cuts its work. Light to import."""
+"""Says how the Hopper matmul for many rows cuts its work. Imports no Pallas."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,10 @@ from pallas_kernels.hopper import SMS
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of the result is computed by two warpgroups of one CTA; CTAs are persistent.
-
-    tile_m, tile_n: rows and columns of a tile; each warpgroup has half of its rows. stages: K steps of 128 bytes in
-    flight, or as many as shared memory holds. group: tiles along M that are done before the next ones along N (L2
-    locality). ctas: the most CTAs that run.
-    """
+    """Holds how the result is cut: two warpgroups of one CTA compute a tile; CTAs are persistent. tile_m, tile_n: rows
+    and columns of a tile; each warpgroup has half of its rows. stages: K steps of 128 bytes in flight, or as many as
+    shared memory holds. group: tiles along M that are done before the next ones along N (L2 locality). ctas: the most
+    CTAs that run."""
 
     tile_m: int = 128
     tile_n: int = 256

@@ -1,4 +1,4 @@
-"""What the warpgroups of the Hopper product for many rows share: sizes, memory, and the walk over tiles."""
+"""Holds what the warpgroups of the Hopper matmul for many rows share: sizes, memory, and the walk over tiles."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ VECTOR = 32  # floats: copies move multiples of 128 bytes
 
 
 class Refs(NamedTuple):
-    """Global arrays, shared memory and barriers, which are named for what they say."""
+    """Holds global arrays, shared memory and barriers, which are named for what they say."""
 
     x: Any
     w: Any
@@ -43,31 +43,30 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Sizes):
-    """Static sizes."""
+    """Holds static sizes."""
 
     optional: tuple[str, ...]  # the arguments that are there
     config: Config
 
     @property
     def tile_n(self) -> int:
-        """No copy is larger than its array."""
+        """Counts a tile's columns: no copy is larger than its array."""
         return min(self.config.tile_n, self.n)
 
     @property
     def rows(self) -> int:
-        """Rows of a warpgroup."""
         return self.config.tile_m // 2
 
     @property
     def chunk(self) -> int:
-        """Columns that go out at a time."""
+        """Counts the columns that go out at a time."""
         size = self.out_dtype.itemsize
         both = math.gcd(self.tile_n, self.n)
         return next(width // size for width in (128, 64, 32, 16) if both % (width // size) == 0)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """First row and column of each chunk of a warpgroup."""
+        """Lists the first row and column of each chunk of a warpgroup."""
         return [(i, j) for i in range(0, self.rows, ROWS) for j in range(0, self.tile_n, self.chunk)]
 
     @property
@@ -76,14 +75,14 @@ class Plan(Sizes):
 
     @property
     def vectors(self) -> dict[str, tuple[int, int]]:
-        """Where each vector's part lies in shared memory: its begin and size."""
+        """Maps each vector's part to its begin and size in shared memory."""
         columns = pl.cdiv(self.tile_n, VECTOR) * VECTOR
         sizes = {"x_scale": self.config.tile_m, "w_scale": columns, "bias": columns}
         names = [name for name in sizes if name in self.optional]
         return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
 
     def shared_memory(self, stages: int, buffers: int) -> int:
-        """Bytes that a CTA takes with K steps in flight and chunks of each warpgroup on their way out."""
+        """Returns the bytes that a CTA takes with K steps in flight and chunks of each warpgroup on their way out."""
         config = self.config
         taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
         taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize
@@ -92,7 +91,7 @@ class Plan(Sizes):
 
     @property
     def stages(self) -> int:
-        """As configured, or what shared memory holds."""
+        """Returns the stages that are configured, or what shared memory holds."""
         for stages in range(self.config.stages, 1, -1):
             if self.shared_memory(stages, 1) <= SHARED_MEMORY:
                 return stages
@@ -102,13 +101,13 @@ class Plan(Sizes):
 
     @property
     def buffers(self) -> int:
-        """Chunks of a warpgroup that shared memory holds beside the rest, up to four."""
+        """Counts a warpgroup's chunks that shared memory holds beside the rest, up to four."""
         most = min(len(self.chunks), 4)
         return max(b for b in range(1, most + 1) if self.shared_memory(self.stages, b) <= SHARED_MEMORY)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Along M and N."""
+        """Counts the tiles along M and N."""
         return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.tile_n)
 
     @property
@@ -131,14 +130,12 @@ class Plan(Sizes):
 
 
 class Tile(NamedTuple):
-    """Where a CTA's tile begins."""
-
     row: jax.Array
     column: jax.Array
 
 
 class Place(NamedTuple):
-    """What a warpgroup finishes of a tile: where the tile begins, and where in it the warpgroup's rows do."""
+    """Says what a warpgroup finishes of a tile: where the tile begins, and where in it the warpgroup's rows do."""
 
     wg: jax.Array
     row: jax.Array
@@ -146,7 +143,7 @@ class Place(NamedTuple):
     column: jax.Array
 
     def chunk(self, plan: Plan, c: int) -> tuple[pl.Slice, pl.Slice]:
-        """The c-th chunk's rows and columns of the result."""
+        """Returns the c-th chunk's rows and columns of the result."""
         i, j = plan.chunks[c]
         return pl.ds(self.row + self.row_in_tile + i, ROWS), pl.ds(self.column + j, plan.chunk)
 

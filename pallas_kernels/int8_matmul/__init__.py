@@ -1,4 +1,4 @@
-"""Matrix product of int8 rows and weights, scaled."""
+"""Multiplies int8 rows and weights, scaled."""
 
 from pallas_kernels.int8_matmul.api import int8_matmul
 

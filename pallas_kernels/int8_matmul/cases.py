@@ -1,4 +1,4 @@
-"""Shapes of int8_matmul that tests and benchmarks share."""
+"""Lists shapes of int8_matmul that tests and benchmarks share."""
 
 from pallas_kernels.scaled_matmul.cases import make_bench_cases, make_cases
 

@@ -1,4 +1,4 @@
-"""Matrix product with weights stored [out, in]."""
+"""Multiplies by weights stored [out, in]."""
 
 from pallas_kernels.matmul.api import matmul
 

@@ -1,4 +1,4 @@
-"""How long a 16-bit matmul of few rows takes on the device, next to XLA's.
+"""Measures a 16-bit matmul of few rows on the device, next to XLA's.
 
     python -m pallas_kernels.matmul.bench [--json] [--rows 1 16] [--shapes 4096x11008] [--record]
 

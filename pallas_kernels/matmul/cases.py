@@ -1,4 +1,4 @@
-"""Shapes of matmul that tests and benchmarks share."""
+"""Lists shapes of matmul that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from pallas_kernels.bench.cases import normal
 
 @dataclass(frozen=True)
 class Case:
-    """One call: x [*leading, K] times w [N, K]."""
+    """Describes one call: x [*leading, K] times w [N, K]."""
 
     leading: tuple[int, ...]
     n: int
@@ -21,7 +21,7 @@ class Case:
     out_dtype: str | None = None
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """x, w and, by name, bias and residual: standard normal values, w scaled so that products are too."""
+        """Returns x, w and, by name, bias and residual: standard normal values, w scaled so that products are too."""
         rng = np.random.default_rng(seed)
         x = normal(rng, (*self.leading, self.k), self.dtype)
         w = normal(rng, (self.n, self.k), "float32") * self.k**-0.5
@@ -43,8 +43,9 @@ CASES = (
     Case((3, 4), 48, 96, "float16", residual=True),
 )
 
-# LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32; what LLaMA-3-8B
-# has besides (QKV, down, head), 13B (QKV, output, down), and half of 7B (output, down; QKV is 8B's): N, K.
+# N and K. First LLaMA-7B's linears (QKV, attention output, gate and up, down) and its head, whose logits are float32.
+# Then what LLaMA-3-8B has besides (QKV, down, head), and 13B (QKV, output, down). Last half of 7B (output, down; QKV is
+# 8B's).
 HEADS = (32000, 128256)
 BENCH_SHAPES = (
     (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096),

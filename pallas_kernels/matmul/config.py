@@ -1,4 +1,4 @@
-"""What matmul's Mosaic kernel supports, and where it is the faster one. Light to import."""
+"""Says what matmul's Mosaic kernel supports, and where it is the faster one. Imports no Pallas."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ def check_one_order(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_
         check_result(out_dtype, residual)
 
 
-# Where the kernel was the faster one in bfloat16 on an H200, by N and K: from M, to M (experiments/LOG.md). At one row
-# it is in a whole step: what XLA saves by its product, it takes to round it, and for the norm before it. For a
-# residual, too, XLA takes a pass of its own, and the kernel is the faster one for longer.
+# By N and K, from M to M: where the kernel was the faster one in bfloat16 on an H200 (experiments/LOG.md). At one row
+# that holds in a whole step. XLA's matmul is faster alone, but rounding and the norm before it take that time again.
+# For a residual, too, XLA takes a pass of its own, so the kernel is the faster one for longer.
 FASTER = {
     (12288, 4096): (1, 128), (4096, 4096): (1, 512), (4096, 11008): (1, 384),
     (6144, 4096): (1, 512), (4096, 14336): (1, 256),

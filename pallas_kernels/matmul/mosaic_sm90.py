@@ -1,4 +1,4 @@
-"""matmul for few rows on Hopper: gemm_sm90's products, gemv.py of one row and skinny.py, with gradients through xla."""
+"""Runs matmul for few rows on Hopper: gemv.py of one row and skinny.py of gemm_sm90, with gradients through xla."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def matmul(
     norm: jax.Array | None = None,
     eps: float = 0.0,
 ) -> jax.Array:
-    """x [..., K], w [N, K], bias [N], residual [..., N] of out_dtype -> [..., N]; see api.py."""
+    """Returns [..., N] of x [..., K], w [N, K], bias [N], and residual [..., N] of out_dtype; see api.py."""
     (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
     if config is None and len(rows) == 1 and gemv_config.fits(gemv_config.PLAIN, n, k):
         config = gemv_config.PLAIN
@@ -44,7 +44,7 @@ def matmul(
 def in_one_order(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike, **options
 ) -> jax.Array:
-    """matmul of any number of rows by skinny.py, whose tiles all add in the order of K."""
+    """Runs matmul of any number of rows by skinny.py, whose tiles all add in the order of K."""
     rows, (n, k) = x.size // x.shape[-1], w.shape
     config = choose_config(rows, n, k, x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     return matmul(x, w, bias, residual, out_dtype, config, **options)

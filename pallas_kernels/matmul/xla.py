@@ -1,4 +1,4 @@
-"""matmul in plain jnp."""
+"""Runs matmul in plain jnp."""
 
 from functools import partial
 
@@ -16,10 +16,10 @@ def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Arra
 
 
 def _dot_16_bits(x: jax.Array, w: jax.Array, rounded: DTypeLike | None) -> jax.Array:
-    """The product in float32 or, as `rounded`, in 16 bits: on a GPU its own epilogue then rounds the sums, which are in
-    float32 all the same, and no kernel after it."""
+    """Multiplies in float32 or, as `rounded`, in 16 bits. On a GPU the sums are in float32 all the same. The matmul's
+    own epilogue then rounds them, not another kernel."""
     dtype = jnp.float32 if rounded is None else rounded
-    # XLA's CPU backend has no bf16 matrix-vector product: one row takes tens of times longer than two.
+    # XLA's CPU backend has no bf16 matrix-vector product: one row takes far longer than two.
     on_cpu = _dot_two_rows if x.dtype == jnp.bfloat16 and x.size == x.shape[-1] else _dot
     return jax.lax.platform_dependent(
         x, w, cuda=partial(_dot, dtype=dtype), default=lambda x, w: on_cpu(x, w).astype(dtype)
@@ -34,7 +34,7 @@ def _dot_two_rows(x: jax.Array, w: jax.Array) -> jax.Array:
 def matmul(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
-    """x [..., K], w [N, K], bias [N], residual [..., N] -> [..., N]; see api.py."""
+    """Returns [..., N] of x [..., K], w [N, K], bias [N] and residual [..., N]; see api.py."""
     alone = bias is None and residual is None
     y = _dot_16_bits(x, w, out_dtype if alone and x.dtype == out_dtype else None) if x.itemsize == 2 else _dot(x, w)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""move_tokens: copy tokens' K and V, as they are stored, to other places of their sequences, in all layers at once."""
+"""Copies tokens' K and V, as they are stored, to other places of their sequences, in all layers at once."""
 
 import jax
 
@@ -19,14 +19,15 @@ def move_tokens(
 ) -> tuple[KVPages, ...]:
     """Copies tokens' K and V from cache indices source to target, both i32[R, Q], of R sequences in all layers' pools.
 
-    After a tree of drafts was verified, the accepted nodes so become the next tokens of their sequence: codes and
+    After a tree of drafts was verified, the accepted nodes so become the next tokens of their sequence. Codes and
     scales are copied, never decoded or encoded. Cache index i of row r is slot i % P of page page_table[r, i // P]
-    (i32[R, M]); all pools have N pages of P tokens and may differ in all else. A negative source, or one that is its
-    target, is no move; nor is one from or to an index that lies in no page of the pool. All of a row's tokens are read
-    before any is written: a target lies before its source, no later move of the row reads it, and no two write it; rows
-    write no page that another one reads or writes. Returns the pools; under jit with the pools donated they are changed
-    in place. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was
-    named doesn't do.
+    (i32[R, M]). All pools have N pages of P tokens and may differ in all else. A negative source, or one that is its
+    target, is no move. An index that lies in no page of the pool makes none either.
+
+    All of a row's tokens are read before any is written. A target lies before its source, no later move of the row
+    reads it, and no two write it. Rows write no page that another one reads or writes. Returns the pools; under jit
+    with the pools donated they are changed in place. Raises ValueError where shapes or dtypes disagree, and
+    NotImplementedError for what a named backend doesn't do.
     """
     sizes = bind_shapes(page_table=(page_table, "R M"), source=(source, "R Q"), target=(target, "R Q"))
     check_int32(page_table=page_table, source=source, target=target)

@@ -1,8 +1,8 @@
-"""How long move_tokens takes on the device for all layers of a step, with moves in each sequence and without any.
+"""Measures move_tokens on the device for all layers of a step, with moves in each sequence and without any.
 
     python -m pallas_kernels.move_tokens.bench [--json] [--rows 1 16 64] [--record]
 
-Bytes are those that must move: what is stored of each moved token, read and written.
+Bytes are what must move: what is stored of each moved token, read and written.
 """
 
 import sys
@@ -32,7 +32,7 @@ def moved_bytes(case: Case, moves: int) -> int:
 
 
 def measure(case: Case, source: np.ndarray, backend: str) -> float:
-    """Microseconds of a call with the case's pools, page tables and targets."""
+    """Returns the microseconds of a call with the case's pools, page tables and targets."""
     table, _, target = case.indices()
     indices = [jnp.asarray(x) for x in (table, source, target)]
     formats = [parse_format(name, case.head_dim) for name in (case.k_format, case.v_format)]
@@ -48,7 +48,7 @@ def measure(case: Case, source: np.ndarray, backend: str) -> float:
 
 
 def table(rows: list[int], backends: list[str]) -> Iterator[dict[str, Any]]:
-    """One row a case, backend, and whether anything moves, the run's ceiling first."""
+    """Yields one row a case, backend, and whether anything moves, the run's ceiling first."""
     ceiling = copy_bandwidth()
     yield {"kernel": "copy", "gb_s": round(ceiling / 1e9)}
     for case in (case for case in BENCH_CASES if case.rows in rows):

@@ -1,4 +1,4 @@
-"""Shapes of move_tokens that tests and benchmarks share."""
+"""Lists shapes of move_tokens that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Case:
-    """One call: of each of `rows` sequences some of Q = `moves` nodes of a tree were accepted, of every fourth none."""
+    """Describes one call: each of `rows` sequences accepted some of Q = `moves` nodes of a tree, every fourth none."""
 
     rows: int
     moves: int
@@ -27,12 +27,12 @@ class Case:
 
     @property
     def nodes(self) -> int:
-        """Of a tree, the root included."""
+        """Counts a tree's nodes, the root included."""
         return 2 * self.moves + 1
 
     def indices(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """page_table, source and target. A sequence's tree lies behind its tokens, and its e-th accepted node becomes
-        the e-th token after these; the rest of a row is no move: -1, or from a place to itself."""
+        """Returns page_table, source and target. A sequence's tree lies behind its tokens, and its e-th accepted node
+        becomes the e-th token after these. The rest of a row is no move: -1, or from a place to itself."""
         rng = np.random.default_rng(seed)
         tokens = rng.integers(0, self.context, self.rows, endpoint=True)
         table = random_tables(rng, self.num_pages, (tokens + self.nodes).tolist(), self.page_size)
@@ -47,11 +47,11 @@ class Case:
 
     @property
     def num_pages(self) -> int:
-        """N."""
+        """Returns N."""
         return self.rows * -(-(self.context + self.nodes) // self.page_size) + self.spare
 
     def inputs(self, seed: int = 0) -> tuple[tuple[KVPages, ...], jax.Array, jax.Array, jax.Array]:
-        """pools, page_table, source and target."""
+        """Returns pools, page_table, source and target."""
         rng, formats = np.random.default_rng(seed), (self.k_format, self.v_format)
         sizes = self.num_pages, self.num_kv_heads, self.page_size, self.head_dim
         pools = tuple(random_pages(rng, *sizes, formats) for _ in range(self.layers))

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernel supports. Light to import."""
+"""Says what the Mosaic GPU kernel supports. Imports no Pallas."""
 
 from pallas_kernels.checks import HEAD_DIMS, PAGE_SIZES, check_listed
 from pallas_kernels.kv_formats import FP8

@@ -1,8 +1,8 @@
-"""move_tokens on Hopper: one launch for the pools of all layers, in place.
+"""Runs move_tokens on Hopper: one launch for the pools of all layers, in place.
 
-A block of one warpgroup serves some arrays (values or scales of K or V of a layer) of one sequence; without a move it
-reads the sequence's indices and ends. With moves it takes one after the other, and each thread the same bytes of all:
-so a slot is read before a later move writes it, in the order of the thread's own instructions. What an array holds does
+A block of one warpgroup serves some arrays (values or scales of K or V of a layer) of one sequence. Without a move it
+reads the sequence's indices and ends. With moves it takes one after the other, and each thread the same bytes of all.
+So a slot is read before a later move writes it, in the order of the thread's own instructions. What an array holds does
 not matter: arrays with rows of equal size share the code, which picks among their addresses.
 """
 
@@ -32,7 +32,7 @@ BLOCKS = 16 * SMS  # that run at the same time
 
 
 class _Rows(NamedTuple):
-    """What arrays have that share code: a token's K or V, or its scales, is a row of some bytes for each head."""
+    """Describes arrays that share code: a token's K or V, or its scales, is a row of some bytes for each head."""
 
     heads: int
     size: int  # bytes
@@ -47,7 +47,8 @@ def move_tokens(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[KVPages, ...]:
-    """page_table i32[R, M], source, target i32[R, Q] -> the pools, in place where they are donated; see api.py."""
+    """Returns the pools, in place where they are donated; see api.py. Takes page_table i32[R, M], source, target i32[R,
+    Q]."""
     check_supported(pools, source.shape[1])
     arrays, structure = jax.tree.flatten(pools)
     if not arrays or not source.size:  # no launch without blocks
@@ -86,7 +87,7 @@ def _body(
     moved = functools.reduce(operator.or_, [(begin >= 0) & (begin != end) for begin, end in indices])
 
     def slot(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Page and offset, and whether there is such a slot."""
+        """Returns page and offset, and whether there is such a slot."""
         entry = jax.lax.div(index, page_size)
         inside = (index >= 0) & (entry < page_table.shape[1])
         page = page_table[row, jnp.where(inside, entry, 0)]
@@ -147,7 +148,6 @@ def _copy(
 
 
 def _chosen(number: ir.Value, pointers: Sequence[ir.Value]) -> ir.Value:
-    """pointers[number]."""
     chosen = pointers[0]
     for i, pointer in enumerate(pointers[1:], 1):
         chosen = llvm.select(arith.cmpi(arith.CmpIPredicate.eq, number, _i32(i)), pointer, chosen)
@@ -155,13 +155,12 @@ def _chosen(number: ir.Value, pointers: Sequence[ir.Value]) -> ir.Value:
 
 
 def _bytes_before(kind: _Rows, page_size: int, page: ir.Value, offset: ir.Value) -> ir.Value:
-    """How far the first head's row in a slot is from the begin of its array: a pool may have more than 2 GB."""
+    """Returns the bytes before the first head's row of a slot: a pool may have more than 2 GB."""
     rows = arith.muli(arith.extsi(_i64(), page), mgpu.c(kind.heads * page_size, _i64()))
     return arith.muli(arith.addi(rows, arith.extsi(_i64(), offset)), mgpu.c(kind.size, _i64()))
 
 
 def _register(width: int) -> ir.Type:
-    """What holds `width` bytes."""
     i32 = ir.IntegerType.get_signless(32)
     return ir.VectorType.get((width // 4,), i32) if width > 4 else ir.IntegerType.get_signless(8 * width)
 

@@ -1,4 +1,4 @@
-"""move_tokens from its definition, one slot at a time in numpy."""
+"""Computes move_tokens from its definition, one slot at a time in numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,11 +12,8 @@ Slot = tuple[int, int]  # a page and an offset in it
 def move_tokens(
     pools: tuple[KVPages, ...], page_table: ArrayLike, source: ArrayLike, target: ArrayLike
 ) -> tuple[KVPages, ...]:
-    """Arguments as api.py's, concrete -> the pools in numpy.
-
-    Raises ValueError for a target that lies behind its source, and for a slot that is written twice, or read by a move
-    after the one that writes it.
-    """
+    """Returns the pools in numpy. Arguments are api.py's, concrete. Raises ValueError for a target that lies behind its
+    source, and for a slot that is written twice. So for one that is read by a move after the one that writes it."""
     moved = tuple(to_numpy(pages) for pages in pools)
     if moved:
         first = moved[0].k
@@ -30,7 +27,7 @@ def move_tokens(
 def slots(
     num_pages: int, page_size: int, table: np.ndarray, source: np.ndarray, target: np.ndarray
 ) -> list[tuple[Slot, Slot]]:
-    """From where to where tokens move."""
+    """Yields from where to where tokens move."""
     moves: list[tuple[Slot, Slot]] = []
     for row, e in np.ndindex(source.shape):
         indices = int(source[row, e]), int(target[row, e])

@@ -1,4 +1,4 @@
-"""move_tokens in plain jnp: a gather and a scatter for each array, in place where the caller donates the pools."""
+"""Runs move_tokens in plain jnp: a gather and a scatter for each array, in place where the caller donates the pools."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from pallas_kernels.kv_pages import KVPages
 def move_tokens(
     pools: tuple[KVPages, ...], page_table: jax.Array, source: jax.Array, target: jax.Array
 ) -> tuple[KVPages, ...]:
-    """page_table i32[R, M], source, target i32[R, Q] -> the pools; see api.py."""
+    """Returns the pools; see api.py. Takes page_table i32[R, M], source, target i32[R, Q]."""
     if not pools:
         return pools
     num_pages, page_size = pools[0].k.num_pages, pools[0].k.page_size
 
     def slot(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Page and offset; page -1 beyond the page table."""
+        """Returns page and offset; page -1 beyond the page table."""
         page = jnp.take_along_axis(page_table, index // page_size, axis=1, mode="fill", fill_value=-1)
         return jnp.where(index < 0, -1, page), index % page_size
 
@@ -25,7 +25,8 @@ def move_tokens(
     new_page = jnp.where(kept, new_page, num_pages)  # a scatter drops what is out of range
 
     def move(pool: jax.Array) -> jax.Array:
-        """Each array as it is stored: of a reshaped one that is read and written XLA makes two copies on a GPU."""
+        """Moves within each array as it is stored: XLA makes two copies on a GPU of a reshaped one that is read and
+        written."""
         heads = jnp.arange(pool.shape[1], dtype=jnp.int32)
 
         # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.

@@ -1,4 +1,4 @@
-"""Residual addition, RMSNorm and quantization of rows in one pass."""
+"""Adds a residual, applies RMSNorm and quantizes rows in one pass."""
 
 from pallas_kernels.norm_quant.api import norm_quant
 

@@ -1,4 +1,4 @@
-"""norm_quant: the residual addition and the norm before a projection, in 16 bits or quantized for that projection."""
+"""Adds the residual and applies the norm before a projection, in 16 bits or quantized for that projection."""
 
 from typing import overload
 
@@ -35,17 +35,18 @@ def norm_quant(
     kind: str | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """RMSNorm(x + residual) * weight: x, residual [T, E], weight [E] of one dtype -> rows [T, E], summed [T, E].
+    """Returns rows [T, E] of RMSNorm(x + residual) * weight, and summed [T, E].
 
-    summed = x + residual is rounded to x's dtype (x itself without a residual); its norm over the last axis is computed
-    in promote_types(x.dtype, float32) with `eps` added to the mean square, rounded to x's dtype, multiplied by weight
-    and rounded again; then it is quantized as quantize_rows does where `kind` is "int8" or "fp8". `eps` is a Python
-    number, static under jit. Without a weight there is no norm: summed is quantized as it is.
+    x, residual [T, E] and weight [E] have one dtype. summed = x + residual is rounded to x's dtype (x itself without a
+    residual). Its norm over the last axis is computed in promote_types(x.dtype, float32) with `eps` added to the mean
+    square. It is rounded to x's dtype, multiplied by weight and rounded again. Then it is quantized as quantize_rows
+    does where `kind` is "int8" or "fp8". `eps` is a Python number, static under jit. Without a weight there is no norm:
+    summed is quantized as it is.
 
-    The codes and the scale of a row are a function of the rounded row, the same to the last bit on all backends;
-    so is summed. The rounded row itself differs between them by one unit in the last place in at most five
-    values of a thousand, since they sum the squares in different orders. Raises ValueError for an unknown kind and for
-    shapes or dtypes that don't fit, NotImplementedError for what a backend that was named doesn't do.
+    The codes and the scale of a row follow from the rounded row, to the same bits on all backends. So is summed. The
+    rounded row itself may differ between them by one unit in the last place in few values. They sum the squares in
+    different orders. Raises ValueError for an unknown kind and for shapes or dtypes that don't fit, and
+    NotImplementedError for what a named backend doesn't do.
     """
     optional = {"x": x, "weight": weight, "residual": residual}
     arrays = {name: array for name, array in optional.items() if array is not None}
@@ -78,7 +79,7 @@ def _triton(*args, **options):
 def _one_order(
     x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None, kind: str | None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """XLA on a CPU sums few rows in another order than many."""
+    """Runs in tiles on a CPU, where XLA sums few rows in another order than many."""
     return in_tiles(lambda x, r: xla.norm_quant(x, weight, eps=eps, residual=r, kind=kind), x, residual)
 
 

@@ -1,8 +1,8 @@
-"""How long norm_quant takes on the device, with and without a residual, next to what XLA makes of the same formula.
+"""Measures norm_quant on the device, with and without a residual, next to what XLA makes of the same formula.
 
     python -m pallas_kernels.norm_quant.bench [--json] [--rows 1 128 8192] [--peers mosaic xla triton] [--record]
 
-Bytes are those that must move: x and the residual in; their sum, the rows and their scales out; the weight.
+Bytes are what must move: x and the residual in; their sum, the rows and their scales out; the weight.
 """
 
 import sys

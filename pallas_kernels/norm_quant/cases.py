@@ -1,4 +1,4 @@
-"""Shapes of norm_quant that tests and benchmarks share."""
+"""Lists shapes of norm_quant that tests and benchmarks share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One call: T rows of E values."""
+    """Describes one call: T rows of E values."""
 
     rows: int
     width: int
@@ -22,7 +22,7 @@ class Case:
     residual: bool = True
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """x, weight and residual: standard normal values; row t is smaller by 2^-(t mod 6)."""
+        """Returns x, weight and residual: standard normal values; row t is smaller by 2^-(t mod 6)."""
         rng = np.random.default_rng(seed)
         shape = (self.rows, self.width)
         sizes = np.exp2(-(np.arange(self.rows) % 6)).astype(self.dtype)[:, None]
@@ -31,16 +31,16 @@ class Case:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What names the case in a table."""
+        """Names the case in a table."""
         return {"T": self.rows, "E": self.width, "kind": self.kind or "none", "residual": self.residual}
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of the call, the residual left out."""
+        """Returns the keyword arguments of the call, the residual left out."""
         return {"eps": EPS, "kind": self.kind}
 
     @property
     def moved_bytes(self) -> int:
-        """What must move: x and the residual in; their sum, the rows and their scales out; the weight."""
+        """Counts what must move: x and the residual in; their sum, the rows and their scales out; the weight."""
         size = np.dtype(self.dtype).itemsize
         row = self.width * (size if self.kind is None else 1) + (0 if self.kind is None else 4)
         return self.rows * (row + self.width * size * (3 if self.residual else 1)) + self.width * size

@@ -1,7 +1,5 @@
-"""norm_quant on Hopper: the residual is added, the sum stored, normed and quantized while it is in registers.
-
-Bound by memory, or by the launch when rows are few. One block of four warps to a row.
-"""
+"""Runs norm_quant on Hopper: the residual is added, the sum stored, normed and quantized while it is in registers.
+Memory bounds it, or the launch when rows are few. One block of four warps has a row."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +25,7 @@ def norm_quant(
     kind: str | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py. Gradients are xla's."""
+    """Returns rows [T, E], summed [T, E] of x, residual [T, E] and weight [E]; see api.py. Gradients are xla's."""
     check_supported(str(x.dtype), *x.shape)
     return _norm_quant(x, weight, residual, eps, kind, interpret)
 

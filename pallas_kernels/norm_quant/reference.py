@@ -1,4 +1,4 @@
-"""norm_quant from its definition, in float64 numpy."""
+"""Computes norm_quant from its definition, in float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,7 +10,7 @@ from pallas_kernels.reference_rows import quantize_rows
 def norm_quant(
     x: ArrayLike, weight: ArrayLike | None, *, eps: float, residual: ArrayLike | None = None, kind: str | None = None
 ) -> tuple[np.ndarray | QuantizedRows, np.ndarray]:
-    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E] in numpy; see api.py."""
+    """Returns rows [T, E], summed [T, E] in numpy of x, residual [T, E] and weight [E]; see api.py."""
     dtype = np.asarray(x).dtype
     summed = np.asarray(x).astype(np.float64)
     if residual is not None:
@@ -23,6 +23,6 @@ def norm_quant(
 
 
 def normalize(x: ArrayLike, eps: float) -> np.ndarray:
-    """x [T, E] over its rows' root mean squares (Zhang and Sennrich, arXiv:1910.07467), float64, not rounded."""
+    """Divides x [T, E] by its rows' root mean squares (Zhang and Sennrich, arXiv:1910.07467), float64, not rounded."""
     x = np.asarray(x).astype(np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)

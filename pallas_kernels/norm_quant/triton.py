@@ -1,4 +1,4 @@
-"""norm_quant for Ampere, Ada and Hopper: a program holds a row in registers, from the sum to its codes."""
+"""Runs norm_quant on Ampere, Ada and Hopper: a program holds a row in registers, from the sum to its codes."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from pallas_kernels.triton_call import Launch
 def norm_quant(
     x: jax.Array, weight: jax.Array, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py. Gradients are xla's."""
+    """Returns rows [T, E], summed [T, E] of x, residual [T, E] and weight [E]; see api.py. Gradients are xla's."""
     check_triton(str(x.dtype), *x.shape)
 
     def run(x, weight, residual):
@@ -33,7 +33,8 @@ def norm_quant(
 
 
 def launch(x: jax.Array | jax.ShapeDtypeStruct, add: bool, eps: float, kind: str | None) -> Launch:
-    """The launch for x [T, E], with a residual or without. Arguments: x, weight, the residual if there is one."""
+    """Returns the launch for x [T, E], with a residual or without. Arguments: x, weight, the residual if there is
+    one."""
     (rows, width), dtype = x.shape, x.dtype
     kernels = {(False, False): _norm, (True, False): _add_norm, (False, True): _norm_codes, (True, True): _add_codes}
     return Launch(

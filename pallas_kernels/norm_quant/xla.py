@@ -1,4 +1,4 @@
-"""norm_quant in plain jnp."""
+"""Runs norm_quant in plain jnp."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from pallas_kernels.rounding import round_to
 def norm_quant(
     x: jax.Array, weight: jax.Array | None, *, eps: float, residual: jax.Array | None = None, kind: str | None = None
 ) -> tuple[jax.Array | QuantizedRows, jax.Array]:
-    """x, residual [T, E], weight [E] -> rows [T, E], summed [T, E]; see api.py."""
+    """Returns rows [T, E], summed [T, E] of x, residual [T, E] and weight [E]; see api.py."""
     compute = compute_dtype(x.dtype)
     summed = x if residual is None else round_to(x.astype(compute) + residual.astype(compute), x.dtype)
     if weight is None:

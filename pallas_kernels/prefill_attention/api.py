@@ -1,4 +1,4 @@
-"""prefill_attention: ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
+"""Attends ragged prompt chunks, each continuing a sequence whose earlier K and V are in pages."""
 
 from functools import partial
 
@@ -37,19 +37,20 @@ def prefill_attention(
     backend: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """Causal softmax(scale * q k^T) v of B chunks, over K and V as stored, the chunks' own included.
+    """Returns causal softmax(scale * q k^T) v [C, H, D] of B chunks, over K and V as stored, the chunks' own included.
 
-    q [C, H, D] -> [C, H, D]. Chunk b's queries are rows cu_q_lens[b] to cu_q_lens[b + 1] (i32[B + 1], from 0,
-    nondecreasing: a chunk may be empty), and its last one sees kv_lens[b] keys (i32[B]): positions run up to
-    kv_lens[b] - 1. Rows from cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P]
-    (i32[B, M]); entries past its length, or wholly before the window of its first query, are never read. With a
-    window, key j is visible to query i iff 0 <= i - j < window.
+    Chunk b's queries are rows cu_q_lens[b] to cu_q_lens[b + 1] of q [C, H, D] (i32[B + 1], from 0, nondecreasing: a
+    chunk may be empty). Its last one sees kv_lens[b] keys (i32[B]): positions run up to kv_lens[b] - 1. Rows from
+    cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P] (i32[B, M]). Entries past its
+    length, or wholly before the window of its first query, are never read. With a window, key j is visible to query i
+    iff 0 <= i - j < window.
 
-    With `into` [F + C, H, D] the C rows are those of q [F + C, H, D] from F = `first` on, and the result is `into`
-    with these rows replaced, in place where it may be: so the rows before may be another operation's. `work` is
-    `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own. `debug`
-    reads the values first, outside of jit only, and raises ValueError for a chunk whose rows, length or pages are
-    out of range. Raises ValueError where shapes or dtypes disagree, NotImplementedError for sizes, dtypes and
+    With `into` [F + C, H, D] the C rows are those of q [F + C, H, D] from F = `first` on. The result is `into` with
+    these rows replaced, in place where it may be: so the rows before may be another operation's.
+
+    `work` is `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own.
+    `debug` reads the values first, outside of jit only. It raises ValueError for a chunk whose rows, length or pages
+    are out of range. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for sizes, dtypes and
     formats that a backend lacks.
     """
     if into is not None and (into.shape != q.shape or into.dtype != q.dtype or not 0 <= first <= q.shape[0]):
@@ -83,8 +84,8 @@ def plan(
     window: int | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """The work list of prefill_attention with these arguments, where the backend that is chosen has one. It depends on
-    lengths, sizes and dtypes alone, so that the layers of a step share it; of q and pages the shapes and dtypes are
+    """Returns the work list of prefill_attention with these arguments, where the chosen backend has one. It depends on
+    lengths, sizes and dtypes alone, so that the layers of a step share it. Of q and pages the shapes and dtypes are
     enough."""
     make = choose(BACKENDS, backend, q, pages, scale).plan
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
@@ -117,7 +118,7 @@ _one_order = partial(_xla, tile=xla.MAX_TILE, apart=partial(in_tiles, size=1))  
 
 
 def _placed(attend, q, *args) -> jax.Array:
-    """attend of the rows from `first` on, and what `into` holds before."""
+    """Attends the rows from `first` on, and keeps what `into` holds before."""
     *rest, into, first = args
     if into is None:
         return attend(q, *rest)

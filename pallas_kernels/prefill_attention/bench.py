@@ -1,11 +1,11 @@
-"""How long prefill_attention takes on the device, next to cuDNN on contiguous K and V and to the xla backend.
+"""Measures prefill_attention on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
     python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--triton-stages 2 5]
         [--peers] [--record]
 
-Each figure is over several sets of inputs, so that no cache holds them, in one jit; the work list is made outside, once
+Each figure is over several sets of inputs, so that no cache holds them, in one jit. The work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
-sequences; for a chunk that continues one it attends to all keys without a mask, and its rate is over all of them.
+sequences. For a chunk that continues one it attends to all keys without a mask, and its rate is over all of them.
 FlashInfer runs first with --peers (pallas_kernels/bench/peers.py).
 """
 
@@ -37,7 +37,7 @@ XLA_FLOPS = 1e12  # of a case: the xla backend does some 10 TFLOP/s
 
 
 def inputs(case: Case, seed: int) -> tuple[Any, ...]:
-    """Standard normal q and pages, made on the device; shuffled pages."""
+    """Returns standard normal q and pages, made on the device; shuffled pages."""
     keys = iter(jax.random.split(jax.random.key(seed), 4))
     num_heads, num_kv_heads = case.heads
     chunks, most = len(case.q_lens), -(-max(case.kv_lens) // case.page_size)
@@ -55,7 +55,7 @@ def inputs(case: Case, seed: int) -> tuple[Any, ...]:
 
 
 def sets_for(case: Case) -> int:
-    """Sets of inputs that are more than caches hold."""
+    """Returns how many sets of inputs are more than caches hold."""
     row = case.head_dim * jnp.dtype(case.dtype).itemsize
     moved = 2 * row * (sum(case.q_lens) * case.heads[0] + sum(case.kv_lens) * case.heads[1])
     return max(1, min(4, -(-(256 << 20) // moved)))
@@ -63,7 +63,7 @@ def sets_for(case: Case) -> int:
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation on one case: attend(*make(seed)), over several sets of inputs."""
+    """Holds one implementation on one case: attend(*make(seed)), over several sets of inputs."""
 
     make: Callable[[int], tuple[Any, ...]]
     attend: Callable[..., jax.Array]
@@ -72,7 +72,7 @@ class Contender:
 
 
 def mosaic(case: Case, pack: bool | None = None) -> Contender:
-    """The kernel; `pack` forces whether short chunks share a warpgroup."""
+    """Returns the kernel; `pack` forces whether short chunks share a warpgroup."""
 
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
@@ -88,7 +88,7 @@ def mosaic(case: Case, pack: bool | None = None) -> Contender:
 
 
 def triton(case: Case, changes: dict[str, int]) -> Contender:
-    """Backend triton, with a work list made outside too, and `changes` to its configuration."""
+    """Returns backend triton, with a work list made outside too, and `changes` to its configuration."""
 
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
@@ -108,7 +108,7 @@ def xla(case: Case) -> Contender:
 
 
 def cudnn(case: Case) -> Contender:
-    """Contiguous K and V; for chunks of one length."""
+    """Returns cuDNN over contiguous K and V; for chunks of one length."""
     batch, rows, tokens = len(case.q_lens), case.q_lens[0], case.kv_lens[0]
     causal = rows == tokens
     dtype, dim = jnp.dtype(case.dtype), case.head_dim
@@ -124,8 +124,8 @@ def cudnn(case: Case) -> Contender:
 
 
 def contenders(case: Case, others: bool, of_triton: list[dict[str, int]]) -> dict[str, Callable[[Case], Contender]]:
-    """Those that a case has: peers in bf16, cuDNN where chunks have one length, XLA where it takes no seconds; and the
-    kernel without packing, where all sequences are short."""
+    """Yields the implementations that a case has. Peers run in bf16, cuDNN where chunks have one length, XLA where it
+    takes no seconds. Where all sequences are short the kernel also runs without packing."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
     found |= {triton_name(changes): partial(triton, changes=changes) for changes in of_triton}
     if max(case.kv_lens) <= WARPGROUP_ROWS:
@@ -143,7 +143,7 @@ def compiled(function: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
 
 
 def build(contender: Contender) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Compiled: what makes all sets of inputs, and what attends over them."""
+    """Compiles what makes all sets of inputs, and what attends over them."""
 
     def make() -> list[tuple[Any, ...]]:
         return [contender.make(seed) for seed in range(contender.sets)]
@@ -155,7 +155,7 @@ def build(contender: Contender) -> tuple[Callable[[], Any], Callable[[Any], Any]
 
 
 def measure(job: Future[tuple[Callable[[], Any], Callable[[Any], Any]]], contender: Contender) -> dict[str, Any]:
-    """Figures of a row, or why there are none."""
+    """Returns the figures of a row, or why there are none."""
     try:
         make, attend = job.result()
         sets = make()
@@ -166,14 +166,14 @@ def measure(job: Future[tuple[Callable[[], Any], Callable[[Any], Any]]], contend
 
 
 def matmul_ceiling(size: int = 8192) -> float:
-    """FLOP/s of a large bf16 product through XLA."""
+    """Returns FLOP/s of a large bf16 matmul through XLA."""
     x, y = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in range(2))
     multiply = jax.jit(jnp.matmul)
     return 2 * size**3 / (device_us(lambda: multiply(x, y)) * 1e-6)
 
 
 def table(cases: list[Case], others: bool, of_triton: list[dict[str, int]]) -> Iterator[dict[str, Any]]:
-    """One row a case and implementation, the run's ceiling first."""
+    """Yields one row a case and implementation, the run's ceiling first."""
     ceiling = round(matmul_ceiling() / 1e12)
     yield {"kernel": "matmul", "tflop_s": ceiling}
     runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, others, of_triton).items()]
@@ -193,8 +193,8 @@ def table(cases: list[Case], others: bool, of_triton: list[dict[str, int]]) -> I
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The bars of bf16 with 32 heads each: FlashInfer's times where it ran, and cuDNN's rate for a continued chunk; and
-    of backend triton mosaic's rate."""
+    """Yields the bars of bf16 with 32 heads each, and of backend triton mosaic's rate. They are FlashInfer's times
+    where it ran, and cuDNN's rate for a continued chunk."""
     found = {
         (row["peer"], tuple(row["q_lens"]), tuple(row["kv_lens"])): row
         for row in rows

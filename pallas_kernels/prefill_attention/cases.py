@@ -1,4 +1,4 @@
-"""Shapes of prefill_attention that tests and benchmarks share."""
+"""Lists shapes of prefill_attention that tests and benchmarks share."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +13,8 @@ from pallas_kernels.kv_pages import KVPages
 
 @dataclass(frozen=True)
 class Case:
-    """One call: chunk b adds q_lens[b] tokens to a sequence that then holds kv_lens[b]; `unused` rows follow."""
+    """Describes one call: chunk b adds q_lens[b] tokens to a sequence that then holds kv_lens[b]; `unused` rows
+    follow."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -28,7 +29,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """What the products with visible keys take: two of K and two of V a query, key and column."""
+        """Counts what the products with visible keys take: two of K and two of V a query, key and column."""
         window = max(self.kv_lens) if self.window is None else self.window
         seen = sum(min(kv - i, window) for q, kv in zip(self.q_lens, self.kv_lens) for i in range(q))
         return 4 * self.heads[0] * self.head_dim * seen
@@ -38,7 +39,8 @@ class Case:
         return self.head_dim**-0.5
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, KVPages, jax.Array, jax.Array, jax.Array]:
-        """q, pages, page_table, cu_q_lens and kv_lens: standard normal values, shuffled pages, one unowned page."""
+        """Returns q, pages, page_table, cu_q_lens and kv_lens: standard normal values, shuffled pages, one unowned
+        page."""
         rng = np.random.default_rng(seed)
         num_heads, num_kv_heads = self.heads
         num_pages = sum(-(-length // self.page_size) for length in self.kv_lens) + 1
@@ -57,8 +59,8 @@ CASES = tuple(Case(q_lens=(37, 0, 1, 5), kv_lens=(150, 9, 129, 5), unused=5, **s
 # Short chunks of many sizes, starts of sequences and continued ones, between two that are not short.
 _SHORT = (8, 16, 70, 30, 3, 1, 40, 0, 8, 7, 1, 2, 8, 70), (8, 16, 70, 30, 3, 12, 100, 5, 8, 16, 60, 2, 8, 300)
 
-# What the Mosaic kernel has beyond: tiles that are full, head dim 256, more rows than one tile's, many keys; chunks
-# that share a tile.
+# What the Mosaic kernel has beyond: full tiles, head dim 256, more rows than one tile's, many keys, and chunks that
+# share a tile.
 MOSAIC_CASES = tuple(
     Case(
         q_lens=q_lens, kv_lens=kv_lens, unused=3, heads=heads, head_dim=head_dim, page_size=page_size,
@@ -86,7 +88,7 @@ MOSAIC_CASES = tuple(
 
 _LLAMA_7B = {"heads": (32, 32), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
-# What the peers were measured on and a long prompt's last chunk; then, in bf16, shorter and mixed chunks; and many
+# What the peers were measured on and a long prompt's last chunk. Then, in bf16, shorter and mixed chunks, and many
 # short prompts at once.
 _CELLS = (((2048,), (2048,)), ((1024,) * 8, (1024,) * 8), ((16384,), (16384,)), ((2048,), (8192,)))
 _MORE_CELLS = (((512,) * 8, (512,) * 8), ((512,), (8192,)), ((1500, 300, 200, 48), (1500, 300, 4096, 2048)))

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the Hopper kernel of prefill_attention."""
+"""Computes attention in the Hopper kernel of prefill_attention: its computing warpgroups."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, ful
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
-    """A computing warpgroup: attention of its 64 rows of every tile."""
+    """Attends a computing warpgroup's 64 rows of every tile."""
     config = plan.config
     if config.alternate:  # the first warpgroup has the first turn
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
@@ -47,7 +47,8 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A warpgroup's 64 rows of a tile, at `position` of the sequence and after; `blocks` KV blocks came before."""
+    """Holds a warpgroup's 64 rows of a tile, at `position` of the sequence and after; `blocks` KV blocks came
+    before."""
 
     plan: Plan
     refs: Refs
@@ -65,7 +66,7 @@ class _Rows:
         return plgpu.ACC((WARPGROUP_ROWS, self.plan.head_dim), jnp.float32)
 
     def attend(self) -> tuple[jax.Array, jax.Array]:
-        """Unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
+        """Returns unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
         plan, tile, block = self.plan, self.tile, self.plan.config.block_kv
         lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
         acc = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
@@ -86,7 +87,7 @@ class _Rows:
         return self._product(tile.last - 1, acc, p), total
 
     def _step(self, j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
-        """P V of block j - 1, under which the scores and the softmax of block j are computed."""
+        """Computes P V of block j - 1, and under it the scores and the softmax of block j."""
         refs, slot = self.refs, self._slot
         acc, peak, total, p = carry
 
@@ -114,7 +115,7 @@ class _Rows:
         return acc, new_peak, new_total, new_p.astype(self.plan.dtype)
 
     def _scores(self, j: jax.Array) -> jax.Array:
-        """Q K^T of block j, alone."""
+        """Computes Q K^T of block j, alone."""
         refs, slot = self.refs, self._slot(j)
 
         def product(acc: Any) -> jax.Array:
@@ -129,7 +130,7 @@ class _Rows:
         return scores
 
     def _product(self, j: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
-        """acc + P V of block j, alone."""
+        """Computes acc + P V of block j, alone."""
         refs, slot = self.refs, self._slot(j)
         plgpu.barrier_wait(refs.v.ready.at[slot])
 
@@ -147,7 +148,7 @@ class _Rows:
     def _softmax(
         self, scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """P of block j (f32), the rows' new peak (in units of log2), and what earlier sums shrink by."""
+        """Returns P of block j (f32), the rows' new peak (in units of log2), and what earlier sums shrink by."""
         shape = scores.shape
         if masked:
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)

@@ -1,4 +1,4 @@
-"""Tunables of the kernels of prefill_attention, their tuned values, and what they support."""
+"""Lists tunables of the kernels of prefill_attention with their tuned values, and says what they support."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,7 @@ LONG = 512  # rows of a chunk, on average, from which keys are read for long eno
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel cuts its work.
-
-    The rows of a tile are 64 * warpgroups / heads.
-    """
+    """Says how the kernel cuts its work. The rows of a tile are 64 * warpgroups / heads."""
 
     block_kv: int = 128  # keys a step, aligned to absolute positions: it decides the order of sums
     stages: int = 2  # K and V blocks in flight
@@ -49,11 +46,10 @@ class Config:
 
 
 def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
-    """How many short chunks may share the 64 rows and block_kv keys of a warpgroup, fewest first; none: no packing.
-
-    Of k chunks each has 64 / k rows and block_kv / k keys for itself: whole pages, and whole steps of wgmma, which sums
-    over 16 keys at once, so that a chunk's sums do not tell where it lies. Each warpgroup takes another head.
-    """
+    """Returns how many short chunks may share the 64 rows and block_kv keys of a warpgroup, fewest first; none: no
+    packing. Of k chunks each has 64 / k rows and block_kv / k keys for itself: whole pages, and whole steps of wgmma.
+    wgmma sums over 16 keys at once, so that a chunk's sums do not tell where it lies. Each warpgroup takes another
+    head."""
     block = config.block_kv
     if not config.pack or num_heads % config.warpgroups or block & (block - 1):
         return ()
@@ -61,13 +57,10 @@ def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
 
 
 def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunks: int | None = None) -> Config:
-    """The tuned configuration for q [C, H, D] and pages (arrays, or their shapes and dtypes), and room for `num_chunks`
-    chunks (None: any).
-
-    Packing is compiled in where chunks are short on average, by the room that a step is compiled for. Short chunks are
-    then about three times as fast, but tiles of long ones are slower beside its code. Packed or alone, a chunk of
-    finite values has the same bits.
-    """
+    """Returns the tuned configuration for q [C, H, D] and pages, and room for `num_chunks` chunks (None: any). q and
+    pages are arrays, or their shapes and dtypes. Packing is compiled in where chunks are short on average, by the room
+    that a step is compiled for. Short chunks are then much faster, but tiles of long ones are slower beside its code.
+    Packed or alone, a chunk of finite values has the same bits."""
     num_rows, num_heads, head_dim = q.shape
     pack = num_chunks is None or num_rows < WARPGROUP_ROWS * num_chunks
     converts = any(pool.values.dtype != q.dtype for pool in (pages.k, pages.v))
@@ -86,7 +79,7 @@ def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Sizes and resources of the Triton kernel; `block_kv` decides the order of sums."""
+    """Holds sizes and resources of the Triton kernel; `block_kv` decides the order of sums."""
 
     tile_rows: int  # query rows of a program
     block_kv: int  # keys a step, aligned to absolute positions
@@ -95,8 +88,8 @@ class TritonConfig:
 
 
 def triton_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, chunks: int, hopper: bool) -> TritonConfig:
-    """The configuration for q [C, H, D] and room for `chunks` chunks on a device of compute capability 9.0, or of 8.0
-    to 8.9: the largest found that spills no registers. Stages do not change a result."""
+    """Returns the configuration for q [C, H, D] and room for `chunks` chunks. The device has compute capability 9.0, or
+    8.0 to 8.9. It is the largest found that spills no registers. Stages do not change a result."""
     rows, _, head_dim = q.shape
     converts = any(pool.values.dtype.itemsize == 1 for pool in (pages.k, pages.v))
     if head_dim > 128:

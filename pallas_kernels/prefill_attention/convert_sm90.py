@@ -1,4 +1,4 @@
-"""Stored K and V to registers, for the Hopper kernel of prefill_attention."""
+"""Converts stored K and V to registers, for the Hopper kernel of prefill_attention."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ RUN = 8  # consecutive columns of a thread: they share a scale, as groups are mu
 
 
 def layout_of(plan: Plan) -> Any:
-    """The layout of [SIDE, SIDE] registers that store to swizzled blocks 16 bytes a thread, RUN columns."""
+    """Returns the layout of [SIDE, SIDE] registers that store to swizzled blocks 16 bytes a thread, RUN columns."""
     return plgpu.Layout.SMEM_GMEM_COPY((SIDE, SIDE), plan.dtype, 128)
 
 
 def load_converted(raw: Any, scales: Any, fmt: KVFormat, plan: Plan, row: int, column: int) -> jax.Array:
-    """f32 [SIDE, SIDE] of a block as stored: raw [T, D] or packed [T, D/2],
-    scales f16 [pages, run * G] (with zeros 2G) or None."""
+    """Loads f32 [SIDE, SIDE] of a block as stored: raw [T, D] or packed [T, D/2]. scales are f16 [pages, run * G] (with
+    zeros 2G) or None."""
     layout, shape = layout_of(plan), (SIDE, SIDE)
     if fmt.dtype in ("float16", "bfloat16"):
         part = raw.at[pl.ds(row, SIDE), pl.ds(column, SIDE)]
@@ -59,7 +59,7 @@ def _add(x: ir.Value, value: int) -> ir.Value:
 
 
 def _load_run(raw: ir.Value, fmt: KVFormat, token: ir.Value, first: ir.Value) -> ir.Value:
-    """vector<RUN x f32>: the codes or values of RUN columns from `first` on."""
+    """Returns vector<RUN x f32>: the codes or values of RUN columns from `first` on."""
     i8, i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32))
     f16, f32 = ir.F16Type.get(), ir.F32Type.get()
     floats = ir.VectorType.get((RUN,), f32)
@@ -93,7 +93,7 @@ def _element(vec: ir.Value, i: int) -> ir.Value:
 
 
 def _load_numbers(scales: ir.Value, fmt: KVFormat, plan: Plan, token: ir.Value, first: ir.Value) -> list[ir.Value]:
-    """f32: the scale that the columns from `first` on share and, with zeros, what the code 0 stands for."""
+    """Returns the scale f32 that the columns from `first` on share and, with zeros, what the code 0 stands for."""
     assert fmt.group is not None
     f32, size = ir.F32Type.get(), _index(plan.run)
     page, offset = arith.divui(token, size), arith.remui(token, size)

@@ -1,8 +1,6 @@
-"""The warpgroups of the Hopper kernel of prefill_attention that feed the computing ones.
-
-One issues all copies from global memory, in the order in which they are consumed, and runs ahead across tiles. Pages of
-another format than the queries' go through others, which convert them on their way to wgmma's operands.
-"""
+"""Feeds the computing warpgroups of the Hopper kernel of prefill_attention. One warpgroup issues all copies from global
+memory, in the order in which they are consumed, and runs ahead across tiles. Pages of another format than the queries'
+go through others, which convert them on their way to wgmma's operands."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,8 +55,7 @@ def _wait_until_free(plan: Plan, n: jax.Array, barrier: Any) -> None:
 
 
 def _seen(tile: Tile, begin: jax.Array, first: int, layout: Any) -> jax.Array:
-    """bool [SIDE, SIDE]: whether tokens from begin + first on, one a row, are among those that the tile's chunk
-    sees."""
+    """Returns bool [SIDE, SIDE]: whether tokens from begin + first on, one a row, are seen by the tile's chunk."""
     token = begin + first + plgpu.broadcasted_iota(jnp.int32, (SIDE, SIDE), 0, layout=layout)
     return (token >= tile.low) & (token < tile.keys)
 
@@ -85,7 +82,7 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
 
 @dataclass(frozen=True)
 class _Pages:
-    """The pages of a KV block, one after the other, from token `begin` of theirs on, for a query head."""
+    """Finds the pages of a KV block, one after the other, from token `begin` of theirs on, for a query head."""
 
     numbers: Sequence[jax.Array]
     begin: jax.Array
@@ -145,7 +142,7 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
 
 
 def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.Array, copy: Any) -> None:
-    """V of a block with slots that no query sees: whatever they hold (NaN times zero is NaN) becomes zero."""
+    """Fetches V of a block with slots that no query sees: whatever they hold becomes zero, as NaN times zero is NaN."""
     pool, block = refs.v, plan.config.block_kv
     copy(pool.blocks.at[slot], refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
@@ -187,8 +184,8 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
 def _convert_block(
     plan: Plan, head: jax.Array, pool: Pool, fmt: KVFormat, n: jax.Array, seen: Callable[..., jax.Array] | None
 ) -> None:
-    """Converts the n-th KV block of this CTA; what `seen` says of [first token of it, layout] that no query
-    sees becomes zero."""
+    """Converts the n-th KV block of this CTA. Where `seen`, of [first token of it, layout], says that no query sees a
+    token, it becomes zero."""
     slot = plan.slot(n)
     plgpu.barrier_wait(pool.raw_ready.at[slot])
     _wait_until_free(plan, n, pool.free)

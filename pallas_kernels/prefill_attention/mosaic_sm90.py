@@ -1,9 +1,10 @@
-"""prefill_attention for Hopper, in Pallas Mosaic GPU: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) over pages.
+"""Runs prefill_attention on Hopper, in Pallas Mosaic GPU: FlashAttention-3 (arXiv:2407.08608) over pages.
 
 Persistent CTAs walk the work list. One warpgroup fetches query tiles and KV blocks, a TMA copy per page and head, and
-runs ahead across tiles; pages of another format are converted by one or two of their own. Each computing warpgroup
-holds 64 query rows of one head; it issues the next block's Q K^T, then this block's P V, and does the next block's
-softmax while P V runs. Two of them take turns at the tensor cores. Short chunks share a warpgroup (pack_sm90.py).
+runs ahead across tiles. Pages of another format are converted by one or two warpgroups of their own. Each computing
+warpgroup holds 64 query rows of one head. It issues the next block's Q K^T, then this block's P V, and does the next
+block's softmax while P V runs. Two of them take turns at the tensor cores. Short chunks share a warpgroup
+(pack_sm90.py).
 """
 
 from functools import partial
@@ -38,11 +39,9 @@ def prefill_attention(
     first: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py.
-
+    """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py.
     `work` carries its configuration; `config` is that of the list made here without one. Raises ValueError for a list
-    made for another window, and NotImplementedError for what isn't supported.
-    """
+    made for another window, and NotImplementedError for what isn't supported."""
     all_rows, num_heads, head_dim = q.shape
     num_rows = all_rows - first
     _, num_kv_heads, page_size, _ = pages.k.values.shape

@@ -1,9 +1,9 @@
-"""Short chunks that share a computing warpgroup of the Hopper kernel of prefill_attention.
+"""Packs short chunks that share a computing warpgroup of the Hopper kernel of prefill_attention.
 
 A chunk of 8 tokens leaves 56 of a wgmma's 64 rows idle, and 120 of a block's 128 keys. So several share both, each with
-rows and keys of its own, and see their own keys alone. What a chunk's values are must not reach the others, not even
-through 0 * NaN: values that are not finite become zero, and the scores of their keys NaN, which only rows that see them
-take up. Sums over keys are the same wherever a chunk lies, since what is added before and after is zero.
+rows and keys of its own, and see their own keys alone. A chunk's values must not reach the others, not even through 0 *
+NaN. So values that are not finite become zero, and the scores of their keys NaN. Only rows that see them take NaN up.
+Sums over keys are the same wherever a chunk lies, since what is added before and after is zero.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SIDE = 64  # tokens and columns of V that are in registers at once
 
 
 def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
-    """Attention of one head of packed chunks, over the wg-th of the KV blocks that come after `blocks`."""
+    """Attends one head of packed chunks, over the wg-th of the KV blocks that come after `blocks`."""
     del n
     positions = [refs.tiles[pack.tile(i), POSITION] for i in range(max(plan.packings))]  # before anything is waited for
     plgpu.barrier_wait(refs.boxes_ready)
@@ -70,7 +70,7 @@ def _pass_by(plan: Plan, blocks: jax.Array, span: tuple[Any, Any], barriers: Seq
 
 
 def _scores(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array) -> jax.Array:
-    """Q K^T [64, T], NaN for keys whose value is not finite: 0 V^T is part of the sum."""
+    """Computes Q K^T [64, T], NaN for keys whose value is not finite: 0 V^T is part of the sum."""
     block = plan.config.block_kv
     zeros = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA).astype(plan.dtype)
 
@@ -94,7 +94,8 @@ def _clean(plan: Plan, refs: Refs, slot: jax.Array) -> None:
 
 
 def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
-    """bool [64, T]: whether a row's query sees a column's key; each slot's first query stands at its position."""
+    """Returns bool [64, T]: whether a row's query sees a column's key; each slot's first query stands at its
+    position."""
     rows, columns = WARPGROUP_ROWS, plan.config.block_kv
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
     column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
@@ -113,8 +114,6 @@ def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
 
 
 def _product(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array, p: jax.Array) -> jax.Array:
-    """P V [64, D]."""
-
     def product(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, p, refs.v.blocks.at[slot])
         return lax.optimization_barrier(acc[...])

@@ -1,4 +1,4 @@
-"""What the warpgroups of the Hopper kernel of prefill_attention share: sizes, memory, and the walk over tiles."""
+"""Holds what the warpgroups of the Hopper kernel of prefill_attention share: sizes, memory, and the walk over tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, RO
 from pallas_kernels.ring_sm90 import slot_of
 from pallas_kernels.smem_sm90 import swizzled
 
-# Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them: moved to where
-# they are needed, out of what the launch took (64 Ki over the threads, rounded down to a multiple of 8; to ask for more
-# is to wait forever).
+# Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them. They are moved
+# to where they are needed, out of what the launch took. That is 64 Ki over the threads, rounded down to a multiple of
+# 8. To ask for more is to wait forever.
 REGISTERS = {
     (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
     (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
@@ -30,7 +30,7 @@ SCALES = 64  # the fewest that a copy moves: 128 bytes, where the next may begin
 
 
 class Pool(NamedTuple):
-    """K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
+    """Holds K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
 
     values: Any  # global
     scales: Any  # flat: [N, K * P * G], with zeros 2G
@@ -44,7 +44,7 @@ class Pool(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Global arrays and shared memory of the kernel."""
+    """Holds global arrays and shared memory of the kernel."""
 
     q: Any
     table: Any
@@ -64,7 +64,7 @@ class Refs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One query tile: scalars of the work list, its query heads, and its KV blocks first <= j < last."""
+    """Describes one query tile: scalars of the work list, its query heads, and its KV blocks first <= j < last."""
 
     chunk: jax.Array
     row: jax.Array
@@ -78,8 +78,8 @@ class Tile(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Short chunks, each of one tile, that share a warpgroup: the i-th has its rows from i * rows on, and its keys from
-    i * columns on. Warpgroup w computes head + w, with a KV block of its own."""
+    """Describes short chunks, each of one tile, that share a warpgroup. The i-th has its rows from i * rows on, and its
+    keys from i * columns on. Warpgroup w computes head + w, with a KV block of its own."""
 
     first: jax.Array  # of their tiles, which follow each other
     chunks: jax.Array
@@ -89,21 +89,21 @@ class Pack(NamedTuple):
     head: jax.Array
 
     def tile(self, slot: Any) -> jax.Array:
-        """The tile in a slot; where there is none, another."""
+        """Returns the tile in a slot; where there is none, another."""
         return self.first + jnp.minimum(slot, self.chunks - 1)
 
     def tile_at(self, place: int, size: int) -> jax.Array:
-        """The tile of the slot that a place is in, where all slots together have `size` places."""
+        """Returns the tile of the slot that a place is in, where all slots together have `size` places."""
         return self.tile(quotient(place * self.slots, size))
 
 
 def quotient(a: jax.Array, b: int) -> jax.Array:
-    """The quotient of numbers that are not negative: `//` asks for signs, which is more to run and to lower."""
+    """Divides numbers that are not negative: `//` asks for signs, which is more to run and to lower."""
     return lax.div(a, jnp.int32(b))
 
 
 def flat_scales(pool: Pages) -> jax.Array | None:
-    """The pool's scales such that a copy may take some of the next heads' along: [N, K * P * G]."""
+    """Returns the pool's scales such that a copy may take some of the next heads' along: [N, K * P * G]."""
     if pool.scales is None:
         return None
     scales = pool.scales.reshape(pool.num_pages, -1)
@@ -113,7 +113,7 @@ def flat_scales(pool: Pages) -> jax.Array | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Static sizes."""
+    """Holds static sizes."""
 
     num_heads: int
     num_kv_heads: int
@@ -148,32 +148,33 @@ class Plan:
 
     @property
     def run(self) -> int:
-        """Tokens of such a copy."""
+        """Counts the tokens of a copy of scales."""
         return min(self.page_size, self.config.block_kv)
 
     def converts(self, fmt: KVFormat) -> bool:
-        """Whether blocks of this format are converted before wgmma takes them."""
+        """Returns whether blocks of this format are converted before wgmma takes them."""
         return fmt.storage_dtype != self.dtype
 
     @property
     def warpgroups(self) -> int:
-        """The computing ones, the one that fetches, and the one that converts."""
+        """Counts the computing warpgroups, the one that fetches, and the one that converts."""
         converted = self.converts(self.k_format) or self.converts(self.v_format)
         return self.config.warpgroups + 1 + converted
 
     def copied_scales(self, fmt: KVFormat) -> int:
-        """Scales, and zeros, that come with each copy of values: its own, and where those are few, some neighbours'."""
+        """Counts scales, and zeros, that come with each copy of values: its own, and where those are few, some
+        neighbours'."""
         own = self.run * fmt.numbers(self.head_dim)
         return max(SCALES, own) if own else 0
 
     def scale_copies(self, fmt: KVFormat) -> list[pl.Slice]:
-        """The copies that bring them: of a dimension, each takes up to 256."""
+        """Counts the copies that bring scales: of a dimension, each takes up to 256."""
         count = self.copied_scales(fmt)
         return [pl.ds(start, min(256, count)) for start in range(0, count, 256)]
 
     def scale_start(self, fmt: KVFormat, head: jax.Array, token: Any) -> tuple[jax.Array, Any]:
-        """Where in a page's flat scales the copies begin that bring those of a query head, from a token of the page
-        on, and where in what they bring those begin."""
+        """Returns where in a page's flat scales a query head's copies begin, and where in these its own scales begin.
+        They begin from a token of the page on."""
         numbers = fmt.numbers(self.head_dim)
         start = (self.kv_head(head) * self.page_size + token) * numbers
         if self.run * numbers >= SCALES:
@@ -185,7 +186,7 @@ class Plan:
         return quotient(head, self.num_heads // self.num_kv_heads)
 
     def slot(self, n: jax.Array) -> jax.Array:
-        """Where the n-th KV block of a CTA lies."""
+        """Returns where the n-th KV block of a CTA lies."""
         return slot_of(n, self.config.stages)
 
     def scratch(self) -> dict[str, Any]:
@@ -230,11 +231,9 @@ def for_each_tile(
     body: Callable[[Tile, jax.Array, jax.Array], None],
     pack_body: Callable[[Pack, jax.Array, jax.Array], None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls body(tile, n, blocks) or pack_body(pack, n, blocks) for the n-th tile or pack of this CTA, `blocks` KV
-    blocks done; returns both totals.
-
-    Tiles are dealt out longest first, back and forth, which evens out what the CTAs get; then packs.
-    """
+    """Calls body(tile, n, blocks) or pack_body(pack, n, blocks) for the n-th tile or pack of this CTA. `blocks` KV
+    blocks are done by then. Returns both totals. Tiles are dealt out longest first, back and forth, which evens out
+    what the CTAs get; then packs."""
     ctas = plan.config.ctas
     cta = lax.axis_index("cta")
     alone = refs.count[0] * (plan.num_heads // plan.config.heads)
@@ -273,12 +272,13 @@ def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
 
 
 def lowest_key(plan: Plan, position: jax.Array) -> jax.Array:
-    """The first key that the query at a position sees."""
+    """Returns the first key that the query at a position sees."""
     return jnp.int32(0) if plan.window is None else jnp.maximum(position - (plan.window - 1), 0)
 
 
 def _pack_bounds(plan: Plan, refs: Refs) -> list[tuple[jax.Array, jax.Array]]:
-    """Where each kind of packs begins: the packs and tiles that come before. Last, how many there are in all."""
+    """Returns where each kind of packs begins: the packs and tiles that come before. Last, how many there are in
+    all."""
     bounds = [(jnp.int32(0), refs.count[0])]
     for i, slots in enumerate(plan.packings):
         (packs, tiles), count = bounds[-1], refs.count[1 + i]

@@ -1,4 +1,4 @@
-"""prefill_attention from its formula, one query at a time in float64 numpy."""
+"""Computes prefill_attention from its formula, one query at a time in float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,7 +16,8 @@ def prefill_attention(
     scale: float,
     window: int | None,
 ) -> np.ndarray:
-    """Arguments as api.py's, concrete -> float64 [C, H, D]. Raises ValueError for lengths and pages out of range."""
+    """Returns float64 [C, H, D]. Arguments are api.py's, concrete. Raises ValueError for lengths and pages out of
+    range."""
     queries, tables, bounds = np.asarray(q).astype(np.float64), np.asarray(page_table), np.asarray(cu_q_lens)
     pages = to_numpy(pages)
     if bounds[0] != 0 or np.any(np.diff(bounds) < 0) or bounds[-1] > len(queries):

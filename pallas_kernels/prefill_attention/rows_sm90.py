@@ -1,4 +1,4 @@
-"""A computing warpgroup's 64 rows in the Hopper kernel of prefill_attention: softmax, and the way out."""
+"""Computes softmax of a warpgroup's 64 rows in the Hopper kernel of prefill_attention, and copies them out."""
 
 import math
 from typing import Any
@@ -21,7 +21,8 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 
 def exponentials(scores: jax.Array, peak: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """P f32 [64, T] of masked scores (-inf), the rows' new peak (in units of log2), and what earlier sums shrink by."""
+    """Returns P f32 [64, T] of masked scores (-inf), the rows' new peak (in units of log2), and what earlier sums
+    shrink by."""
     to_log2 = scale * math.log2(math.e)
     new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
     p = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
@@ -29,7 +30,7 @@ def exponentials(scores: jax.Array, peak: jax.Array, scale: float) -> tuple[jax.
 
 
 def copy_rows(source: Any, target: Any) -> None:
-    """Rows of shared memory from plain to swizzled or back, 16 bytes a thread at a time."""
+    """Copies rows of shared memory from plain to swizzled or back, 16 bytes a thread at a time."""
     layout = plgpu.Layout.SMEM_GMEM_COPY(source.shape, source.dtype, 128)
     target[...] = plgpu.load(source, layout=layout)
 
@@ -45,7 +46,7 @@ def stage_queries(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
 
 def _turned(plan: Plan, rows: jax.Array) -> jax.Array:
-    """Rows [64, D] of which four lanes have one each, and another."""
+    """Returns rows [64, D] of which four lanes have one each, and another."""
     return turn(rows, plgpu.Layout.WGMMA, plan.head_dim, lanes=4, rows=2)
 
 

@@ -1,5 +1,5 @@
-"""prefill_attention for Ampere, Ada and Hopper: a program has a tile of query rows of one head, and reads the keys that
-these see, block by block."""
+"""Runs prefill_attention on Ampere, Ada and Hopper. A program has a tile of query rows of one head, and reads the keys
+that these see, block by block."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def prefill_attention(
     window: int | None,
     work: Work | None = None,
 ) -> jax.Array:
-    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py."""
+    """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py."""
     if q.shape[0] == 0 or page_table.shape[0] == 0:
         return jnp.zeros_like(q)
     work = work or plan(q, pages, cu_q_lens, kv_lens, window=window)
@@ -47,7 +47,7 @@ def plan(
     *,
     window: int | None = None,
 ) -> Work:
-    """The work list of a step, in tiles of this kernel's size."""
+    """Returns the work list of a step, in tiles of this kernel's size."""
     config = triton_config(q, pages, kv_lens.shape[0], on_hopper())
     return make_work(q, pages, cu_q_lens, kv_lens, window=window, config=config)
 
@@ -59,8 +59,8 @@ def launch(
     work: Work,
     scale: float,
 ) -> Launch:
-    """The launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the page table, and
-    the tiles and the count of the work list."""
+    """Returns the launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the page
+    table, and the tiles and the count of the work list."""
     (_, H, D), (K, page), config = q.shape, pages.k.values.shape[1:3], work.config
     if not isinstance(config, TritonConfig):
         raise ValueError("work was made for backend mosaic, not triton")

@@ -1,4 +1,4 @@
-"""The work list of prefill_attention: chunks cut into tiles of query rows, the longest first, and short ones packed."""
+"""Plans prefill_attention: chunks cut into tiles of query rows, the longest first, and short ones packed."""
 
 from dataclasses import dataclass, field
 
@@ -15,13 +15,11 @@ CHUNK, ROW, ROWS, POSITION, KEYS, NUM_COLUMNS = range(6)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Work:
-    """What the tiles of a step are; depends on lengths alone, so that one list serves every layer.
-
-    tiles i32[W, 5], one row a tile: its chunk, its first row of q, its rows, the position of its first row in the
-    sequence, and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that
-    they come out zero. count i32[1 + P]: the first count[0] tiles are each computed alone; then come count[1 + i] of
-    which packings[i] at a time share a warpgroup.
-    """
+    """Describes the tiles of a step; depends on lengths alone, so that one list serves every layer. tiles i32[W, 5] has
+    one row a tile: its chunk, its first row of q and its rows. Then come the position of its first row in the sequence,
+    and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that they come
+    out zero. By count i32[1 + P] the first count[0] tiles are each computed alone. Then come count[1 + i] of which
+    packings[i] at a time share a warpgroup."""
 
     tiles: jax.Array
     count: jax.Array
@@ -38,12 +36,10 @@ def make_work(
     window: int | None = None,
     config: Config | TritonConfig | None = None,
 ) -> Work:
-    """The work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are enough.
-
-    A static number of tiles: full ones, and one partial tile a chunk. Sorted by the keys that they read, so that what
-    starts last is short: the order decides when a tile is computed, never what it holds. How many share a warpgroup
-    depends on their own rows and keys alone.
-    """
+    """Returns the work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are
+    enough. It has a static number of tiles: full ones, and one partial tile a chunk. They are sorted by the keys that
+    they read, so that what starts last is short. The order decides when a tile is computed, never what it holds. How
+    many share a warpgroup depends on their own rows and keys alone."""
     config = config or choose_config(q, pages, kv_lens.shape[0])
     packed = packings(config, q.shape[1], pages.k.page_size) if isinstance(config, Config) else ()
     num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows

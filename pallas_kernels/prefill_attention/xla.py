@@ -1,4 +1,4 @@
-"""prefill_attention in plain jnp: each chunk is cut into tiles of query rows."""
+"""Runs prefill_attention in plain jnp: each chunk is cut into tiles of query rows."""
 
 from functools import partial
 
@@ -24,8 +24,8 @@ def prefill_attention(
     tile: int | None = None,
     apart: Run = plainly,
 ) -> jax.Array:
-    """q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1], kv_lens i32[B] -> [C, H, D]; see api.py. `tile`: rows of
-    a tile, by default no more than there are; `apart` runs what is each tile's own."""
+    """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py.
+    `tile`: rows of a tile, by default no more than there are. `apart` runs what is each tile's own."""
     num_rows, num_heads, head_dim = q.shape
     num_chunks = page_table.shape[0]
     if num_rows == 0 or num_chunks == 0:

@@ -1,4 +1,4 @@
-"""One sampled token a row of logits, without a sort."""
+"""Samples one token a row of logits, without a sort."""
 
 from pallas_kernels.sample.api import sample
 from pallas_kernels.sample.parts import sample_parts

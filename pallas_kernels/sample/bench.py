@@ -1,9 +1,9 @@
-"""How long sample takes on the device, next to the same in plain jnp and to sorting each row.
+"""Measures sample on the device, next to the same in plain jnp and to sorting each row.
 
     python -m pallas_kernels.sample.bench [--json] [--rows 1 64 512] [--triton] [--record]
 
-Bytes are those that must move: the logits in, once. Times are of kernels and copies, without the gaps in which the host
-waits for what plain jnp asks it: `wall_us` has these.
+Bytes are what must move: the logits in, once. Times are of kernels and copies, without the gaps in which the host waits
+for what plain jnp asks it: `wall_us` has these.
 """
 
 import sys
@@ -36,7 +36,7 @@ CALLS = 20  # for the wall clock
 
 
 def by_sorting(logits: jax.Array, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any) -> jax.Array:
-    """A draw of the same distribution as one would first write it, in the order of ranks rather than of tokens."""
+    """Draws from the same distribution as one would first write it, in the order of ranks rather than of tokens."""
     values, ids = jax.lax.sort_key_val(-logits, jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1))
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     p = jax.nn.softmax(-values / jnp.maximum(temperature, 1e-6)[:, None], axis=1)
@@ -76,7 +76,7 @@ def table(
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The targets of the peer "mosaic", and XLA's time everywhere."""
+    """Yields the targets of the peer "mosaic", and XLA's time everywhere."""
     xla = {(row["R"], row["V"], row["asked"]): row["us"] for row in rows if row["peer"] == "xla"}
     for row in (row for row in rows if row["peer"] == "mosaic"):
         name, us = f"R={row['R']} V={row['V']} {row['asked']}", row["us"]

@@ -1,8 +1,8 @@
-"""What the warpgroups of a block do together: sums and maxima that all of them get, and bisection by these.
+"""Reduces over the warpgroups of a block: sums and maxima that all of them get, and bisection by these.
 
-A reduction goes through shared memory once: each thread leaves one number, then one barrier of the block, then every
-warp reads all numbers and reduces them in one and the same order. Successive reductions use different areas, so that no
-second barrier is needed: who comes to an area again has passed the barrier of the one between.
+A reduction goes through shared memory once: each thread leaves one number, then there is one barrier of the block. Then
+every warp reads all numbers and reduces them in one and the same order. Successive reductions use different areas, so
+that no second barrier is needed. Who comes to an area again has passed the barrier of the one between.
 """
 
 import enum
@@ -24,7 +24,8 @@ NUMBERS = 3  # that are reduced at once
 
 
 class Area(enum.IntEnum):
-    """Loops take the first two in turn, and come one after another only with a single reduction between them."""
+    """Names areas for reductions. Loops take the first two in turn. Loops come one after another only with a single
+    reduction between them."""
 
     LOOP, OTHER, TOP, TOKEN, MASS, PROOF = range(6)
 
@@ -42,18 +43,18 @@ ALL_LAYOUT = _tiled(
 
 @dataclass(frozen=True)
 class Block:
-    """One warpgroup's view of the block."""
+    """Gives one warpgroup's view of the block."""
 
     warpgroup: jax.Array
     scratch: Any  # f32[areas, NUMBERS, 128 * warpgroups]
     barrier: Any
 
     def sums(self, pieces: Sequence[jax.Array], area: Any) -> list[jax.Array]:
-        """Of each f32[128, 4], its sum over all warpgroups."""
+        """Returns the sum over all warpgroups of each f32[128, 4]."""
         return self._reduce([(piece, jnp.sum) for piece in pieces], area)
 
     def extremes(self, largest: Sequence[jax.Array], smallest: Sequence[jax.Array], area: Any) -> list[jax.Array]:
-        """The maxima, then the minima, of pieces f32[128, 4] over all warpgroups."""
+        """Returns the maxima, then the minima, of pieces f32[128, 4] over all warpgroups."""
         return self._reduce([(x, jnp.max) for x in largest] + [(x, jnp.min) for x in smallest], area)
 
     def _reduce(self, pairs: Sequence[tuple[jax.Array, Callable[..., jax.Array]]], area: Any) -> list[jax.Array]:
@@ -70,7 +71,7 @@ class Block:
 
 
 def scratch(warpgroups: int) -> list[Any]:
-    """Block's scratch and barrier."""
+    """Returns Block's scratch and barrier."""
     return [
         plgpu.SMEM((len(Area), NUMBERS, THREADS * warpgroups), jnp.float32),
         plgpu.Barrier(num_arrivals=warpgroups),
@@ -82,11 +83,9 @@ Probe = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], Sequence
 
 
 def last(probe: Probe, low: jax.Array, high: jax.Array, pivots: int) -> jax.Array:
-    """The last i32 of low .. high - 1 at which something holds that holds at `low` and never again once it doesn't.
-
-    probe(numbers, area) tells for each of 1 or 3 numbers, in ascending order, whether it holds; and for each whether
-    the search may end there, or None. It reduces once, in that area; the first is Area.LOOP.
-    """
+    """Returns the last i32 of low .. high - 1 at which something holds. It holds at `low`, and never again once it
+    doesn't. probe(numbers, area) tells for each of 1 or 3 numbers, in ascending order, whether it holds. For each it
+    also tells whether the search may end there, or None. It reduces once, in that area; the first is Area.LOOP."""
 
     def more(state: State) -> jax.Array:
         _, low, high = state
@@ -109,17 +108,17 @@ def last(probe: Probe, low: jax.Array, high: jax.Array, pivots: int) -> jax.Arra
 
 
 def _middle(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Half way, rounded down, of numbers whose difference may be too large."""
+    """Returns the middle, rounded down, of numbers whose difference may be too large."""
     return (a & b) + lax.shift_right_arithmetic(a ^ b, jnp.int32(1))
 
 
 def image(x: jax.Array) -> jax.Array:
-    """i32 in the order of a float32 scalar that is not NaN; its own inverse but for the types."""
+    """Maps a float32 scalar that is not NaN to an i32 of the same order; its own inverse except for the types."""
     return _flip(lax.bitcast_convert_type(x, jnp.int32))
 
 
 def number(image: jax.Array) -> jax.Array:
-    """The float32 of an image."""
+    """Returns the float32 of an image."""
     return lax.bitcast_convert_type(_flip(image), jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Rows of sample that tests and benchmarks share."""
+"""Lists rows of sample that tests and benchmarks share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ MIXED = (  # every filter alone and with others, between greedy rows
 
 @dataclass(frozen=True)
 class Case:
-    """One call: R rows of V logits."""
+    """Describes one call: R rows of V logits."""
 
     rows: int
     vocabulary: int
@@ -43,12 +43,12 @@ class Case:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What names the case in a table."""
+        """Names the case in a table."""
         return {"R": self.rows, "V": self.vocabulary, "asked": self.asked}
 
     @property
     def moved_bytes(self) -> int:
-        """What must move: the logits in, once."""
+        """Counts what must move: the logits in, once."""
         return 4 * self.rows * self.vocabulary
 
 
@@ -58,7 +58,7 @@ BENCH_CASES = tuple(
 
 
 def arguments(asked: list[dict[str, float]], seed: int = 0) -> tuple[jax.Array, ...]:
-    """temperature, top_k, top_p, min_p and keys of rows that ask for this."""
+    """Returns temperature, top_k, top_p, min_p and keys of rows that ask for this."""
     defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     columns = [np.asarray([(defaults | row)[name] for row in asked]) for name in defaults]
     dtypes = (np.float32, np.int32, np.float32, np.float32)

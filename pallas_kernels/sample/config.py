@@ -1,4 +1,4 @@
-"""What the kernels support, and their tunables. Light to import."""
+"""Says what the kernels support, and lists their tunables. Imports no Pallas."""
 
 from dataclasses import dataclass
 
@@ -24,13 +24,13 @@ def check_supported(dtype: str, rows: int, vocabulary: int) -> None:
 
 
 def padded(vocabulary: int) -> int:
-    """Logits of a row as the kernels read it: whole vectors, and one piece at least."""
+    """Returns the logits of a row as the kernels read it: whole vectors, and one piece at least."""
     return max(-(-vocabulary // VECTOR) * VECTOR, PIECE)
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is cut, and what of it is held."""
+    """Says how a row is cut, and what of it is held."""
 
     warpgroups: int = 4  # that share a row
     pieces: int = 4  # of 512 logits that a warpgroup loads before it waits
@@ -47,17 +47,17 @@ class Config:
 
     @property
     def chunk(self) -> int:
-        """Logits that the block loads at once."""
+        """Counts the logits that the block loads at once."""
         return self.warpgroups * self.pieces * PIECE
 
     def parts(self, vocabulary: int) -> tuple[int, int]:
-        """How many parts a row is cut into, and of how many chunks each is: a row's length alone decides it."""
+        """Returns how many parts a row is cut into, and of how many chunks each is: a row's length alone decides it."""
         chunks = -(-vocabulary // self.chunk)
         each = max(PART, -(-chunks // MOST_PARTS))
         return -(-chunks // each), each
 
     def cuts(self, vocabulary: int) -> bool:
-        """Whether a row with filters is searched in what its parts keep: again, its length alone decides."""
+        """Returns whether a row with filters is searched in what its parts keep: again, its length alone decides."""
         return self.kept > 0 and -(-vocabulary // self.chunk) * self.pieces > self.held
 
     def check(self, vocabulary: int) -> None:
@@ -70,13 +70,13 @@ CONFIGS = (Config(), Config(pieces=2), Config(pieces=1), Config(2, 1), Config(1,
 
 
 def choose_config(vocabulary: int) -> Config:
-    """The configuration for rows of that many logits: the largest chunks that they fill."""
+    """Returns the configuration for rows of that many logits: the largest chunks that they fill."""
     return next(config for config in CONFIGS if config.chunk <= vocabulary)
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """How the Triton kernels cut a row: `block` decides the order of sums."""
+    """Says how the Triton kernels cut a row: `block` decides the order of sums."""
 
     part: int = 4096  # logits of a program
     warps: int = 8

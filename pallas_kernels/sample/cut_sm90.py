@@ -1,10 +1,10 @@
-"""The largest logits of a row's parts, in place of the row, where a search passes over a row many times.
+"""Keeps the largest logits of a row's parts, in place of the row, where a search passes over a row many times.
 
-A part's block keeps, for each of 512 slots (a token's position modulo 512: one element of a thread's vector), the
-largest few logits in descending order, in registers and without a word between threads. What it drops, it drops for
-good; but it remembers the largest number dropped. A threshold above the largest that any part dropped is thus proven:
-every logit that reaches it was kept, so that counts and masses over what was kept are those of the row. Where no such
-threshold will do, the caller searches the row itself. Both follow from the row alone, never from the batch.
+A slot is a token's position modulo 512: one element of a thread's vector. For each of 512 slots a part's block keeps
+the largest few logits in descending order. They are in registers, without a word between threads. What it drops, it
+drops for good, but it remembers the largest number dropped. A threshold above the largest that any part dropped is thus
+proven: every logit that reaches it was kept. So counts and masses over what was kept are those of the row. Where no
+such threshold will do, the caller searches the row itself. Both follow from the row alone, never from the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from pallas_kernels.sample.row_sm90 import INFINITY, Held, Pieces, Row, Weights,
 
 
 def keep(row: Row, first: Any, chunks: int, each: int) -> tuple[Pieces, jax.Array]:
-    """The largest `each` logits f32[128, 4] of every slot of a part, in descending order, -inf where it has fewer; and
-    for each slot the largest that was dropped."""
+    """Returns the largest `each` logits f32[128, 4] of every slot of a part, and for each slot the largest dropped one.
+    They are in descending order, -inf where a slot has fewer."""
 
     def step(chunk: Any, raw: Pieces, carry: tuple[Pieces, jax.Array]) -> tuple[Pieces, jax.Array]:
         kept, dropped = carry
@@ -33,7 +33,7 @@ def keep(row: Row, first: Any, chunks: int, each: int) -> tuple[Pieces, jax.Arra
 
 
 def insert(kept: Sequence[jax.Array], x: jax.Array) -> tuple[Pieces, jax.Array]:
-    """Descending pieces with x among them, and what no longer fits."""
+    """Returns descending pieces with x among them, and what no longer fits."""
     found = []
     for y in kept:
         found.append(jnp.maximum(x, y))
@@ -42,7 +42,7 @@ def insert(kept: Sequence[jax.Array], x: jax.Array) -> tuple[Pieces, jax.Array]:
 
 
 def mass(row: Row, first: Any, chunks: int, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """A piece that adds up to the weights of a part."""
+    """Returns a piece that adds up to the weights of a part."""
 
     def step(chunk: Any, raw: Pieces, total: jax.Array) -> jax.Array:
         for x in row.own(chunk, raw):
@@ -53,8 +53,8 @@ def mass(row: Row, first: Any, chunks: int, weigh: Callable[[jax.Array], jax.Arr
 
 
 class Kept(Held):
-    """Held, of what a row's parts have kept: f32[parts, each, 128, 4] in memory. Each warpgroup takes its share of
-    every part."""
+    """Searches, as Held does, what a row's parts have kept: f32[parts, each, 128, 4] in memory. Each warpgroup takes
+    its share of every part."""
 
     def __init__(self, kept: Any, warpgroup: jax.Array, warpgroups: int, weights: Weights, ref: Any):
         parts, each = kept.shape[:2]

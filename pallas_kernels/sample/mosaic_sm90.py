@@ -1,13 +1,15 @@
-"""sample on Hopper, in two kernels; what a row asks for is a branch of its own blocks, and the host need not know it.
+"""Runs sample on Hopper, in two kernels.
 
-The first cuts a row into parts, a block of one warpgroup to each. Of a row without filters it gives each part's best
-score, that is logit / temperature + Gumbel noise, in one pass from memory; of others the largest logit, which is all
-for a greedy row. Both tell where it is, and whether all logits are finite. A row's length alone says how it is cut.
+What a row asks for is a branch of its own blocks, and the host need not know it. The first kernel cuts a row into
+parts, a block of one warpgroup to each. A row's length alone says how it is cut. Of a row without filters it gives each
+part's best score, that is logit / temperature + Gumbel noise, in one pass from memory. Of others it gives the largest
+logit, which is all for a greedy row. Both tell where it is, and whether all logits are finite.
 
-The second takes the best of a row's parts. For a row with filters its block of four warpgroups then finds the threshold
-by bisection over the float's integer image, as in xla.py, over registers where the row fits; and draws among the logits
-that reach it, with noise for these alone. Of a longer row, the first kernel keeps what may matter (cut_sm90.py), and
-the second searches this; where that proves nothing, it reads the row from L2 in each pass, with three pivots.
+The second takes the best of a row's parts. For a row with filters its block of four warpgroups then finds the
+threshold. It bisects over the float's integer image, as in xla.py, over registers where the row fits. It draws among
+the logits that reach the threshold, with noise for these alone. Of a longer row, the first kernel keeps what may matter
+(cut_sm90.py), and the second searches this. Where that proves nothing, it reads the row from L2 in each pass, with
+three pivots.
 
 Scores are logarithms to base 2.
 """
@@ -50,7 +52,7 @@ def sample(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """logits f32[R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py."""
+    """Returns tokens i32[R] and finite bool[R]; see api.py. Takes logits f32[R, V], keys u32[R, 4], the rest [R]."""
     rows, size = logits.shape
     check_supported(str(logits.dtype), rows, size)
     vocabulary = padded(size)
@@ -100,13 +102,13 @@ def _kernel(
 
 
 def scratch(vocabulary: int, config: Config) -> list[Any]:
-    """Shared memory of a row's block: for reductions, and the weights of a row that is held."""
+    """Returns the shared memory of a row's block: for reductions, and the weights of a row that is held."""
     held = [plgpu.SMEM((_held(vocabulary, config) * config.warpgroups, THREADS, VECTOR), jnp.float32)]
     return block_sm90.scratch(config.warpgroups) + (held if _held(vocabulary, config) else [])
 
 
 def _held(vocabulary: int, config: Config) -> int:
-    """Pieces that a warpgroup holds, of the row or of what its parts keep; 0 where they are too many."""
+    """Counts the pieces that a warpgroup holds, of the row or of what its parts keep; 0 where they are too many."""
     if config.cuts(vocabulary):
         return replace(config, warpgroups=1).parts(vocabulary)[0] * config.kept // config.warpgroups
     pieces = -(-vocabulary // config.chunk) * config.pieces
@@ -118,10 +120,11 @@ def _draw_part(
     scores: Any, shifts: Any, tokens: Any, *rest: Any,
     vocabulary: int, size: int, config: Config,
 ) -> None:  # fmt: skip
-    """The best score f32[R, parts] of a part, to which its shift / temperature is to be added, and the token that has
-    it, or its complement where not all logits are finite; for greedy and filtered rows, the largest logit. Of a row
-    that is cut and has top-k or top-p also the part's mass in units of its largest logit's, the largest logit dropped,
-    both f32[R, parts], and those kept, f32[R, parts, kept, 128, 4]; of other rows these are not written."""
+    """Stores a part's best score f32[R, parts], to which its shift / temperature is to be added, and the token that has
+    it. The token is its complement where not all logits are finite. Greedy and filtered rows have the largest logit. Of
+    a row that is cut and has top-k or top-p there is more, which is not written for other rows. It is the part's mass
+    in units of its largest logit's and the largest logit dropped, both f32[R, parts], and those kept, f32[R, parts,
+    kept, 128, 4]."""
     *of_cut, scratch, barrier = rest
     r, part, warpgroup = lax.axis_index("row"), lax.axis_index("part"), lax.axis_index("warpgroup")
     asked = Asked(r, size, temperature, top_k, top_p, min_p, keys)
@@ -166,7 +169,7 @@ def _draw_row(
     *rest: Any,
     vocabulary: int, size: int, config: Config,
 ) -> None:  # fmt: skip
-    """found i32[R]: a row's token; is_finite i32[R]: 1 where all its logits are finite, else 0."""
+    """Stores a row's token in found i32[R], and in is_finite i32[R] 1 where all its logits are finite, else 0."""
     cuts = config.cuts(vocabulary)
     of_cut, (found, is_finite, scratch, barrier, *held) = rest[: 3 * cuts], rest[3 * cuts :]
     r, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
@@ -213,7 +216,8 @@ def _draw_row(
 def _best_part(
     asked: Asked, scores: list[jax.Array], shifts: list[jax.Array], tokens: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest of the parts' scores, the token that has it, the lowest at ties, and whether all are finite."""
+    """Returns the largest of the parts' scores, the token that has it, the lowest at ties, and whether all are
+    finite."""
     shift = shifts[0]
     for x in shifts[1:]:
         shift = jnp.maximum(shift, x)
@@ -230,8 +234,8 @@ def _best_part(
 def _best(
     block: Block, row: Row, first: Any, chunks: int, score: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest score(raw logits, ids i32) f32[128, 4] of a row's chunks from `first` on, where NaN never counts, and
-    the lowest token that has it, or its complement where not all logits are finite. Logits may be read twice."""
+    """Returns the largest score(raw logits, ids i32) f32[128, 4] of a row's chunks from `first` on, and the lowest such
+    token. NaN never counts. The token is its complement where not all logits are finite. Logits may be read twice."""
     offset = row.offset()
 
     def step(chunk: Any, raw: Pieces, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

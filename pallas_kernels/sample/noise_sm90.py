@@ -1,4 +1,4 @@
-"""noise.py's bits on Hopper, and from them the logarithm of E: four tokens of a thread from one Philox."""
+"""Makes noise.py's bits on Hopper, and from them the logarithm of E: four tokens of a thread from one Philox."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +22,8 @@ LN_2 = float(np.log(2))
 
 
 def log2_exponentials(keys: Sequence[jax.Array], ids: jax.Array, wanted: jax.Array | None = None) -> jax.Array:
-    """log2(E) of tokens i32[128, 4] for a row's four keys u32 -> f32[128, 4]. Where `wanted` bool[128, 4] is given, a
-    thread that wants none of its four tokens computes nothing and gives infinity."""
+    """Returns log2(E) of tokens i32[128, 4] for a row's four keys u32: f32[128, 4]. Where `wanted` bool[128, 4] is
+    given, a thread that wants none of its four tokens computes nothing and gives infinity."""
     splat = plgpu.Layout.WG_SPLAT(())
     chosen = () if wanted is None else (jnp.where(wanted, jnp.int32(1), jnp.int32(0)),)
 
@@ -42,7 +42,7 @@ def log2_exponentials(keys: Sequence[jax.Array], ids: jax.Array, wanted: jax.Arr
 
 
 def _unless_idle(wanted: ir.Value, words: Sequence[ir.Value], ids: ir.Value) -> ir.Value:
-    """_draw where any element of `wanted` vector<4xi32> is not 0."""
+    """Runs _draw where any element of `wanted` vector<4xi32> is not 0."""
     some = _element(wanted, 0)
     for i in range(1, VECTOR):
         some = arith.ori(some, _element(wanted, i))
@@ -55,7 +55,7 @@ def _unless_idle(wanted: ir.Value, words: Sequence[ir.Value], ids: ir.Value) -> 
 
 
 def _draw(words: Sequence[ir.Value], ids: ir.Value) -> ir.Value:
-    """log2(E) vector<4xf32> of the four tokens vector<4xi32> that share a counter."""
+    """Returns log2(E) vector<4xf32> of the four tokens vector<4xi32> that share a counter."""
     seed, sample, index, purpose = words
     quad = arith.shrui(_element(ids, 0), _int(2))
     random = _philox([quad, index, purpose, _int(0)], [seed, sample])
@@ -63,7 +63,6 @@ def _draw(words: Sequence[ir.Value], ids: ir.Value) -> ir.Value:
 
 
 def _philox(counter: Sequence[ir.Value], key: Sequence[ir.Value]) -> list[ir.Value]:
-    """noise.philox of one thread's i32."""
     a, b, c, d = counter
     first, second = key
     for number in range(ROUNDS):
@@ -81,7 +80,7 @@ def _product(x: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
 
 
 def _exponential(random: ir.Value) -> ir.Value:
-    """E f32 of bits i32; see noise.gumbel. The fast logarithm is off by 2^-22 near 1, hence the polynomial."""
+    """Returns E f32 of bits i32; see noise.gumbel. The fast logarithm is inexact near 1, hence the polynomial."""
     upper = arith.cmpi(arith.CmpIPredicate.slt, random, _int(0))
     folded = arith.xori(random, arith.shrsi(random, _int(31)))
     v = _fma(arith.sitofp(ir.F32Type.get(), folded), _float(2.0**-32), _float(2.0**-33))

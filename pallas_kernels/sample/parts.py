@@ -1,8 +1,8 @@
-"""sample without filters, of rows that the devices of a mesh have in parts: to the bit what xla.py draws of whole rows.
+"""Samples without filters from rows that are sharded over a mesh: to the bit what xla.py draws of whole rows.
 
-Each device finds the best of its part and tells the others its value and its id: 8 bytes a row, 12 in float64. Noise
-follows from a token's id in the whole vocabulary. Scores are relative to the row's largest logit, which all
-devices have to know first: so rows with a temperature take a second exchange.
+Each device finds the best of its part. It tells the others its value and its id: 8 bytes a row, 12 in float64. Noise
+follows from a token's id in the whole vocabulary. Scores are relative to the row's largest logit, which all devices
+have to know first. So rows with a temperature take a second exchange.
 """
 
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from pallas_kernels.sample.xla import clean_logits, clip_temperature
 def sample_parts(
     logits: Array, temperature: Array, keys: Array, *, axis: str, vocabulary: int, noise: bool = True
 ) -> tuple[Array, Array]:
-    """logits [R, W] of device i of a mesh axis, columns i W to (i + 1) W - 1 of [R, V], those from V on being anything;
-    temperature [R], keys u32[R, 4] -> tokens i32[R] and finite bool[R] of whole rows, alike on all devices. Without
-    noise no row has a temperature."""
+    """Returns tokens i32[R] and finite bool[R] of whole rows, alike on all devices. Takes logits [R, W] of device i of
+    a mesh axis: columns i W to (i + 1) W - 1 of [R, V]; those from V on are anything. Takes temperature [R] and keys
+    u32[R, 4]. Without noise no row has a temperature."""
     W = logits.shape[1]
     first = lax.axis_index(axis) * W
     ids = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -34,8 +34,9 @@ def sample_parts(
 
 
 def _best(scores: Array, ids: Array, finite: Array, axis: str) -> tuple[Array, Array, Array]:
-    """The largest of whole rows [R], the lowest id i32[R] that has it, and whether all devices say finite, bool[R], of
-    one device's scores and ids [R, W]. One exchange, of integers: the value's bits, and the id with the flag."""
+    """Returns the largest of whole rows [R], the lowest id i32[R] that has it, and whether all devices say finite,
+    bool[R]. Takes one device's scores and ids [R, W]. There is one exchange, of integers: the value's bits, and the id
+    with the flag."""
     largest = scores.max(axis=1)
     most = jnp.iinfo(jnp.int32).max
     id = jnp.where(scores == largest[:, None], ids, most).min(axis=1)

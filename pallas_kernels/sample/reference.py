@@ -1,4 +1,4 @@
-"""sample from its definition, in float64 numpy: filters by sorting, noise from Philox written out."""
+"""Samples from its definition, in float64 numpy: filters by sorting, noise from Philox written out."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +14,7 @@ def sample(
     min_p: ArrayLike,
     keys: ArrayLike,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """logits [R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R] in numpy; see api.py."""
+    """Returns tokens i32[R], finite bool[R] in numpy; see api.py. Takes logits [R, V], keys u32[R, 4], the rest [R]."""
     raw = np.asarray(logits)
     x = clean(raw)
     rows = zip(x, *(np.asarray(a) for a in (temperature, top_k, top_p, min_p, keys)))
@@ -23,7 +23,8 @@ def sample(
 
 
 def clean(logits: ArrayLike) -> np.ndarray:
-    """float64 logits of a float type: NaN is -inf, and +inf the largest number of the type, float32's at least."""
+    """Returns float64 logits of a float type: NaN is -inf, and +inf the largest number of the type, float32's at
+    least."""
     raw = np.asarray(logits)
     x = raw.astype(np.float64)
     largest = np.finfo(np.float64 if raw.dtype == np.float64 else np.float32).max
@@ -31,7 +32,7 @@ def clean(logits: ArrayLike) -> np.ndarray:
 
 
 def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """float64 [V] of one row of clean logits with a temperature, after all filters; all 0 for a row of bans."""
+    """Returns float64 [V] of one row of clean logits with a temperature, after all filters; all 0 for a row of bans."""
     top = x.max()
     if top == -np.inf:
         return np.zeros_like(x)
@@ -50,7 +51,7 @@ def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, m
 
 
 def scores(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, keys: np.ndarray) -> np.ndarray:
-    """float64 [V] of one row of clean logits with a temperature: logit and noise of kept tokens, else -inf."""
+    """Returns float64 [V] of one row of clean logits with a temperature: logit and noise of kept tokens, else -inf."""
     p = probabilities(x, temperature, top_k, top_p, min_p)
     bounded = min(max(float(temperature), float(np.finfo(np.float32).tiny)), HOTTEST)
     if not p.any():
@@ -60,12 +61,13 @@ def scores(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: f
 
 
 def gumbel(keys: ArrayLike, size: int) -> np.ndarray:
-    """float64 [size]: the noise of all tokens of a row with keys (seed, sample, index, purpose)."""
+    """Returns float64 [size]: the noise of all tokens of a row with keys (seed, sample, index, purpose)."""
     return -np.log(-np.log1p(-(bits(keys, size) + 0.5) / 2.0**32))
 
 
 def bits(keys: ArrayLike, size: int) -> np.ndarray:
-    """u32[size]: a token's word id % 4 of Philox at counter (id // 4, index, purpose, 0) and key (seed, sample)."""
+    """Returns u32[size]: a token's word id % 4 of Philox at counter (id // 4, index, purpose, 0) and key (seed,
+    sample)."""
     seed, sample, index, purpose = (int(key) for key in np.asarray(keys))
     ids = np.arange(size)
     zeros = np.zeros_like(ids)
@@ -74,7 +76,8 @@ def bits(keys: ArrayLike, size: int) -> np.ndarray:
 
 
 def philox(counter: ArrayLike, key: ArrayLike) -> np.ndarray:
-    """Philox4x32-10 (Salmon et al. 2011): counter [4, ..] and key [2, ..] of 32-bit integers -> words u64[4, ..]."""
+    """Computes Philox4x32-10 (Salmon et al. 2011): counter [4, ..] and key [2, ..] of integers give words u64[4,
+    ..]."""
     c0, c1, c2, c3 = np.asarray(counter).astype(np.uint64)
     k0, k1 = np.asarray(key).astype(np.uint64)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)

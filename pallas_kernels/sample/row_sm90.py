@@ -1,4 +1,4 @@
-"""One row of logits as the block reads it: in chunks from memory, or held in registers for many passes."""
+"""Reads one row of logits as the block does: in chunks from memory, or held in registers for many passes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ INFINITY, LARGEST = float("inf"), float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of V logits in memory, and what a warpgroup reads of it. The last chunk ends with the row: what it shares
-    with the one before is masked where it must not count twice."""
+    """Holds a row of V logits in memory, and what a warpgroup reads of it. The last chunk ends with the row. What it
+    shares with the one before is masked where it must not count twice."""
 
     ref: Any  # f32[V / 4, 4]
     warpgroup: jax.Array
@@ -34,16 +34,16 @@ class Row:
         return -(-self.vocabulary // self.config.chunk)
 
     def start(self, chunk: Any) -> jax.Array:
-        """The first token of a chunk as it is read."""
+        """Returns the first token of a chunk as it is read."""
         return jnp.minimum(chunk * self.config.chunk, self.vocabulary - self.config.chunk).astype(jnp.int32)
 
     def offset(self) -> jax.Array:
-        """i32[128, 4]: where in a chunk the first piece of this warpgroup is; others follow at PIECE."""
+        """Returns i32[128, 4]: where in a chunk the first piece of this warpgroup is; others follow at PIECE."""
         down, across = (plgpu.broadcasted_iota(jnp.int32, (THREADS, VECTOR), i, layout=PIECE_LAYOUT) for i in (0, 1))
         return down * VECTOR + across + self.warpgroup * (self.config.pieces * PIECE)
 
     def raw(self, chunk: Any) -> Pieces:
-        """A chunk's logits as they are."""
+        """Returns a chunk's logits as they are."""
         first = self.start(chunk) // VECTOR + self.warpgroup * (self.config.pieces * THREADS)
         return [
             plgpu.load(self.ref.at[pl.ds(first + i * THREADS, THREADS)], layout=PIECE_LAYOUT, optimized=False)
@@ -51,11 +51,12 @@ class Row:
         ]
 
     def given(self, x: jax.Array, ids: jax.Array) -> jax.Array:
-        """Logits of these ids, zeros for the padding."""
+        """Loads logits of these ids, zeros for the padding."""
         return x if self.size == self.vocabulary else jnp.where(ids < self.size, x, 0.0)
 
     def own(self, chunk: Any, raw: Pieces) -> Pieces:
-        """Clean logits of a chunk; what the chunk before has too is -inf, and so is all that is past the last one."""
+        """Returns clean logits of a chunk. What the chunk before has too is -inf, and so is all that is past the last
+        one."""
         values = [clean(x) for x in raw]
         if self.vocabulary % (self.config.chunk * self.config.parts(self.vocabulary)[1]) == 0:
             return values  # parts end with the row
@@ -65,8 +66,8 @@ class Row:
     def fold(
         self, step: Callable[[Any, Pieces, Any], Any], carry: Any, first: Any = 0, count: int | None = None
     ) -> Any:
-        """step(chunk, raw, carry) -> carry over `count` chunks (None: all) in order, each loaded while the one before
-        is in work. A chunk past the row's last reads the same as that one."""
+        """Folds step(chunk, raw, carry) over `count` chunks (None: all) in order, each loaded while the one before is
+        in work. A chunk past the row's last reads the same as that one."""
         first = jnp.int32(first)
         last = first + ((self.chunks if count is None else count) - 1)
 
@@ -79,23 +80,21 @@ class Row:
 
 
 def clean(x: jax.Array) -> jax.Array:
-    """NaN as -inf, and +inf as the largest number."""
+    """Returns NaN as -inf, and +inf as the largest number."""
     return jnp.where(jnp.abs(x) < INFINITY, x, jnp.where(x > 0, LARGEST, -INFINITY))
 
 
 def zeros() -> jax.Array:
-    """A piece of zeros."""
     return full(0.0)
 
 
 def full(value: float) -> jax.Array:
-    """A piece of one value."""
     return plgpu.layout_cast(jnp.full((THREADS, VECTOR), value, jnp.float32), PIECE_LAYOUT)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Probabilities in units of the row's largest."""
+    """Holds probabilities in units of the row's largest."""
 
     top: jax.Array
     scale: jax.Array  # log2(e) / temperature
@@ -104,7 +103,7 @@ class Weights:
         return jnp.exp2(self.scaled(x))
 
     def scaled(self, x: jax.Array) -> jax.Array:
-        """Their logarithms to base 2."""
+        """Returns their logarithms to base 2."""
         return (x - self.top) * self.scale
 
 
@@ -117,14 +116,14 @@ class Streamed:
         self.row, self.weights = row, weights
 
     def counts(self, lowest: Sequence[jax.Array]) -> Pieces:
-        """A piece for each of `lowest`: adds up to how many logits reach it."""
+        """Returns a piece for each of `lowest`, which adds up to how many logits reach it."""
         return self._add(lowest, lambda x: 1.0)
 
     def prepare(self) -> None:
-        """To be called before masses."""
+        """Prepares masses; call it before them."""
 
     def masses(self, lowest: Sequence[jax.Array]) -> Pieces:
-        """The same of their weights."""
+        """Returns a piece for each of `lowest`, which adds up to the weights of the logits that reach it."""
         return self._add(lowest, self.weights.of)
 
     def _add(self, lowest: Sequence[jax.Array], weigh: Callable[[jax.Array], Any]) -> Pieces:
@@ -138,8 +137,8 @@ class Streamed:
 
 
 class Held:
-    """The same over a row whose logits are in registers, and their weights in shared memory, where each thread reads
-    what it wrote."""
+    """Sums over a row whose logits are in registers, and their weights in shared memory. Each thread reads there what
+    it wrote."""
 
     pivots = 1
 

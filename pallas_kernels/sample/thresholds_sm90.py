@@ -1,8 +1,6 @@
-"""What a row asks for in sample's kernels on Hopper, and the threshold that its top-k and top-p set.
-
-It is found by bisection over the float's integer image: of a row that is held or read again, or among what the row's
-parts have kept, where that is proven to be enough.
-"""
+"""Reads what a row asks for in sample's kernels on Hopper, and finds the threshold that its top-k and top-p set.
+Bisection over the float's integer image finds it, of a row that is held or read again. Or it searches what the row's
+parts have kept, where that is proven to be enough."""
 
 from typing import Any
 
@@ -22,7 +20,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 class Asked:
-    """What row r asks for, read from the arguments' memory."""
+    """Holds what row r asks for, read from the arguments' memory."""
 
     def __init__(self, r: Any, vocabulary: int, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any):
         self.temperature, self.top_k, self.top_p = temperature[r], top_k[r], top_p[r]
@@ -38,7 +36,7 @@ class Asked:
 
 
 def counted(block: Block, sums: Any, asked: Asked) -> Probe:
-    """Whether as many logits as top-k asks for reach a threshold."""
+    """Returns whether as many logits as top-k asks for reach a threshold."""
     k = asked.top_k.astype(jnp.float32)
 
     def probe(at: Any, area: Any) -> tuple[list[Any], list[Any]]:
@@ -49,7 +47,7 @@ def counted(block: Block, sums: Any, asked: Asked) -> Probe:
 
 
 def weighed(block: Block, sums: Any, target: jax.Array) -> Probe:
-    """Whether the mass of what reaches a threshold is that much."""
+    """Returns whether the mass of what reaches a threshold is that much."""
 
     def probe(at: Any, area: Any) -> tuple[list[Any], None]:
         return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
@@ -58,7 +56,7 @@ def weighed(block: Block, sums: Any, target: jax.Array) -> Probe:
 
 
 def threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Asked) -> jax.Array:
-    """A number that as many logits reach as reach top-k's and top-p's thresholds."""
+    """Returns a number that as many logits reach as reach top-k's and top-p's thresholds."""
     sums = Streamed(*source) if len(source) == 2 else Held(*source)
     off, high = jnp.float32(-INFINITY), image(top) + 1
 
@@ -79,9 +77,9 @@ def threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Aske
 def proven_threshold(
     block: Block, sums: cut_sm90.Kept, mass: jax.Array, dropped: jax.Array, top: jax.Array, asked: Asked
 ) -> tuple[jax.Array, jax.Array]:
-    """threshold among what a row's parts have kept, given the row's mass and the largest logit that was dropped; and
-    whether it is that of the row. A search begins above what was dropped: where the sum there falls short of what is
-    asked, the row's threshold may be lower, and nothing is proven."""
+    """Returns the threshold among what a row's parts have kept, and whether it is that of the row. Takes the row's mass
+    and the largest logit that was dropped. A search begins above what was dropped. Where the sum there falls short of
+    what is asked, the row's threshold may be lower, and nothing is proven."""
     off, high = jnp.float32(-INFINITY), image(top) + 1
     all_kept = dropped == off
     first = jnp.where(all_kept, image(off), image(dropped) + 1)

@@ -1,9 +1,9 @@
-"""sample for Ampere, Ada and Hopper, in three kernels; what a row asks for is a branch of its own programs, and the
-host need not know it.
+"""Runs sample on Ampere, Ada and Hopper, in three kernels.
 
-The first gives each part of a row its largest logit. The second has a program for each row with filters, which finds
-the threshold by bisection over the float's integer image, as xla.py does, over L1 or L2 with three pivots a pass. The
-third draws a token of each part among the logits that reach it. How a row is cut depends on its length alone.
+What a row asks for is a branch of its own programs, and the host need not know it. The first kernel gives each part of
+a row its largest logit. The second has a program for each row with filters, which finds the threshold. It bisects over
+the float's integer image, as xla.py does, over L1 or L2 with three pivots a pass. The third draws a token of each part
+among the logits that reach it. How a row is cut depends on its length alone.
 """
 
 import jax
@@ -25,7 +25,7 @@ MOST = tl.constexpr(HOTTEST)
 def sample(
     logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """logits [R, V], keys u32[R, 4], the rest [R] -> tokens i32[R], finite bool[R]; see api.py."""
+    """Returns tokens i32[R], finite bool[R]; see api.py. Takes logits [R, V], keys u32[R, 4], the rest [R]."""
     check_triton(str(logits.dtype), *logits.shape)
     temperature, top_p, min_p = (x.astype(jnp.float32) for x in (temperature, top_p, min_p))
     largest, cut, draw = launches(logits)
@@ -38,10 +38,10 @@ def sample(
 
 
 def launches(logits: jax.Array | jax.ShapeDtypeStruct, config: TritonConfig = TRITON) -> tuple[Launch, Launch, Launch]:
-    """The three launches; of logits [R, V] shape and dtype are enough. The first takes logits and gives each part's
-    largest f32[R, parts], the token that has it and whether all are finite, i32[R, parts]; the second takes logits,
-    the largest, temperature, top_k, top_p and min_p and gives thresholds f32[R]; the third takes logits, the first's
-    largest and tokens, thresholds, temperature and keys and gives scores and tokens [R, parts]."""
+    """Returns the three launches; of logits [R, V] shape and dtype are enough. The first takes logits. It gives each
+    part's largest f32[R, parts], the token that has it and whether all are finite, i32[R, parts]. The second takes
+    logits, the largest, temperature, top_k, top_p and min_p and gives thresholds f32[R]. The third takes logits, the
+    first's largest and tokens, thresholds, temperature and keys. It gives scores and tokens [R, parts]."""
     R, V = logits.shape
     parts = triton.cdiv(V, config.part)
     of_parts = [jax.ShapeDtypeStruct((R, parts), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)]
@@ -138,33 +138,33 @@ def _draw(
 
 @triton.jit
 def _clean(x):
-    """NaN as -inf, and +inf as the largest number."""
+    """Returns NaN as -inf, and +inf as the largest number."""
     return tl.where(x == x, tl.minimum(x, LARGEST), -INFINITY)
 
 
 @triton.jit
 def _top(tops, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """The row's largest logit."""
     part = tl.arange(0, PADDED)
     return tl.max(tl.load(tops + row * PARTS + part, mask=part < PARTS, other=-INFINITY), axis=0)
 
 
 @triton.jit
 def _image(x):
-    """uint32 in the order of floats: the sign bit of positive numbers is set, all bits of others are flipped."""
+    """Maps to uint32 in the order of floats: the sign bit of positive numbers is set, all bits of others are
+    flipped."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _number(image):
-    """The inverse of _image."""
     return tl.where(image >= 0x80000000, image ^ 0x80000000, image ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sums(row, a, b, c, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many logits of a row reach a, b and c; with MASS their weights, probabilities in units of the largest's."""
+    """Counts the logits of a row that reach a, b and c. With MASS it sums their weights, in units of the largest's
+    probability."""
     of_a, of_b, of_c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -178,7 +178,8 @@ def _sums(row, a, b, c, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def _last(row, low, high, target, shift, bounded, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The last image from low on, before high, whose number's sum reaches the target; of counts, any that has it."""
+    """Returns the last image from low on, before high, whose number's sum reaches the target; of counts, any that has
+    it."""
     while low + 1 < high:
         quarter = (high - low + 3) // 4
         a = low + quarter
@@ -196,7 +197,7 @@ def _last(row, low, high, target, shift, bounded, V: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _gumbel(keys, first, SIZE: tl.constexpr, ROUNDS: tl.constexpr):
-    """The noise float32 [SIZE] of the tokens of successive counters, as noise.py defines it."""
+    """Returns the noise float32 [SIZE] of the tokens of successive counters, as noise.py defines it."""
     seed, sample = tl.load(keys), tl.load(keys + 1)
     counter = (first + tl.arange(0, SIZE // 4)).to(tl.uint32)
     zero = counter * 0

@@ -1,1 +1,1 @@
-"""What int8_matmul and fp8_matmul share: products of eight-bit operands, with a scale for each row and column."""
+"""Multiplies eight-bit operands with a scale for each row and column: what int8_matmul and fp8_matmul share."""

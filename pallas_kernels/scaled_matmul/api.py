@@ -1,4 +1,4 @@
-"""Checks, and the way to a backend."""
+"""Checks arguments of scaled matmuls and chooses their backend."""
 
 from functools import partial
 from typing import Any
@@ -12,13 +12,10 @@ from pallas_kernels.checks import bind_shapes, check_floats, check_out_dtype
 from pallas_kernels.one_order import check_device, in_tiles
 from pallas_kernels.scaled_matmul import xla
 from pallas_kernels.scaled_matmul.config import (
-    Config,
-    check_grouped,
     check_supported,
     check_triton,
     check_triton_fp8,
     choose_config,
-    grouped_config,
     is_skinny,
 )
 
@@ -35,7 +32,7 @@ def scaled_matmul(
     backend: str | None,
     operand: DTypeLike,
 ) -> jax.Array:
-    """The product of operands of dtype `operand`."""
+    """Multiplies operands of dtype `operand`."""
     grouped = x_scale.ndim == 2
     of_rows = (x_scale, "M G" if grouped else "M")
     sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), x_scale=of_rows, w_scale=(w_scale, "N"))
@@ -52,21 +49,16 @@ def scaled_matmul(
             bind_shapes(x=(x, "M K"), w=(w, "N K"), **{name: (addend, spec)})
     out_dtype = check_out_dtype(out_dtype)
     backends = BACKENDS if operand == jnp.int8 else BACKENDS | {"triton": FP8_TRITON}
-    backends, of_groups = (GROUPED, (sizes["K"] // sizes["G"],)) if grouped else (backends, ())
-    chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual, *of_groups)
+    backends = GROUPED if grouped else backends
+    chosen = choose(backends, backend, sizes["N"], sizes["K"], x_scale.dtype, out_dtype, residual)
     return chosen.run(x, w, x_scale, w_scale, bias, residual, out_dtype)
 
 
 def _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
-    from pallas_kernels.gemm_sm90 import grouped, skinny, tall  # import all of Pallas
+    from pallas_kernels.gemm_sm90 import skinny, tall  # import all of Pallas
 
-    gemm: Any
-    config: Config
-    if x_scale.ndim == 2:
-        gemm, config = grouped.gemm, grouped_config(x.shape[0], *w.shape)
-    else:
-        config = choose_config(x.shape[0], *w.shape)
-        gemm = skinny.gemm if is_skinny(config) else tall.gemm
+    config = choose_config(x.shape[0], *w.shape)
+    gemm: Any = skinny.gemm if is_skinny(config) else tall.gemm
     bias = None if bias is None else bias.astype(jnp.float32)
     added: dict[str, Any] = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     return gemm(x, w, **added, out_dtype=out_dtype, config=config)
@@ -79,7 +71,7 @@ def _triton(*args) -> jax.Array:
 
 
 def _one_order(x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
-    """The kernels of few and of many rows both add in the order of K."""
+    """Runs the kernels on Hopper: those of few and of many rows both add in the order of K."""
     if on_hopper():
         return _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype)
     return _in_tiles(xla.scaled_matmul, x, w, x_scale, w_scale, bias, residual, out_dtype)
@@ -102,7 +94,6 @@ BACKENDS = {
     DETERMINISTIC: Backend(_one_order, _check_one_order),
 }
 GROUPED = {
-    "mosaic": Backend(_mosaic, check_grouped),
     "xla": Backend(xla.grouped_matmul),
     DETERMINISTIC: Backend(partial(_in_tiles, xla.grouped_matmul), lambda *_: check_device()),
 }

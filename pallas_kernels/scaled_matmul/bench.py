@@ -1,9 +1,6 @@
-"""What the benchmarks of int8_matmul and fp8_matmul share: how they are timed, next to what, and their bars.
-
-Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
-profiler's, of the kernels alone. torch runs first, all its variants, with --peers
-(pallas_kernels/bench/peers.py).
-"""
+"""Measures int8_matmul and fp8_matmul: how they are timed, next to what, and their bars. Each figure is of several
+layers with weights of their own, so that no cache holds them, in one jit. Times are the profiler's, of the kernels
+alone. With --peers all variants of torch run first (pallas_kernels/bench/peers.py)."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +43,7 @@ OPERATIONS = ("int8_matmul", "fp8_matmul")
 
 
 def layers_for(case: Case) -> int:
-    """Weights that are more than caches hold, within reason."""
+    """Returns how many weights are more than caches hold, within reason."""
     return max(2, min(16, -(-(256 << 20) // (case.k * case.n))))
 
 
@@ -56,7 +53,7 @@ def moved_bytes(case: Case, operand: str) -> int:
 
 
 def codes(rng: np.random.Generator, shape: tuple[int, int], operand: str) -> np.ndarray:
-    """Operands of both signs with all their bits in use: what they hold decides what power they take."""
+    """Returns operands of both signs with all their bits in use: what they hold decides what power they take."""
     if operand == "float8_e4m3fn":
         return (rng.integers(0, 256, shape, np.uint8) & 0xBF).view(jnp.dtype(operand))  # below 2: no NaN
     return rng.integers(-127, 128, shape, np.int8).astype(jnp.dtype(operand))
@@ -74,7 +71,7 @@ def compile_layers(case: Case, name: str) -> Any:
 
 
 def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[tuple[Case, float | Exception]]:
-    """Microseconds of one layer of each case, all of one (K, N)."""
+    """Returns the microseconds of one layer of each case, all of one (K, N)."""
     (n, k), layers, operand = (cases[0].n, cases[0].k), layers_for(cases[0]), PRODUCTS[name][1]
     # all before any is timed: XLA tries its own candidates on the device
     pending = [pool.submit(compile_layers, case, name) for case in cases]
@@ -97,8 +94,8 @@ def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[
 
 
 def table(cases: Sequence[Case], names: Sequence[str], peer_rows: Sequence[int], seconds: float) -> Iterator[Row]:
-    """One row a case and product, the operation's own first, peers' at some M; one that fails or comes too late says
-    so."""
+    """Yields one row a case and product, the operation's own first, peers' at some M. One that fails or comes too late
+    says so."""
     deadline = time.monotonic() + seconds
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     shapes = {(case.k, case.n): [other for other in cases if (other.k, other.n) == (case.k, case.n)] for case in cases}
@@ -127,8 +124,8 @@ def row_of(case: Case, name: str, us: float | Exception) -> Row:
 
 
 def bars(operation: str, rows: list[Row]) -> Iterator[Row]:
-    """Bars of the operation's own rows: torch's fp8 time where it ran, XLA's, the rate of many rows, the bandwidth of
-    few."""
+    """Yields bars of the operation's own rows. They are torch's fp8 time where it ran, XLA's, the rate of many rows,
+    and the bandwidth of few."""
     us = {(row["peer"], row["M"], row["K"], row["N"]): row["us"] for row in rows if "us" in row and "peer" in row}
     torch_fp8 = peers.best(rows, "torch fp8", ("M", "K", "N"))
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
@@ -161,7 +158,7 @@ def summarize(operation: str, rows: list[Row]) -> Iterator[Row]:
 
 
 def main(operation: str, description: str | None, beside: Sequence[str], argv: list[str] | None) -> int:
-    """The command of one operation: others of PRODUCTS beside it."""
+    """Runs the command of one operation: others of PRODUCTS beside it."""
     parser = make_parser(description)
     parser.add_argument("--rows", type=positive, nargs="+", default=BENCH_ROWS, metavar="M", help="of x")
     parser.add_argument("--own-only", action="store_true", help="leave out XLA's")

@@ -1,4 +1,4 @@
-"""Shapes of int8_matmul and fp8_matmul that tests and benchmarks share."""
+"""Lists shapes of int8_matmul and fp8_matmul that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pallas_kernels.bench.cases import normal
 
 @dataclass(frozen=True)
 class Case:
-    """One call: x [m, k] times w [n, k], both of `operand`."""
+    """Describes one call: x [m, k] times w [n, k], both of `operand`."""
 
     m: int
     n: int
@@ -24,7 +24,7 @@ class Case:
     zero_rows: bool = False  # some scales of rows and columns are zero
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array | None, ...]:
-        """x, w, x_scale, w_scale, bias and residual: zero mean; scales such that results are near one."""
+        """Returns x, w, x_scale, w_scale, bias and residual: zero mean; scales such that results are near one."""
         rng = np.random.default_rng(seed)
         x, w = (self._codes(rng, (rows, self.k)) for rows in (self.m, self.n))
         size = np.sqrt(np.mean(np.square(np.asarray(w).astype(np.float64))))
@@ -48,7 +48,7 @@ class Case:
 
 
 def make_cases(operand: str) -> tuple[Case, ...]:
-    """Every M, the smallest N and K and odd multiples of 32, all results' dtypes, with and without addends."""
+    """Yields every M, the smallest N and K and odd multiples of 32, all results' dtypes, with and without addends."""
     return (
         Case(1, 96, 96, operand),
         Case(5, 160, 128, operand, bias=True, out_dtype="float16"),
@@ -71,5 +71,5 @@ BENCH_ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
 
 
 def make_bench_cases(operand: str) -> tuple[Case, ...]:
-    """LLaMA-7B's linears at every M of the bars."""
+    """Yields LLaMA-7B's linears at every M of the bars."""
     return tuple(Case(m, n, k, operand) for k, n in BENCH_SHAPES for m in BENCH_ROWS)

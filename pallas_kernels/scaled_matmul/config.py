@@ -1,4 +1,4 @@
-"""What the kernels of scaled products support, and how a configuration is chosen. Light to import."""
+"""Says what the kernels of scaled matmuls support, and chooses a configuration. Imports no Pallas."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ MULTIPLE = 32  # of N and K
 
 
 def is_skinny(config: Config) -> bool:
-    """Whether a configuration is of the kernel for few rows."""
+    """Returns whether a configuration is of the kernel for few rows."""
     return isinstance(config, skinny_config.Config)
 
 
@@ -31,16 +31,16 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
 
 
 def choose_config(m: int, n: int, k: int) -> Config:
-    """The configuration for x [M, K] and w [N, K], both of eight bits: as tuned for (K, N), by the largest M of each;
-    else what a count of clocks likes best."""
+    """Returns the configuration for x [M, K] and w [N, K], both of eight bits. It is as tuned for (K, N), by the
+    largest M of each; else what a count of clocks likes best."""
     if m <= FEW_ROWS:
         return skinny_config.choose_config(m, n, k, 1)
     return next((config for most, config in TUNED.get((k, n), ()) if m <= most), estimate(m, n, k))
 
 
 def estimate(m: int, n: int, k: int) -> tall_config.Config:
-    """The tile that takes the fewest clocks by a count: an SM multiplies 4096 pairs of bytes and takes in 64 bytes a
-    clock, a tile's beginning and end cost some 3000."""
+    """Returns the tile that takes the fewest clocks by a count. An SM multiplies 4096 pairs of bytes and takes in 64
+    bytes a clock. A tile's beginning and end cost some 3000."""
 
     def clocks(config: tall_config.Config) -> int:
         tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
@@ -50,38 +50,6 @@ def estimate(m: int, n: int, k: int) -> tall_config.Config:
     return min(TILES, key=clocks)
 
 
-def check_grouped(
-    n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, residual: jax.Array | None, group: int
-) -> None:
-    """The same for rows with a scale for every `group` columns."""
-    check_supported(n, k, scale_dtype, out_dtype, residual)
-    check_group(group)
-
-
-def check_group(group: int) -> None:
-    """Raises NotImplementedError for groups that the kernels do not take."""
-    if group not in GROUPS:
-        names = ", ".join(map(str, GROUPS))
-        raise NotImplementedError(f"a scale for {group} columns is not supported by backend mosaic, which does {names}")
-
-
-def grouped_config(m: int, n: int, k: int) -> skinny_config.Config:
-    """The configuration for x [M, K] with scales of groups and w [N, K]: of tiles whose sums registers hold twice, the
-    one that a count of microseconds likes best."""
-    choices = [
-        skinny_config.Config(rows, columns, skinny_config.stage_bytes(rows, columns))
-        for rows in (64, 128)
-        for columns in range(16, 129, 16)
-    ]
-    return min(choices, key=lambda config: skinny_config.estimate(config, m, n, k, 1))
-
-
-def gated_config(group: int) -> skinny_config.Config:
-    """The configuration of gate and up with codes of groups: a tile has a group of both halves of w."""
-    return skinny_config.Config(64, 2 * group, skinny_config.stage_bytes(64, 2 * group))
-
-
-GROUPS = (32, 64, 128)  # columns that may share a scale: what a swizzle is wide
 FEW_ROWS = 64  # up to which the product is bound by the bytes of w, and skinny's
 ALL = 1 << 30
 _tall = tall_config.Config
@@ -89,7 +57,7 @@ TILES = tuple(
     _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
 )
 
-# By (K, N): the largest M, and what was measured best with int8 on an H200 (experiments/LOG.md): as wide as one wave
+# By (K, N): the largest M, and what was best with int8 on an H200 (experiments/LOG.md). Tiles are as wide as one wave
 # allows. float8 takes the same.
 TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
     (4096, 12288): (
@@ -109,7 +77,7 @@ TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """A tile of the Triton kernel: sums of int8 are exact, so that nothing here changes their bits."""
+    """Holds a tile of the Triton kernel: sums of int8 are exact, so that nothing here changes their bits."""
 
     rows: int
     columns: int
@@ -128,7 +96,7 @@ TRITON_HOPPER = (*TRITON[:-1], (ALL, TritonConfig(128, 128, 128, warps=8, stages
 
 
 def triton_config(m: int, hopper: bool) -> TritonConfig:
-    """The configuration for M rows on a device of compute capability 9.0, or of 8.0 to 8.9."""
+    """Returns the configuration for M rows on a device of compute capability 9.0, or of 8.0 to 8.9."""
     return next(config for most, config in (TRITON_HOPPER if hopper else TRITON) if m <= most)
 
 
@@ -143,7 +111,7 @@ def check_triton(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, r
 
 
 def check_triton_fp8(*arguments) -> None:
-    """check_triton for float8, which GPUs before compute capability 8.9 do not multiply."""
+    """Checks as check_triton, for float8, which GPUs before compute capability 8.9 do not multiply."""
     check_triton(*arguments)
     if (found := backends.capability()) in backends.WITHOUT_FLOAT8:
         raise NotImplementedError(f"float8 is not supported by backend triton on {found}, but from 8.9 on")

@@ -1,8 +1,6 @@
-"""Scaled products of rows that are not quantized yet, in one kernel or by one operation after the other.
-
-Both give the same bits, as sums of int8 are exact and the kernel rounds where the operations do. So a row's result does
-not depend on which of them runs, nor on how many rows run beside it.
-"""
+"""Multiplies rows that are not quantized yet, in one kernel or by one operation after the other. Both give the same
+bits, as sums of int8 are exact and the kernel rounds where the operations do. So a row's result does not depend on
+which of them runs, nor on how many rows run beside it."""
 
 from typing import Any
 
@@ -32,13 +30,13 @@ def of_plain_rows(
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """x [M, K], quantized with a scale a row, times w int8 or e4m3[N, K] transposed, as int8_matmul and fp8_matmul make
-    it with w_scale [N], bias [N] and residual [M, N] -> [M, N] of `out_dtype` (default: x's).
+    """Returns x [M, K], quantized with a scale a row, times w int8 or e4m3[N, K] transposed: [M, N] of `out_dtype`.
 
+    int8_matmul and fp8_matmul make it with w_scale [N], bias [N] and residual [M, N]. `out_dtype` is x's by default.
     norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. gated: SiLU of
-    the product with w's first half, times that with its second half, as silu_mul_quant makes it -> [M, N / 2]; nothing
-    is added. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was
-    named doesn't do.
+    the product with w's first half, times that with its second half, as silu_mul_quant makes it: [M, N / 2]. Nothing is
+    added. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't
+    do.
     """
     sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), w_scale=(w_scale, "N"))
     check_floats(x=x)
@@ -71,7 +69,8 @@ def one_kernel(
     out_dtype: DTypeLike | None = None,
     backend: str | None,
 ) -> gemv_config.Config | None:
-    """The configuration of the kernel that does all of this for x [M, K] and w [N, K]; None where there is none."""
+    """Returns the configuration of the kernel that does all of this for x [M, K] and w [N, K]; None where there is
+    none."""
     (m, k), n = x.shape, w.shape[0]
     config = gemv_config.for_int8(n // (2 if gated else 1), k)
     if m != 1 or config is None or x.dtype.itemsize != 2 or w.dtype != jnp.int8:

@@ -1,11 +1,11 @@
-"""Scaled products from their formula, float64 numpy."""
+"""Computes scaled matmuls from their formula, float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 
 def product(x: ArrayLike, w: ArrayLike) -> np.ndarray:
-    """x [M, K] times w [N, K] transposed -> float64 [M, N]; exact for int8, as sums stay below 2^53."""
+    """Returns x [M, K] times w [N, K] transposed: float64 [M, N]; exact for int8, as sums stay below 2^53."""
     return np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64).T
 
 
@@ -17,7 +17,8 @@ def scaled_matmul(
     bias: ArrayLike | None,
     residual: ArrayLike | None,
 ) -> np.ndarray:
-    """x [M, K], w [N, K], x_scale [M] or [M, G], w_scale [N], bias [N], residual [M, N] -> float64 [M, N]."""
+    """Returns float64 [M, N] of x [M, K], w [N, K], x_scale [M] or [M, G], w_scale [N], bias [N] and residual [M,
+    N]."""
     rows, columns = (np.asarray(scale).astype(np.float64) for scale in (x_scale, w_scale))
     x = np.asarray(x).astype(np.float64)
     each = x.shape[1] // rows.shape[1] if rows.ndim == 2 else x.shape[1]

@@ -1,7 +1,5 @@
-"""int8_matmul for Ampere, Ada and Hopper, and fp8_matmul for the latter two: a program has a tile of the result.
-
-int8 is summed exactly, in int32; float8 in float32, of which Hopper's tensor cores keep fewer bits.
-"""
+"""Runs int8_matmul on Ampere, Ada and Hopper, and fp8_matmul on the latter two: a program has a tile of the result.
+int8 is summed exactly, in int32; float8 in float32, of which Hopper's tensor cores keep fewer bits."""
 
 from functools import partial
 
@@ -27,8 +25,8 @@ def scaled_matmul(
     residual: jax.Array | None,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """x [M, K], w [N, K], both int8 or e4m3, x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see
-    int8_matmul and fp8_matmul."""
+    """Returns [M, N] of x [M, K], w [N, K], both int8 or e4m3; see int8_matmul and fp8_matmul. Takes x_scale [M],
+    w_scale [N], bias [N] and residual [M, N]."""
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[0]), out_dtype)
     added = [x_scale if each is None else each for each in (bias, residual)]  # what is not there is not read
@@ -44,7 +42,8 @@ def launch(
     out_dtype: DTypeLike,
     config: TritonConfig,
 ) -> Launch:
-    """The launch for arrays or their shapes and dtypes. Arguments: x, w, x_scale, w_scale, bias and residual."""
+    """Returns the launch for arrays or their shapes and dtypes. Arguments: x, w, x_scale, w_scale, bias and
+    residual."""
     (M, K), N = x.shape, w.shape[0]
     rows, columns, depth = config.rows, config.columns, config.depth
     constants = {

@@ -1,4 +1,4 @@
-"""Scaled products in plain jnp."""
+"""Runs scaled matmuls in plain jnp."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ def scaled_matmul(
     residual: jax.Array | None,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """x [M, K], w [N, K], x_scale [M], w_scale [N], bias [N], residual [M, N] -> [M, N]; see api.py."""
+    """Returns [M, N] of x [M, K], w [N, K], x_scale [M], w_scale [N], bias [N] and residual [M, N]; see api.py."""
     y = product(x, w, x_scale.dtype).astype(x_scale.dtype) * x_scale[:, None] * w_scale[None, :]
     if bias is not None:
         y = y + bias.astype(y.dtype)[None, :]
@@ -37,7 +37,8 @@ def grouped_matmul(
     residual: jax.Array | None,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """x int8[M, K], w int8[N, K], x_scale [M, G], w_scale [N], bias [N], residual [M, N] -> [M, N]; see api.py."""
+    """Returns [M, N] of x int8[M, K], w int8[N, K], x_scale [M, G], w_scale [N], bias [N], residual [M, N]; see
+    api.py."""
     (M, K), N, G = x.shape, w.shape[0], x_scale.shape[1]
 
     def add(g: jax.Array, total: jax.Array) -> jax.Array:
@@ -52,13 +53,13 @@ def grouped_matmul(
 
 
 def product(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x [M, K] times w [N, K] transposed -> [M, N]: int32 of int8, exactly; else `dtype`, which sums are in."""
+    """Returns x [M, K] times w [N, K] transposed: [M, N], int32 of int8, exactly; else `dtype`, which sums are in."""
     if x.dtype == jnp.int8:
         multiply = partial(_dot, dtype=jnp.int32)
         return lax.platform_dependent(x, w, cpu=partial(_two_rows, multiply), default=multiply)
     if jnp.dtype(dtype) == jnp.float64:
         return _dot(x.astype(dtype), w.astype(dtype), dtype)
-    # On a GPU XLA hands a product of two fp8 arrays to cuBLASLt as it is; its CPU backend is fastest in bfloat16, which
+    # On a GPU XLA hands a matmul of two fp8 arrays to cuBLASLt as it is. Its CPU backend is fastest in bfloat16, which
     # holds e4m3 exactly.
     multiply = partial(_dot, dtype=dtype)
     return lax.platform_dependent(x, w, cpu=partial(_two_rows, partial(_upcast, multiply)), default=multiply)
@@ -73,7 +74,7 @@ def _upcast(multiply: "partial[jax.Array]", x: jax.Array, w: jax.Array) -> jax.A
 
 
 def _two_rows(multiply: "partial[jax.Array]", x: jax.Array, w: jax.Array) -> jax.Array:
-    """XLA's CPU backend has no matrix-vector product of eight or 16 bits: one row takes ten times longer than two."""
+    """Multiplies two rows for one: XLA's CPU backend has no fast matrix-vector product of eight or 16 bits."""
     if x.shape[0] != 1:
         return multiply(x, w)
     return multiply(jnp.broadcast_to(x, (2, x.shape[1])), w)[:1]

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up and quantization of rows in one pass."""
+"""Computes SiLU(gate) * up and quantizes rows in one pass."""
 
 from pallas_kernels.silu_mul_quant.api import silu_mul_quant
 

@@ -1,4 +1,4 @@
-"""silu_mul_quant: the gated activation of an MLP, in 16 bits or quantized for the product that follows."""
+"""Computes the gated activation of an MLP, in 16 bits or quantized for the matmul that follows."""
 
 from typing import overload
 
@@ -19,14 +19,13 @@ def silu_mul_quant(gate_up: jax.Array, *, kind: str | None, backend: str | None 
 def silu_mul_quant(
     gate_up: jax.Array, *, kind: str | None = None, backend: str | None = None
 ) -> jax.Array | QuantizedRows:
-    """SiLU(gate) * up of gate_up [T, 2F], gate's columns first -> rows [T, F].
+    """Returns rows [T, F] of SiLU(gate) * up of gate_up [T, 2F], gate's columns first.
 
-    Computed in promote_types(gate_up.dtype, float32) and rounded to gate_up's dtype, then quantized as quantize_rows
-    does where `kind` is "int8" or "fp8". The codes and the scale of a row are a function of the rounded row, the same
-    to the last bit on all backends. The rounded row itself differs between them by one unit in the last
-    place in one value of ten thousand (f16; bf16: of four hundred thousand), as mosaic's exponential and reciprocal are
-    good to 2^-21. Raises ValueError for an unknown kind and for shapes or dtypes that don't fit, NotImplementedError
-    for what a backend that was named doesn't do.
+    Computes in promote_types(gate_up.dtype, float32) and rounds to gate_up's dtype. Then it quantizes as quantize_rows
+    does where `kind` is "int8" or "fp8". The codes and the scale of a row follow from the rounded row, to the same bits
+    on all backends. The rounded row itself may differ between them by one unit in the last place in few values.
+    Mosaic's exponential and reciprocal are good to 2^-21. Raises ValueError for an unknown kind and for shapes or
+    dtypes that don't fit, and NotImplementedError for what a named backend doesn't do.
     """
     sizes = bind_shapes(gate_up=(gate_up, "T X"))
     check_floats(gate_up=gate_up)

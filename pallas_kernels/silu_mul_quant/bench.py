@@ -1,8 +1,8 @@
-"""How long silu_mul_quant takes on the device, next to what XLA makes of the same formula.
+"""Measures silu_mul_quant on the device, next to what XLA makes of the same formula.
 
     python -m pallas_kernels.silu_mul_quant.bench [--json] [--rows 1 128 8192] [--peers mosaic xla triton] [--record]
 
-Bytes are those that must move: gate and up in; the rows and their scales out.
+Bytes are what must move: gate and up in; the rows and their scales out.
 """
 
 import sys

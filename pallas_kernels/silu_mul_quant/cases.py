@@ -1,4 +1,4 @@
-"""Shapes of silu_mul_quant that tests and benchmarks share."""
+"""Lists shapes of silu_mul_quant that tests and benchmarks share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from pallas_kernels.bench.cases import normal
 
 @dataclass(frozen=True)
 class Case:
-    """One call: T rows of F gates and F factors."""
+    """Describes one call: T rows of F gates and F factors."""
 
     rows: int
     width: int
@@ -19,19 +19,19 @@ class Case:
     kind: str | None
 
     def inputs(self, seed: int = 0) -> jax.Array:
-        """gate_up: normal values; row t is larger by 2^(t mod 4), so that sigmoids saturate too."""
+        """Returns gate_up: normal values; row t is larger by 2^(t mod 4), so that sigmoids saturate too."""
         rng = np.random.default_rng(seed)
         sizes = np.exp2(np.arange(self.rows) % 4).astype(self.dtype)[:, None]
         return normal(rng, (self.rows, 2 * self.width), self.dtype) * sizes
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What names the case in a table."""
+        """Names the case in a table."""
         return {"T": self.rows, "F": self.width, "kind": self.kind or "none"}
 
     @property
     def moved_bytes(self) -> int:
-        """What must move: gate and up in; the rows and their scales out."""
+        """Counts what must move: gate and up in; the rows and their scales out."""
         size = np.dtype(self.dtype).itemsize
         row = self.width * (size if self.kind is None else 1) + (0 if self.kind is None else 4)
         return self.rows * (row + 2 * self.width * size)

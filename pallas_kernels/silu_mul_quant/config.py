@@ -1,13 +1,14 @@
-"""What the kernels support, the tunables of the Mosaic one, and the values measured best. Light to import."""
+"""Says what the kernels support, and lists the Mosaic one's tunables with the values measured best. Imports no
+Pallas."""
 
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_whole_rows
 from pallas_kernels.triton_call import check_rows
 
-# The kinds that a Hopper GPU gives the kernel unasked, whatever the number of rows, as that must not show in a row's
-# bits. It is about twice as fast as XLA at quantizing to int8. In 16 bits XLA makes one pass too, over more blocks, and
-# is the faster one.
+# The kinds that a Hopper GPU gives the kernel by default. The number of rows must not show in a row's bits, so it does
+# not count. The kernel is faster than XLA at quantizing to int8. In 16 bits XLA makes one pass too, over more blocks,
+# and is the faster one.
 DEFAULT_KINDS = ("int8", "fp8")
 
 LARGEST_WIDTH = 32768
@@ -19,7 +20,8 @@ def check_supported(dtype: str, rows: int, width: int) -> None:
 
 
 def check_triton(kind: str | None, dtype: str, rows: int, width: int) -> None:
-    """The same for the Triton kernel, which does every kind."""
+    """Raises NotImplementedError for what the Triton kernel, which does every kind, does not do, naming what it
+    does."""
     check_rows("F", dtype, rows, width, LARGEST_WIDTH)
 
 
@@ -32,7 +34,7 @@ def check_faster(kind: str | None, dtype: str, rows: int, width: int) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is cut."""
+    """Says how a row is cut."""
 
     warpgroups: int = 1  # that share a row; a power of two
 
@@ -47,5 +49,5 @@ class Config:
 
 
 def choose_config(rows: int, width: int) -> Config:
-    """The configuration for `rows` rows of `width` values: the fastest of those that ran on an H200."""
+    """Returns the configuration for `rows` rows of `width` values: the fastest of those that ran on an H200."""
     return Config(warpgroups=4 if rows < 256 and width > 16384 else 1)

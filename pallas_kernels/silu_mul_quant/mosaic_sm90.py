@@ -1,7 +1,7 @@
-"""silu_mul_quant on Hopper: gate and up are read once, where the projection left them, and only codes are written.
+"""Runs silu_mul_quant on Hopper: gate and up are read once, where the projection left them, and only codes are written.
 
-A row is loaded at once, computed, and quantized in registers. Bound by memory when rows are many, but not well: a block
-computes nothing while it loads, and as all blocks of an SM do so at the same time, memory idles while they compute.
+A row is loaded at once, computed, and quantized in registers. Memory bounds it when rows are many, but not well. A
+block computes nothing while it loads. As all blocks of an SM do so at the same time, memory idles while they compute.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ def silu_mul_quant(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array | QuantizedRows:
-    """gate_up [T, 2F] -> rows [T, F]; see api.py. Gradients are xla's."""
+    """Returns rows [T, F] of gate_up [T, 2F]; see api.py. Gradients are xla's."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     check_supported(str(gate_up.dtype), rows, width)
     config = choose_config(rows, width) if config is None else config

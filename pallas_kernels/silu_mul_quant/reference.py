@@ -1,4 +1,4 @@
-"""silu_mul_quant from its definition, in float64 numpy."""
+"""Computes silu_mul_quant from its definition, in float64 numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -8,13 +8,13 @@ from pallas_kernels.reference_rows import quantize_rows
 
 
 def silu_mul_quant(gate_up: ArrayLike, *, kind: str | None = None) -> np.ndarray | QuantizedRows:
-    """gate_up [T, 2F] -> rows [T, F] in numpy; see api.py."""
+    """Returns rows [T, F] in numpy of gate_up [T, 2F]; see api.py."""
     rounded = silu_mul(gate_up).astype(np.asarray(gate_up).dtype)
     return rounded if kind is None else quantize_rows(rounded, kind)
 
 
 def silu_mul(gate_up: ArrayLike) -> np.ndarray:
-    """SiLU(gate) * up (Elfwing et al., arXiv:1702.03118; Shazeer, arXiv:2002.05202), float64 [T, F], not rounded."""
+    """Returns SiLU(gate) * up (arXiv:1702.03118; Shazeer, arXiv:2002.05202), float64 [T, F], not rounded."""
     x = np.asarray(gate_up).astype(np.float64)
     gate, up = np.split(x, 2, axis=-1)
     tail = np.exp(-np.abs(gate))  # never overflows

@@ -1,4 +1,4 @@
-"""silu_mul_quant for Ampere, Ada and Hopper: a program holds a row in registers, from gate and up to its codes."""
+"""Runs silu_mul_quant on Ampere, Ada and Hopper: a program holds a row in registers, from gate and up to its codes."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from pallas_kernels.triton_call import Launch
 
 @partial(jax.jit, static_argnames="kind")
 def silu_mul_quant(gate_up: jax.Array, *, kind: str | None = None) -> jax.Array | QuantizedRows:
-    """gate_up [T, 2F] -> rows [T, F]; see api.py. Gradients are xla's."""
+    """Returns rows [T, F] of gate_up [T, 2F]; see api.py. Gradients are xla's."""
     check_triton(kind, str(gate_up.dtype), gate_up.shape[0], gate_up.shape[1] // 2)
 
     def run(gate_up):
@@ -26,7 +26,7 @@ def silu_mul_quant(gate_up: jax.Array, *, kind: str | None = None) -> jax.Array 
 
 
 def launch(gate_up: jax.Array | jax.ShapeDtypeStruct, kind: str | None) -> Launch:
-    """The launch for gate_up [T, 2F], its only argument."""
+    """Returns the launch for gate_up [T, 2F], its only argument."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     return Launch(
         _silu_mul if kind is None else _silu_mul_codes,

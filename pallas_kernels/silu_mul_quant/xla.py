@@ -1,4 +1,4 @@
-"""silu_mul_quant in plain jnp."""
+"""Runs silu_mul_quant in plain jnp."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from pallas_kernels.rounding import round_to
 
 @partial(jax.jit, static_argnames="kind")
 def silu_mul_quant(gate_up: jax.Array, *, kind: str | None = None) -> jax.Array | QuantizedRows:
-    """gate_up [T, 2F] -> rows [T, F]; see api.py."""
+    """Returns rows [T, F] of gate_up [T, 2F]; see api.py."""
     gate, up = jnp.split(gate_up.astype(compute_dtype(gate_up.dtype)), 2, axis=-1)
     product = round_to(jax.nn.silu(gate) * up, gate_up.dtype)
     return product if kind is None else quantize_rows(product, kind)

@@ -1,4 +1,4 @@
-"""Gate and up projections of an MLP with their SiLU and product, in one pass."""
+"""Computes gate and up projections of an MLP with their SiLU and product, in one pass."""
 
 from pallas_kernels.swiglu.api import swiglu
 

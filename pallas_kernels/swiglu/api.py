@@ -1,4 +1,4 @@
-"""swiglu: SiLU(x @ gate.T) * (x @ up.T), of x or of its norm."""
+"""Computes SiLU(x @ gate.T) * (x @ up.T), of x or of its norm."""
 
 import jax
 
@@ -12,15 +12,13 @@ from pallas_kernels.swiglu.config import check_faster, check_one_order, check_su
 def swiglu(
     x: jax.Array, w: jax.Array, *, norm: jax.Array | None = None, eps: float = 0.0, backend: str | None = None
 ) -> jax.Array:
-    """SiLU(x gate^T) * (x up^T) (Shazeer, arXiv:2002.05202) of x [..., K] and w [2F, K], gate's rows first -> [..., F]
-    in x's dtype.
+    """Returns SiLU(x gate^T) * (x up^T) (arXiv:2002.05202) of x [..., K] and w [2F, K]: [..., F] in x's dtype.
 
-    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as matmul has it.
-    Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded;
-    xla, which makes the product and the rest one after the other, rounds products to x's dtype in between. The kernel
-    takes up to 512 rows in 16 bits, K and F in multiples of 16; unnamed, it runs where it was measured to be the faster
-    one. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a backend that was named
-    doesn't do.
+    Gate's rows come first in w. norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as matmul has it.
+    Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded.
+    xla makes the matmul and the rest one after the other, and rounds products to x's dtype in between. The kernel takes
+    up to 512 rows in 16 bits, K and F in multiples of 16. Unnamed, it runs where it was measured to be the faster one.
+    Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")

@@ -1,11 +1,11 @@
-"""How long gate, up and their SiLU product take on the device in one kernel, next to two.
+"""Measures gate, up and their SiLU product on the device in one kernel, next to two.
 
     python -m pallas_kernels.swiglu.bench [--json] [--rows 1 16 64] [--tune] [--record]
 
-"mosaic" is the one kernel; "default" is the faster product for these shapes and a pass after it; "xla" is both by XLA.
+"mosaic" is the one kernel; "default" is the faster matmul for these shapes and a pass after it; "xla" is both by XLA.
 Each figure is of several layers with weights of their own, so that no cache holds them, in one jit. Times are the
-profiler's, of the kernels alone: a launch less is saved on top. The ceiling is the best rate of the run.
---tune tries other tiles too, as rows of peer "mosaic ROWSxCOLUMNSxSTEP".
+profiler's, of the kernels alone: a launch less is saved on top. The ceiling is the best rate of the run. --tune tries
+other tiles too, as rows of peer "mosaic ROWSxCOLUMNSxSTEP".
 """
 
 import sys
@@ -39,7 +39,7 @@ def moved_bytes(case: Case) -> int:
 
 
 def subjects(case: Case, tune: bool) -> Iterator[Subject]:
-    """What is timed of a case."""
+    """Yields what is timed of a case."""
     for peer, backend in PEERS.items():
         yield subject(case, peer, partial(swiglu, backend=backend))
     for config in candidates(case) if tune else ():
@@ -48,7 +48,7 @@ def subjects(case: Case, tune: bool) -> Iterator[Subject]:
 
 
 def candidates(case: Case) -> Iterator[Config]:
-    """Tiles that may be as good as the chosen one."""
+    """Yields tiles that may be as good as the chosen one."""
     size = jnp.dtype(case.dtype).itemsize
     sizes = (rows_of(case), 2 * case.width, case.k, size)
     chosen = choose_config(*sizes)

@@ -1,4 +1,4 @@
-"""Shapes of swiglu that tests and benchmarks share."""
+"""Lists shapes of swiglu that tests and benchmarks share."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from pallas_kernels.bench.cases import normal
 
 @dataclass(frozen=True)
 class Case:
-    """One call: x [*leading, K] and w [2F, K]."""
+    """Describes one call: x [*leading, K] and w [2F, K]."""
 
     leading: tuple[int, ...]
     width: int  # F
@@ -18,7 +18,8 @@ class Case:
     dtype: str
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-        """x, w: normal values; products are about 2, so that sigmoids are neither all a half nor all saturated."""
+        """Returns x, w: normal values; products are about 2, so that sigmoids are neither all a half nor all
+        saturated."""
         rng = np.random.default_rng(seed)
         w = normal(rng, (2 * self.width, self.k), "float32") * (2 * self.k**-0.5)
         return normal(rng, (*self.leading, self.k), self.dtype), w.astype(self.dtype)

@@ -1,5 +1,5 @@
-"""swiglu for few rows on Hopper: gemm_sm90's gated products, gemv.py of one row and skinny.py, with gradients through
-plain jnp."""
+"""Runs swiglu for few rows on Hopper: gemm_sm90's gated gemv.py of one row and skinny.py, with gradients through plain
+jnp."""
 
 from functools import partial
 
@@ -24,7 +24,8 @@ def swiglu(
     norm: jax.Array | None = None,
     eps: float = 0.0,
 ) -> jax.Array:
-    """x [..., K], w [2F, K] -> [..., F]; see api.py. Columns of a tile of `config` are half gate's, half up's."""
+    """Returns [..., F] of x [..., K] and w [2F, K]; see api.py. Columns of a tile of `config` are half gate's, half
+    up's."""
     (n, k), rows = w.shape, x.reshape(-1, x.shape[-1])
     if config is None and len(rows) == 1 and gemv_config.fits(gemv_config.GATED, n // 2, k):
         config = gemv_config.GATED
@@ -36,7 +37,7 @@ def swiglu(
 
 
 def in_one_order(x: jax.Array, w: jax.Array, **options) -> jax.Array:
-    """swiglu of any number of rows by skinny.py, whose tiles all add in the order of K."""
+    """Runs swiglu of any number of rows by skinny.py, whose tiles all add in the order of K."""
     (n, k), rows = w.shape, x.size // x.shape[-1]
     return swiglu(x, w, choose_config(rows, n, k, x.dtype.itemsize), **options)
 

@@ -1,4 +1,4 @@
-"""Matrix product of 16-bit inputs and quantized weights."""
+"""Multiplies 16-bit inputs and quantized weights."""
 
 from pallas_kernels.weight_only_matmul.api import weight_only_matmul, weight_only_swiglu
 

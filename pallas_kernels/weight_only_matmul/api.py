@@ -1,4 +1,4 @@
-"""weight_only_matmul: x @ decode(w).T + bias + residual, of x or of its norm; and swiglu of such products."""
+"""Computes x @ decode(w).T + bias + residual, of x or of its norm; and swiglu of such matmuls."""
 
 import math
 from typing import Any
@@ -36,19 +36,21 @@ def weight_only_matmul(
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """x [..., K] times a quantized weight [N, K] transposed, plus bias [N] and residual [..., N] -> [..., N].
+    """Returns x [..., K] times a quantized weight [N, K] transposed, plus bias [N] and residual [..., N]: [..., N].
 
     norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
     of one row takes that along, to the same bits; before others it is an operation of its own. K is the logical size:
-    padding, the weight's order of columns and rotated groups are seen to here. `w.format.activations` is ignored: x is
-    multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice. The result has `out_dtype`
-    (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The mosaic kernel and xla on a GPU
-    round the decoded weight, and the kernel its scales, to x's dtype (not scales of sums, as those with few rows mostly
-    are); a row's bits do not depend on the other rows within one configuration. The mosaic backend takes bf16
-    and f16, groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight bits); chosen by itself, it runs
-    where it was measured to be the faster one. The triton backend takes bf16 and f16, groups of 32, 64 and 128 and any
-    K; it rounds tables alone, and scales sums.
-    Raises ValueError where shapes or dtypes disagree.
+    padding, the weight's order of columns and rotated groups are seen to here. `w.format.activations` is ignored. x is
+    multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice.
+
+    The result has `out_dtype` (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The
+    mosaic kernel and xla on a GPU round the decoded weight to x's dtype. The kernel also rounds its scales, except
+    scales of sums, as few rows mostly have them. A row's bits do not depend on the other rows within one configuration.
+
+    The mosaic backend takes bf16 and f16, groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight
+    bits). Chosen by itself, it runs where it was measured to be the faster one. The triton backend takes bf16 and f16,
+    groups of 32, 64 and 128 and any K. It rounds tables alone, and scales sums. Raises ValueError where shapes or
+    dtypes disagree.
     """
     N, K = w.shape
     if x.ndim < 1 or x.shape[-1] != K:
@@ -83,9 +85,10 @@ def weight_only_matmul(
 def weight_only_swiglu(
     x: jax.Array, w: QuantizedWeight, *, norm: jax.Array | None = None, eps: float = 0.0, backend: str | None = None
 ) -> jax.Array:
-    """SiLU(x gate^T) * (x up^T) of x [..., K] and a quantized weight [2F, K], gate's rows first -> [..., F] in x's
-    dtype; norm and backends are those of weight_only_matmul. The mosaic kernel of one row keeps products in float32
-    until the result is rounded; else there are two operations, and products are rounded to x's dtype in between."""
+    """Returns SiLU(x gate^T) * (x up^T) of x [..., K] and a quantized weight [2F, K]: [..., F] in x's dtype. Gate's
+    rows come first. norm and backends are those of weight_only_matmul. The mosaic kernel of one row keeps products in
+    float32 until the result is rounded. Else there are two operations, and products are rounded to x's dtype in
+    between."""
     N, K = w.shape
     if N % 2:
         raise ValueError(f"w has shape {w.shape}, expected [2F, K]")
@@ -105,7 +108,7 @@ def _stored_columns(w: QuantizedWeight) -> int:
 
 
 def _runs_one_row(chosen: Backend, m: int, w: QuantizedWeight, gated: bool = False) -> bool:
-    """Whether that is the mosaic kernel of one row, with SiLU in it if the product is gated."""
+    """Returns whether that is the mosaic kernel of one row, with SiLU in it if the product is gated."""
     whole = not gated or w.shape[0] == w.values.shape[0]
     return chosen is BACKENDS["mosaic"] and m == 1 and whole and takes_one_row(w.values.shape[0], w.format, gated)
 
@@ -153,7 +156,7 @@ def _check_triton(w: QuantizedWeight, x_dtype: DTypeLike, m: int, n: int, k: int
 def _one_order(
     rows: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
-    """By one way of cutting K; a format that the kernel lacks is decoded, and multiplied as a plain weight."""
+    """Cuts K in one way. A format that the kernel lacks is decoded, and multiplied as a plain weight."""
     (M, K), N = rows.shape, w.values.shape[0]
     if not on_hopper():
         return in_tiles(lambda x, r: xla.weight_only_matmul(x, w, bias, r, out_dtype), rows, residual)

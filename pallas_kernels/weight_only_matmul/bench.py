@@ -1,13 +1,13 @@
-"""How long weight_only_matmul takes on the device, next to XLA's bf16 product of the same shape.
+"""Measures weight_only_matmul on the device, next to XLA's bf16 matmul of the same shape.
 
     python -m pallas_kernels.weight_only_matmul.bench [--json] [--rows 1 16] [--formats nf4 w8a16:1,16] [--tune nf4]
         [--peers mosaic xla triton]
 
-Each figure is of several layers with weights of their own, more than the 60 MB of L2 in all, in one jit. `bf16` is
-XLA's product of weights that were never quantized; `xla` decodes the quantized ones and multiplies; `mosaic` is the
-kernel, for the formats after --tune in every candidate configuration. A bar is held against the fastest of its cell.
-Bytes are those of the weight as stored, its scales and zeros included, of x and of the result; the ceiling is the rate
-of a large copy in the same run.
+Each figure is of several layers in one jit, with weights of their own, more than L2 holds. `bf16` is XLA's matmul of
+weights that were never quantized. `xla` decodes the quantized ones and multiplies. `mosaic` is the kernel, for the
+formats after --tune in every candidate configuration. A bar is held against the fastest of its cell. Bytes are those of
+the weight as stored, its scales and zeros included, of x and of the result. The ceiling is the rate of a large copy in
+the same run.
 """
 
 import sys
@@ -44,7 +44,7 @@ PEERS = ("mosaic", "xla")
 
 
 def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
-    """Codes of any kind, and scales such that the product of standard normal inputs is near one."""
+    """Returns codes of any kind, and scales such that the product of standard normal inputs is near one."""
     fmt = parse_weight_format(name)
     codes, scales, zeros = jax.random.split(key, 3)
     if fmt.packed:
@@ -69,7 +69,7 @@ def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
 
 
 def weights_for(name: str, n: int, k: int) -> list[Any]:
-    """As many as the caches don't hold; bf16 ones for the name "bf16"."""
+    """Returns as many weights as the caches don't hold; bf16 ones for the name "bf16"."""
     if name == "bf16":
         make = jax.jit(lambda key: jax.random.normal(key, (n, k), jnp.bfloat16) * jnp.bfloat16(k**-0.5))
     else:
@@ -82,7 +82,7 @@ def weights_for(name: str, n: int, k: int) -> list[Any]:
 def variants(
     name: str, m: int, n: int, k: int, tune: bool, peers: Sequence[str] = PEERS
 ) -> list[tuple[str, AnyConfig | None]]:
-    """Backends, and configurations of the kernel, to be measured."""
+    """Yields backends, and configurations of the kernel, to be measured."""
     if name == "bf16":
         return [("bf16", None)]
     configs = candidates(m, n, k, parse_weight_format(name))
@@ -97,7 +97,6 @@ def variants(
 def compiled(
     weights: list[Any], m: int, k: int, backend: str, config: AnyConfig | None
 ) -> Callable[[], list[jax.Array]]:
-    """What runs all layers."""
     x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
 
     def multiply(x: jax.Array, w: Any) -> jax.Array:
@@ -114,7 +113,7 @@ def compiled(
 def measure_shape(
     n: int, k: int, rows: dict[str, list[int]], tuned: list[str], peers: list[str], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one shape, of each format's numbers of rows of x; one that fails says why."""
+    """Yields rows of one shape, of each format's numbers of rows of x; one that fails says why."""
     weights = {name: weights_for(name, n, k) for name in rows}
     cells = [
         (name, m, *variant)
@@ -138,13 +137,13 @@ def measure_shape(
 
 
 def describe(config: AnyConfig) -> str:
-    """The kernel's kind of configuration with what differs from the defaults."""
+    """Returns the kernel's kind of configuration with what differs from the defaults."""
     changed = (f"{name}={value}" for name, value in asdict(config).items() if value != getattr(type(config), name))
     return f"{type(config).__name__}({', '.join(changed)})"
 
 
 def table(rows: dict[str, list[int]], tuned: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
-    """All rows, after a copy's."""
+    """Yields all rows, after a copy's."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
     with ThreadPoolExecutor(8) as pool:
         for k, n in BENCH_SHAPES:

@@ -1,4 +1,4 @@
-"""Shapes of weight_only_matmul that tests and benchmarks share."""
+"""Lists shapes of weight_only_matmul that tests and benchmarks share."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _encode = jax.jit(encode, static_argnums=1)
 
 @dataclass(frozen=True)
 class Case:
-    """One call: x [*leading, k] times a weight [n, k] in `format`."""
+    """Describes one call: x [*leading, k] times a weight [n, k] in `format`."""
 
     leading: tuple[int, ...]
     n: int
@@ -28,7 +28,7 @@ class Case:
     shuffled: bool = False  # the weight's columns are stored in another order
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, QuantizedWeight, jax.Array | None, jax.Array | None]:
-        """x, w, bias and residual: standard normal values, w scaled so that results are too."""
+        """Returns x, w, bias and residual: standard normal values, w scaled so that results are too."""
         rng = np.random.default_rng(seed)
         x = normal(rng, (*self.leading, self.k), self.dtype)
         w = _encode(normal(rng, (self.n, self.k), "float32") * self.k**-0.5, parse_weight_format(self.format))

@@ -1,4 +1,4 @@
-"""How the Hopper kernel of weight_only_matmul cuts its work, and when it runs. Light to import."""
+"""Says how the Hopper kernel of weight_only_matmul cuts its work, and when it runs. Imports no Pallas."""
 
 from dataclasses import dataclass, replace
 
@@ -20,16 +20,19 @@ WARP_ROWS = 16  # of a weight in a product of a single warp: kernels of such pro
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is `rows` weights' rows by `tokens` of x; CTAs are persistent.
+    """Holds a tile's size: `rows` weights' rows by `tokens` of x; CTAs are persistent.
 
-    tokens: of a tile, 8 to 256. fold: parts of K that lie side by side in a tile, so that few rows of the weight fill
-    the 64 rows of wgmma; each has its own columns for x. warpgroups: that compute, each its own rows. row_tiles: of 64
-    rows, of a warpgroup. split: parts of K that are summed after the kernel. width: bytes of a weight's row that a
-    stage holds of a part. stages: in flight, at most: as many as shared memory holds. ctas: that run. Only fold, split,
-    width and by_warp change bits.
+    - tokens: of a tile, 8 to 256.
+    - fold: parts of K that lie side by side in a tile, so that few rows of the weight fill the 64 rows of wgmma. Each
+      has its own columns for x.
+    - warpgroups: that compute, each its own rows. row_tiles: of 64 rows, of a warpgroup.
+    - split: parts of K that are summed after the kernel.
+    - width: bytes of a weight's row that a stage holds of a part.
+    - stages: in flight, at most: as many as shared memory holds. ctas: that run.
+    - by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
+      warpgroup has 16 row_tiles rows, and a stage 256 columns of each of `fold` parts; width is not its.
 
-    by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
-    warpgroup has 16 row_tiles rows, and a stage 256 columns of each of `fold` parts; width is not its.
+    Only fold, split, width and by_warp change bits.
     """
 
     tokens: int = 8
@@ -71,14 +74,14 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Rows of the weight in a tile."""
+        """Counts the rows of the weight in a tile."""
         return (WARP_ROWS if self.by_warp else 64 // self.fold) * self.warpgroups * self.row_tiles
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Of the kernel for one row of x (row_sm90.py). rows: of the weight, that a block of four warps has; of a gated
-    product half of them are gate's. They don't change bits."""
+    """Configures the kernel for one row of x (row_sm90.py). rows: of the weight, that a block of four warps has; of a
+    gated product half of them are gate's. They don't change bits."""
 
     rows: int = 16
 
@@ -92,8 +95,8 @@ ONE_ROW = RowConfig()
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Of the kernel for up to 8 rows of x and codes of 8 bits, which go straight into registers (stream_sm90.py).
-    stages: chunks of 128 columns that a warp has in flight. They don't change bits."""
+    """Configures the kernel for up to 8 rows of x and codes of 8 bits, which go straight into registers
+    (stream_sm90.py). stages: chunks of 128 columns that a warp has in flight. They don't change bits."""
 
     stages: int = 8
 
@@ -106,26 +109,27 @@ AnyConfig = Config | RowConfig | StreamConfig
 
 
 def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowConfig = ONE_ROW) -> bool:
-    """Whether the kernel for one row of x takes a weight of that many rows as stored, or of two such halves in all."""
+    """Returns whether the kernel for one row of x takes a weight of that many rows as stored, or of two such halves."""
     halves = 2 if gated else 1
     known = fmt.codes in GROUPS and (fmt.group or ROW) in GROUPS[fmt.codes]
     return known and config.rows >= 8 * halves and n % config.rows == 0
 
 
 def choose_config(m: int, n: int, k: int, fmt: WeightFormat) -> AnyConfig:
-    """The configuration for x [M, K] and a weight [N, K] of a format."""
+    """Returns the configuration for x [M, K] and a weight [N, K] of a format."""
     return candidates(m, n, k, fmt)[0]
 
 
 def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ...]:
-    """Configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
+    """Yields configurations worth measuring for x [M, K] and a weight [N, K]: the first is the one that runs.
 
-    One row has a kernel of its own. Codes of 4 bits with few rows of x are multiplied by single warps (`by_warp`), and
-    codes of 8 bits stream with up to 8 rows, which is faster than the ring. The ring
-    and wgmma do the rest. Rows of x are cut as evenly as tiles of at most 128 allow, and K into parts as far as SMs
-    would have no tile (`in_parts`); a weight of 4096 rows has tiles of 128 rows then, a wide one of 192, or with up to
-    16 rows of x of 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any.
-    Above 1024 rows of x tiles of 256 rows of the weight read x less often.
+    One row has a kernel of its own. Codes of 4 bits with few rows of x are multiplied by single warps (`by_warp`).
+    Codes of 8 bits stream with up to 8 rows, which is faster than the ring. The ring and wgmma do the rest.
+
+    Rows of x are cut as evenly as tiles of at most 128 allow. K is cut into parts where SMs would have no tile
+    (`in_parts`). A weight of 4096 rows has tiles of 128 rows then, a wide one of 192. With up to 16 rows of x these
+    have 96. Up to 128 rows of x, tiles of a wide one have half of them, rather than leave SMs without any. Above 1024
+    rows of x tiles of 256 rows of the weight read x less often.
     """
     wide, warps = n >= WIDE, for_warps(m, n, k, fmt)
     if m == 1 and takes_one_row(n, fmt):
@@ -153,11 +157,13 @@ def candidates(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[AnyConfig, ..
 
 
 def for_warps(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
-    """The configuration of single warps, where an H100 was fastest with it (experiments/results,
-    weight_only_matmul-warp): for codes of 4 bits and up to 16 rows of x, and up to 32 if int4 codes have groups of 128
-    (finer ones need too many registers) and the weight is wide or has at most 6144 columns. Tiles of a narrow weight
-    have all of K: with 32 rows of x that takes less time than the ring's parts of K at 4096 columns and more at 11008;
-    lines through both meet near 6900."""
+    """Returns the configuration of single warps, where an H100 was fastest with it.
+
+    That was for codes of 4 bits and up to 16 rows of x (experiments/results, weight_only_matmul-warp). It was up to 32
+    where int4 codes have groups of 128, and the weight is wide or has at most 6144 columns. Finer groups need too many
+    registers. Tiles of a narrow weight have all of K. With 32 rows of x that beats the ring's parts of K where the
+    weight has few columns, and loses where it has many.
+    """
     few = 32 if fmt.codes == "int4" and fmt.group == 128 and (n >= WIDE or k <= 6144) else 16
     if not fmt.packed or m > few or n % WARP_ROWS:
         return ()
@@ -165,18 +171,20 @@ def for_warps(m: int, n: int, k: int, fmt: WeightFormat) -> tuple[Config, ...]:
 
 
 def in_one_order(m: int, n: int) -> Config:
-    """A configuration for x [M, K] and a weight [N, K] with the fold, split and width of all others that this gives."""
+    """Returns a configuration for x [M, K] and a weight [N, K] with the fold, split and width of all others that this
+    gives."""
     return Config(tokens=even_tokens(m, 128), warpgroups=3 if n >= WIDE else 2, width=64)
 
 
 def even_tokens(m: int, most: int) -> int:
-    """Rows of x of a tile: multiples of 16, as few tiles as `most` allows, none much emptier than others."""
+    """Returns the rows of x of a tile: multiples of 16, as few tiles as `most` allows, none much emptier than
+    others."""
     tiles = -(-m // most)
     return -(-m // (16 * tiles)) * 16
 
 
 def in_parts(config: Config, m: int, n: int, most: int = 4) -> Config:
-    """With as many parts of K as there are SMs for each tile, but each costs a pass over float32 sums."""
+    """Returns `config` with as many parts of K as there are SMs for each tile; each costs a pass over float32 sums."""
     tiles = -(-n // config.rows) * -(-m // config.tokens)
     return replace(config, split=min(max(SMS // tiles, 1), most))
 
@@ -197,9 +205,8 @@ def check_supported(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: 
 
 
 # The most rows of x with which the kernel runs unasked, by codes. XLA writes the decoded weight to memory and reads it
-# again, on top of a product of 16-bit weights. On an H200 the kernel took at most 0.90 of XLA's time with 1024 rows, in
-# int4, nf4 and int8 at all four shapes of a 7B layer. With 4096 rows int4 took 0.79 to 0.96, nf4 as long as XLA in sum
-# (0.90 to 1.09), and int8 0.92 to 1.12: more in sum. (experiments/results, weight_only_matmul-large of 2026-11-22.)
+# again, on top of a matmul of 16-bit weights. With 1024 rows the kernel was faster on an H200 at all four shapes of a
+# 7B layer. With 4096 rows int4 was faster, nf4 as fast as XLA, and int8 slower in sum.
 MOST_ROWS = {"int4": 4096, "nf4": 4096, "int8": 1024, "fp8": 1024}
 
 
@@ -213,9 +220,9 @@ def check_faster(x_dtype: jax.typing.DTypeLike, m: int, n: int, k: int, fmt: Wei
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """A tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result, in steps of `depth`
-    columns of x (a group at most; with one row, four words a thread), which `parts` programs share. rows and columns
-    don't change bits, but whether rows is 1 does, and parts."""
+    """Holds a tile of the Triton kernels: `rows` of x (1: no tensor cores) by `columns` of the result. It goes in steps
+    of `depth` columns of x (a group at most; with one row, four words a thread), which `parts` programs share. rows and
+    columns don't change bits. Whether rows is 1 does, and parts."""
 
     rows: int
     columns: int
@@ -237,8 +244,8 @@ MOST_PARTS = 8
 
 
 def triton_config(m: int, k: int, n: int, codes: str) -> TritonConfig:
-    """The configuration for M rows of x [M, K] and N results: with up to 64 rows, few columns of the result are shared
-    by several programs."""
+    """Returns the configuration for M rows of x [M, K] and N results. With up to 64 rows, few columns of the result are
+    shared by several programs."""
     config = next(config for most, config in TRITON if m <= most)
     if m == 1 and codes in ("nf4", "fp4", "e2m1"):  # tables take registers
         return replace(config, columns=config.columns // 4)

@@ -1,4 +1,4 @@
-"""What the kernels of weight_only_matmul on sm_90 do to single registers, as MLIR and PTX."""
+"""Emits what the kernels of weight_only_matmul on sm_90 do to single registers, as MLIR and PTX."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf, vector
 
 
 class Emitter:
-    """32-bit operations, emitted as MLIR and PTX; of a pair, two 16-bit floats at a time."""
+    """Emits 32-bit operations as MLIR and PTX; of a pair, two 16-bit floats at a time."""
 
     def __init__(self, dtype: jnp.dtype, pointers: dict[str, ir.Value]) -> None:
         self.names, self.pointers = tuple(pointers), pointers
@@ -41,7 +41,7 @@ class Emitter:
         return arith.xori(a, b)
 
     def masked_xor(self, a: ir.Value, mask: int, b: int) -> ir.Value:
-        """(a & mask) ^ b in one instruction."""
+        """Computes (a & mask) ^ b in one instruction."""
         return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), self.c(b))
 
     def equal(self, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -51,19 +51,19 @@ class Emitter:
         return arith.select(condition, a, b)
 
     def low_half(self, word: ir.Value, half: int) -> ir.Value:
-        """16 bits of a word."""
+        """Returns 16 bits of a word."""
         return arith.trunci(self.i16, self.shift_right(word, 16 * half))
 
     def signed_byte(self, word: ir.Value, byte: int) -> ir.Value:
-        """A byte of a word, sign-extended."""
+        """Returns a byte of a word, sign-extended."""
         return arith.extsi(self.i32, arith.trunci(self.i8, self.shift_right(word, 8 * byte)))
 
     def shift_right(self, a: ir.Value, b: int) -> ir.Value:
         return arith.shrui(a, self.c(b)) if b else a
 
     def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
-        """`offset` + `more` bytes from an array's begin: 32 bits, 16 of them zero-extended, 8 sign-extended, a
-        float32, or a float16 as float32."""
+        """Loads from `offset` + `more` bytes after an array's begin. It is 32 bits, 16 of them zero-extended, 8
+        sign-extended, a float32, or a float16 as float32."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         if kind == "f32":
@@ -78,11 +78,11 @@ class Emitter:
         return arith.sitofp(self.f32, a)
 
     def both(self, x: ir.Value) -> ir.Value:
-        """A float32 rounded, twice."""
+        """Rounds a float32, twice."""
         return llvm.inline_asm(self.i32, [x], f"cvt.rn.{self.suffix}.f32 $0, $1, $1;", "=r,f")
 
     def from_fp8(self, word: ir.Value, half: int = 0) -> ir.Value:
-        """The two e4m3 values in a half of a word as a pair."""
+        """Returns the two e4m3 values in a half of a word as a pair."""
         halves = llvm.inline_asm(self.i32, [self.low_half(word, half)], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
         if self.half == self.f16:
             return halves
@@ -90,7 +90,7 @@ class Emitter:
         return llvm.bitcast(self.i32, arith.truncf(ir.VectorType.get((2,), self.half), wide))
 
     def permute(self, a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
-        """Bytes of a (0 to 3) and b (4 to 7), by the selector's nibbles."""
+        """Selects bytes of a (0 to 3) and b (4 to 7), by the selector's nibbles."""
         return self._asm("prmt.b32 $0, $1, $2, $3;", a, b, self.c(selector))
 
     def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -104,10 +104,10 @@ class Emitter:
 
 
 class StreamEmitter(Emitter):
-    """Also of global memory, and of products of single warps."""
+    """Emits operations of global memory, and products of single warps, too."""
 
     def advance(self, name: str, index: ir.Value, size: int) -> None:
-        """An array begins `index` times `size` bytes later: more than 32 bits count."""
+        """Moves an array's begin by `index` times `size` bytes: more than 32 bits count."""
         i64 = ir.IntegerType.get_signless(64)
         offset = arith.muli(arith.extui(i64, index), mgpu.c(size, i64))
         self.pointers[name] = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
@@ -119,22 +119,22 @@ class StreamEmitter(Emitter):
         return arith.cmpi(arith.CmpIPredicate.ult, a, self.c(b))
 
     def stream(self, name: str, offset: ir.Value, more: int, pinned: bool = False) -> list[ir.Value]:
-        """Four words that are read once; pinned: not after what comes later."""
+        """Loads four words that are read once; pinned: not after what comes later."""
         return self._global(name, offset, more, "ld.global.nc.L1::no_allocate.L2::128B", "u32", 4, pinned)
 
     def vector(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
-        """Four words of either memory."""
+        """Loads four words of either memory."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         found = llvm.load(ir.VectorType.get((4,), self.i32), pointer, alignment=16)
         return [vector.extract(found, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
 
     def fetch(self, name: str, offset: ir.Value, more: int, words: int) -> list[ir.Value]:
-        """Words that others read too."""
+        """Loads words that others read too."""
         return self._global(name, offset, more, "ld.global.nc", "u32", words)
 
     def load_vector(self, name: str, offset: ir.Value, more: int) -> ir.Value:
-        """A zero, or a float16 as it is stored."""
+        """Loads a zero, or a float16 as it is stored."""
         if name.startswith("zeros"):
             return self._global(name, offset, more, "ld.global.nc", "s8", 1)[0]
         return self._global(name, offset, more, "ld.global.nc", "u16", 1)[0]
@@ -156,8 +156,8 @@ class StreamEmitter(Emitter):
         return [llvm.extractvalue(result, found, [i]) for i in range(words)]
 
     def matrices(self, name: str, offset: ir.Value, more: int) -> list[ir.Value]:
-        """Four 8 x 8 matrices of 16 bits in shared memory, of which lane 8 i + r points to row r of the i-th: lane
-        4 r + c gets elements 2c and 2c + 1 of row r of each."""
+        """Loads four 8 x 8 matrices of 16 bits from shared memory: lane 8 i + r points to row r of the i-th. Lane 4 r +
+        c gets elements 2c and 2c + 1 of row r of each."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         shape = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
@@ -166,7 +166,7 @@ class StreamEmitter(Emitter):
         return [llvm.extractvalue(self.i32, found, [i]) for i in range(4)]
 
     def widened(self, scale: ir.Value) -> ir.Value:
-        """What load_vector gives, as float32."""
+        """Returns what load_vector gives, as float32."""
         return arith.extf(self.f32, arith.bitcast(self.f16, scale))
 
     def zero(self) -> ir.Value:
@@ -185,11 +185,11 @@ class StreamEmitter(Emitter):
         return arith.mulf(a, b)
 
     def fused(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a b + c, rounded once."""
+        """Computes a b + c, rounded once."""
         return llvm.inline_asm(self.f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
 
     def multiply_add(self, left: list[ir.Value], right: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
-        """A warp's [16, 16] times [16, 8], plus float32 sums."""
+        """Multiplies a warp's [16, 16] by [16, 8], and adds float32 sums."""
         kind = self.suffix.removesuffix("x2")
         found = llvm.inline_asm(
             llvm.StructType.get_literal([self.f32] * 4),
@@ -201,7 +201,7 @@ class StreamEmitter(Emitter):
         return [llvm.extractvalue(self.f32, found, [i]) for i in range(4)]
 
     def either(self, condition: ir.Value, values: Callable[[], list[ir.Value]], others: list[ir.Value]) -> list[Any]:
-        """values() where the condition holds, which is the same for a whole warp."""
+        """Returns values() where the condition holds, which is the same for a whole warp."""
         branch = scf.IfOp(condition, [x.type for x in others], has_else=True)  # type: ignore[call-arg, arg-type]
         with ir.InsertionPoint(branch.then_block):
             scf.yield_(values())
@@ -214,7 +214,7 @@ class StreamEmitter(Emitter):
             do()
 
     def store(self, name: str, offset: ir.Value, more: int, words: list[ir.Value]) -> None:
-        """Four words."""
+        """Stores four words."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         value = llvm.mlir_undef(ir.VectorType.get((4,), self.i32))
@@ -223,13 +223,13 @@ class StreamEmitter(Emitter):
         llvm.store(value, pointer, alignment=16)
 
     def store_float(self, name: str, offset: ir.Value, x: ir.Value, dtype: jnp.dtype) -> None:
-        """A float32, rounded to dtype."""
+        """Stores a float32, rounded to dtype."""
         target = mgpu.utils.dtype_to_ir_type(dtype)
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         llvm.store(x if target == self.f32 else arith.truncf(target, x), pointer)
 
     def synchronize(self) -> None:
-        """All threads of the CTA."""
+        """Waits for all threads of the CTA."""
         gpu.barrier()
 
     def synchronize_warpgroup(self) -> None:

@@ -1,7 +1,7 @@
-"""weight_only_matmul for Hopper GPUs: which of its kernels runs, and what follows it.
+"""Runs weight_only_matmul on Hopper GPUs: which of its kernels runs, and what follows it.
 
-One row of x has a kernel of its own (row_sm90.py); up to 8 rows of it and codes of 8 bits go straight into registers
-(stream_sm90.py); else codes come through a ring of shared memory (tiles_sm90.py). What these leave in parts of K is
+One row of x has a kernel of its own (row_sm90.py). Up to 8 rows of it and codes of 8 bits go straight into registers
+(stream_sm90.py). Else codes come through a ring of shared memory (tiles_sm90.py). What these leave in parts of K is
 added up here, with bias and residual.
 """
 
@@ -35,7 +35,8 @@ def product(
     config: Config | StreamConfig,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
+    """Returns x [M, K'] times the weight's padded rows [N', K'], transposed: [split, M, N'] of out_dtype, to be
+    summed."""
     if isinstance(config, StreamConfig):
         return stream_sm90.product(x, w, jnp.dtype(out_dtype), config, interpret)[None]
     return tiles_sm90.product(x, w, jnp.dtype(out_dtype), config, interpret)
@@ -55,8 +56,8 @@ def weight_only_matmul(
     config: AnyConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. norm [K'], and SiLU of one
-    half of the product times the other (gated: [M, N / 2]), are for a RowConfig. Gradients are xla's."""
+    """Returns [M, N] of x [M, K'] with columns as stored, bias [N] and residual [M, N]; see api.py. norm [K'] is for a
+    RowConfig. So is gated, SiLU of one half of the product times the other: [M, N / 2]. Gradients are xla's."""
     n, k = w.values.shape[0], x.shape[1]
     check_supported(x.dtype, x.shape[0], n, k, w.format)
     config = config or choose_config(x.shape[0], n, k, w.format)

@@ -1,8 +1,8 @@
-"""Codes in shared memory to wgmma's 16-bit left operand in registers, for the kernel of weight_only_matmul.
+"""Turns codes in shared memory into wgmma's 16-bit left operand in registers, for the kernel of weight_only_matmul.
 
-A thread of wgmma's left operand holds, of each 16 columns, the pairs 2c, 2c + 1 and 8 + 2c, 9 + 2c of rows l and l + 8
-of its warp's 16 rows, where l = lane / 4 and c = lane % 4. Integers become floats by their bits: with `magic` the bits
-of 2^7 in bfloat16 or 2^10 in float16, magic | u is that power plus u.
+Let l = lane / 4 and c = lane % 4. A thread of wgmma's left operand holds pairs of rows l and l + 8 of its warp's 16
+rows. Of each 16 columns these are 2c, 2c + 1 and 8 + 2c, 9 + 2c. Integers become floats by their bits: with `magic` the
+bits of 2^7 in bfloat16 or 2^10 in float16, magic | u is that power plus u.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ _MAGIC = {"bfloat16": 0x4300, "float16": 0x6400}
 
 @dataclass(frozen=True)
 class Tile:
-    """How codes lie in a stage: [rows, fold * width] bytes in tiles of 8 rows by `width`, swizzled; scales and zeros
-    [fold * groups, rows or more]."""
+    """Describes how codes lie in a stage: [rows, fold * width] bytes in tiles of 8 rows by `width`, swizzled. Scales
+    and zeros are [fold * groups, rows or more]."""
 
     format: WeightFormat
     dtype: jnp.dtype
@@ -39,15 +39,15 @@ class Tile:
 
 
 def pair_table(dtype: jnp.dtype) -> jax.Array:
-    """int32 [256, 32]: the two values that a byte of NF4 codes stands for, the low nibble's in the low half; once for
-    each bank of shared memory, so that no two threads of a warp ever meet in one."""
+    """Returns int32 [256, 32]: the two values that a byte of NF4 codes stands for, the low nibble's in the low half.
+    There is one for each bank of shared memory, so that no two threads of a warp ever meet in one."""
     values = np.asarray(NF4, np.float64).astype(dtype).view(np.uint16).astype(np.uint32)
     pairs = values[None, :] | values[:, None] << 16
     return jnp.asarray(np.broadcast_to(pairs.reshape(256, 1), (256, 32)).view(np.int32))
 
 
 def operand(tile: Tile, refs: dict[str, Any], j: int, r: int, row_tiles: int) -> jax.Array:
-    """[64, 64] of the weight: rows of the r-th row tile of the warpgroup, columns from 64 j on, scaled by group."""
+    """Returns [64, 64] of the weight: rows of the warpgroup's r-th row tile, columns from 64 j on, scaled by group."""
     names = tuple(refs)
     swizzle = (plgpu.TilingTransform((8, tile.width)), plgpu.SwizzleTransform(tile.width))  # type: ignore[abstract]
 
@@ -67,8 +67,8 @@ def operand(tile: Tile, refs: dict[str, Any], j: int, r: int, row_tiles: int) ->
 
 
 class Codes:
-    """How codes of a format become pairs of 16-bit floats, in 32-bit operations of `emit`: an Emitter, or a test's
-    stand-in for one."""
+    """Turns codes of a format into pairs of 16-bit floats, in 32-bit operations of `emit`. That is an Emitter, or a
+    test's stand-in for one."""
 
     def __init__(self, fmt: WeightFormat, dtype: jnp.dtype, emit: Any) -> None:
         self.format, self.dtype, self.emit = fmt, dtype, emit
@@ -80,7 +80,7 @@ class Codes:
         self.one = _twice(0x3C00 if half else 0x3F80)  # a pair of ones
 
     def offset(self, zero: Any) -> Any:
-        """What is to be subtracted from pairs for a zero, an integer, or for none."""
+        """Returns what is to be subtracted from pairs for a zero, an integer, or for none."""
         emit = self.emit
         if zero is None:
             return emit.c(_twice(self.biased)) if self.biased else None
@@ -89,22 +89,22 @@ class Codes:
         return emit.both(emit.float_of(zero))
 
     def finish(self, pair: Any, offset: Any, scale: Any) -> Any:
-        """The pair of the operand."""
+        """Returns the pair of the operand."""
         pair = pair if offset is None else self.emit.subtract(pair, offset)
         return pair if scale is None else self.emit.multiply(pair, scale)
 
     def int4_pairs(self, word: Any) -> list[Any]:
-        """magic + 8 + code."""
+        """Returns magic + 8 + code."""
         emit, magic = self.emit, _twice(_MAGIC[self.dtype.name] | 8)
         return [emit.masked_xor(emit.shift_right(word, 4 * p), _twice(15), magic) for p in range(4)]
 
     def nf4_pairs(self, word: Any) -> list[Any]:
-        """Bytes' pairs, sorted into pairs of i."""
+        """Sorts bytes' pairs into pairs of i."""
         found, permute = self.nf4_bytes(word), self.emit.permute
         return [permute(found[p // 2], found[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)]
 
     def nf4_bytes(self, word: Any) -> list[Any]:
-        """What each byte stands for: byte 2 i + p / 2 for nibbles p and p + 1 of one i."""
+        """Looks up what each byte stands for: byte 2 i + p / 2 for nibbles p and p + 1 of one i."""
         emit = self.emit
         lane = emit.times(self.lane, 4)
 
@@ -115,7 +115,7 @@ class Codes:
         return [look_up(byte) for byte in range(4)]
 
     def int8_pair(self, word: Any, half: int = 0) -> Any:
-        """The codes in a half of a word in bfloat16; in float16 magic + 128 + code."""
+        """Returns the codes in a half of a word in bfloat16; in float16 magic + 128 + code."""
         emit = self.emit
         spread = emit.permute(word, emit.c(0), 0x4342 if half else 0x4140)
         if self.dtype == jnp.float16:
@@ -130,7 +130,7 @@ class Codes:
         return [pairs[p] for p in range(4) for pairs in by_word]
 
     def by_bytes(self, x: list[Any]) -> list[Any]:
-        """Pairs of x, four to a word of codes, as the codes of a byte are: 8 columns apart."""
+        """Pairs x, four to a word of codes, as the codes of a byte are: 8 columns apart."""
         words = len(x) // 4
         return [
             self.emit.permute(x[p + w], x[p + words + w], selector)
@@ -144,7 +144,8 @@ class Codes:
         return [decode(word, half) for word in words for half in range(2)]
 
     def fill_table(self) -> None:
-        """The pairs of all bytes, 32 times each, by the CTA's first 128 threads: a warp has 64 of them, 4 at a time."""
+        """Fills in the pairs of all bytes, 32 times each, by the CTA's first 128 threads. A warp has 64 of them, 4 at a
+        time."""
         emit = self.emit
         byte = emit.add(emit.times(emit.shift_right(emit.thread(), 5), 64), emit.shift_right(self.lane, 3))
         place = emit.add(emit.times(byte, 128), emit.times(emit.bits_and(self.lane, 7), 16))
@@ -154,7 +155,7 @@ class Codes:
 
 
 class Converter(Codes):
-    """One thread's share of an operand in a stage of the ring."""
+    """Converts one thread's share of an operand in a stage of the ring."""
 
     def __init__(self, tile: Tile, emit: Any, j: int, r: int, row_tiles: int) -> None:
         super().__init__(tile.format, tile.dtype, emit)
@@ -175,7 +176,7 @@ class Converter(Codes):
         self.below = 8 * tile.fold * tile.width  # from a row's codes to those of the row 8 further
 
     def pairs(self) -> np.ndarray:
-        """[8, 2] of 32 bits: by groups of 8 columns, rows l and l + 8."""
+        """Returns [8, 2] of 32 bits: by groups of 8 columns, rows l and l + 8."""
         found = np.empty((COLUMNS // 8, 2), object)
         blocks = (COLUMNS // 2 if self.tile.format.packed else COLUMNS) // 16  # of 16 bytes
         count = len(found) // blocks  # groups of 8 columns of each
@@ -191,7 +192,8 @@ class Converter(Codes):
         return found
 
     def words(self, lower: int, block: int) -> list[Any]:
-        """Pairs of a row's codes in a block of 16 bytes, before zeros and scales: 16-bit floats, by 8 columns."""
+        """Returns pairs of a row's codes in a block of 16 bytes, before zeros and scales: 16-bit floats, by 8
+        columns."""
         codes, emit = self.tile.format.codes, self.emit
         start = emit.bits_xor(self.start, block << 4)
         if codes in ("int4", "nf4"):
@@ -201,7 +203,8 @@ class Converter(Codes):
         return [self.int8_pair(x) if codes == "int8" else emit.from_fp8(x) for x in found]
 
     def finisher(self, lower: int, group: int) -> Any:
-        """What turns a pair of words() into the pair of the operand: subtracts the zero, multiplies by the scale."""
+        """Returns what makes the operand's pair of a pair of words(): it subtracts the zero, multiplies by the
+        scale."""
         emit, fmt = self.emit, self.tile.format
         offset = scale = None
         if "zeros" in emit.names:
@@ -215,7 +218,7 @@ class Converter(Codes):
         return partial(self.finish, offset=offset, scale=scale)
 
     def vector_index(self, name: str, group: int) -> Any:
-        """Where in scales or zeros a row's are."""
+        """Returns where in scales or zeros a row's are."""
         if self.tile.format.group is None:
             return self.row
         emit, rows = self.emit, self.tile.vector_rows[name]
@@ -224,5 +227,4 @@ class Converter(Codes):
 
 
 def _twice(bits: int) -> int:
-    """In both halves of 32 bits."""
     return bits << 16 | bits

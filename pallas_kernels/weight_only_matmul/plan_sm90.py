@@ -1,4 +1,4 @@
-"""What the kernel of weight_only_matmul on sm_90 is specialized to: sizes, copies and shared memory."""
+"""Plans what the kernel of weight_only_matmul on sm_90 is specialized to: sizes, copies and shared memory."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ PARTS = 4  # of a stage's columns, of which each warp of a warpgroup has one whe
 
 @dataclass(frozen=True)
 class Plan:
-    """Static sizes."""
+    """Holds static sizes."""
 
     m: int
     n: int
@@ -31,17 +31,17 @@ class Plan:
 
     @property
     def step(self) -> int:
-        """Columns of the weight that a stage holds."""
+        """Counts the columns of the weight that a stage holds."""
         return self.config.width * (2 if self.format.packed else 1)
 
     @property
     def steps(self) -> int:
-        """Stages of an item; what is past the end of K reads as zeros."""
+        """Counts the stages of an item; what is past the end of K reads as zeros."""
         return pl.cdiv(self.k, self.step * self.config.fold * self.config.split)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Along the weight's rows and along x's."""
+        """Counts tiles along the weight's rows and along x's."""
         return pl.cdiv(self.n, self.config.rows), pl.cdiv(self.m, self.config.tokens)
 
     @property
@@ -50,12 +50,12 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Columns of x's parts in a tile, side by side."""
+        """Counts the columns of x's parts in a tile, side by side."""
         return self.config.tokens * self.config.fold
 
     @property
     def parts_stride(self) -> int:
-        """Of a row of x among the sums of a warpgroup's warps: such that neither writing nor reading crowds a bank."""
+        """Returns a row's stride among the sums of a warpgroup's warps: neither writing nor reading crowds a bank."""
         return PARTS * WARP_ROWS + 4
 
     @property
@@ -64,15 +64,13 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Groups of a stage."""
         return max(1, self.step // self.format.group) if self.format.group else 1
 
     def vector_dtype(self, name: str) -> jnp.dtype:
-        """The dtype of scales or zeros."""
         return jnp.dtype("int8" if name == "zeros" else "float16" if self.by_group else "float32")
 
     def vector_rows(self, name: str) -> int:
-        """Rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
+        """Counts rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
         rows, copied = self.config.rows, self.config.fold * self.groups if self.by_group else 1
         while copied * rows * self.vector_dtype(name).itemsize % 128:
             rows += 16
@@ -85,16 +83,16 @@ class Plan:
         return Tile(self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows)
 
     def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
-        """What a stage is filled with: arrays, and of x parts of K."""
+        """Lists what a stage is filled with: arrays, and of x parts of K."""
         copies = [(name, 0) for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
         return copies + [("x", part) for part in range(self.config.fold)]
 
     def vectors(self, names: tuple[str, ...]) -> list[str]:
-        """What is copied once a tile."""
+        """Lists what is copied once a tile."""
         return [] if self.by_group else [name for name in ("scales", "zeros") if name in names]
 
     def scratch(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Shared memory and barriers, by name, with as many stages as are asked for and fit."""
+        """Returns shared memory and barriers, by name, with as many stages as are asked for and fit."""
         for stages in range(self.config.stages, 1, -1):
             scratch = self._scratch(names, stages)
             if shared_bytes(scratch) <= SHARED_MEMORY:

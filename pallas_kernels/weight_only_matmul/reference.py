@@ -1,4 +1,4 @@
-"""weight_only_matmul from its formula, float64 numpy, decoding included."""
+"""Computes weight_only_matmul from its formula, float64 numpy, decoding included."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +21,7 @@ _E2M1 = np.array([
 
 
 def decoded(w: QuantizedWeight) -> np.ndarray:
-    """float64 [N, K'], columns as stored."""
+    """Returns float64 [N, K'], columns as stored."""
     rows = w.shape[0]
     values = np.asarray(w.values)[:rows]
     if w.format.codes in ("int4", "nf4", "fp4", "e2m1"):
@@ -45,8 +45,9 @@ def decoded(w: QuantizedWeight) -> np.ndarray:
 
 
 def _scales(w: QuantizedWeight) -> np.ndarray:
-    """As the kernel takes them: of a doubly quantized weight mean + code * step, rounded to float16; powers of two of
-    E8M0's exponents; E4M3's, in units of a float32 a row, rounded to float32."""
+    """Returns scales as the kernel takes them. Those of a doubly quantized weight are mean + code * step, rounded to
+    float16. E8M0's are powers of two of their exponents. E4M3's, in units of a float32 a row, are rounded to float32.
+    """
     stored = np.asarray(w.scales)
     if w.format.scale_codes == "e8m0":
         return 2.0 ** (stored.astype(np.float64) - 127)
@@ -65,7 +66,7 @@ def _scales(w: QuantizedWeight) -> np.ndarray:
 def weight_only_matmul(
     x: ArrayLike, w: QuantizedWeight, bias: ArrayLike | None, residual: ArrayLike | None
 ) -> np.ndarray:
-    """x [..., K], bias [N], residual [..., N] -> float64 [..., N]."""
+    """Returns float64 [..., N] of x [..., K], bias [N] and residual [..., N]."""
     weight = decoded(w)[:, : w.shape[1]]
     inputs = np.asarray(x).astype(np.float64)
     if w.columns is not None:

@@ -1,10 +1,10 @@
-"""What a lane does in the kernel of weight_only_matmul for one row of x on sm_90.
+"""Computes a lane's share in the kernel of weight_only_matmul for one row of x on sm_90.
 
 Products are those of single warps (mma.m16n8k16), of which one row of x would use one column in eight. So a row of the
-weight becomes eight of the operand: lane 4g + t has columns t of row g of the left operand and of column g of the right
-one, and these are its own 32 columns (of 8 bits: 16) of the weight and of x. Sums of which g is not the same on both
-sides mean nothing; the others are the sums of a quad of lanes, each of which has columns of one group. A lane that has
-such a sum subtracts the codes' offset, as many times as x says, and multiplies by the scale: once a chunk.
+weight becomes eight of the operand. Lane 4g + t has columns t of row g of the left operand and of column g of the right
+one. These are its own 32 columns (of 8 bits: 16) of the weight and of x. Sums of which g is not the same on both sides
+mean nothing. The others are the sums of a quad of lanes, each of which has columns of one group. Once a chunk, a lane
+with such a sum subtracts the codes' offset, as often as x says, and multiplies by the scale.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ QUADS = LANES // 4
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a call: n rows of the weight, or of each of its two halves; a block has `kept` of each."""
+    """Holds the sizes of a call: n rows of the weight, or of each of its two halves. A block has `kept` of each."""
 
     n: int
     k: int
@@ -34,7 +34,6 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the weight, of a block."""
         return self.halves * self.kept
 
     @property
@@ -47,12 +46,12 @@ class Plan:
 
     @property
     def late(self) -> bool:
-        """Whether all columns of a quad of lanes have one scale and zero, which then go with sums."""
+        """Tells whether all columns of a quad of lanes have one scale and zero, which then go with sums."""
         return self.format.group is None or self.format.group % (4 * PIECE * self.columns_of_byte) == 0
 
 
 class Row(Codes):
-    """What one thread does, in operations of `emit`, a StreamEmitter."""
+    """Does one thread's work, in operations of `emit`, a StreamEmitter."""
 
     def __init__(self, plan: Plan, emit: Any, block: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
@@ -72,19 +71,19 @@ class Row(Codes):
                 emit.advance(f"{name}1", emit.c(1), plan.n * size)
 
     def whole(self, step: int) -> bool:
-        """Whether all warps have whole chunks in this step."""
+        """Returns whether all warps have whole chunks in this step."""
         return (step + 1) * WARPS * self.chunk <= self.plan.row_bytes
 
     def place(self, step: int) -> tuple[Any, int]:
-        """Where the lane's bytes of a row are, as a number and what is to be added: its last ones instead of those
-        beyond."""
+        """Returns where the lane's bytes of a row are, as a number and what is to be added. Instead of bytes beyond the
+        row they are its last ones."""
         more = step * WARPS * self.chunk
         if self.whole(step):
             return self.at, more
         return self.emit.minimum(self.emit.add(self.at, self.emit.c(more)), self.plan.row_bytes - PIECE), 0
 
     def load_codes(self, step: int) -> list[list[Any]]:
-        """For each row four words."""
+        """Loads four words for each row."""
         return [self.load_row(step, row) for row in range(self.plan.rows)]
 
     def load_row(self, step: int, row: int) -> list[Any]:
@@ -93,7 +92,7 @@ class Row(Codes):
         return self.emit.stream(f"w{half or ''}", at, more + within * self.plan.row_bytes, pinned=True)
 
     def load_x(self, step: int) -> list[Any]:
-        """Pairs in the order in which codes are decoded: zeros beyond the last column."""
+        """Loads pairs in the order in which codes are decoded: zeros beyond the last column."""
         emit, plan = self.emit, self.plan
         size = 2 * plan.columns_of_byte  # bytes of x for one of the weight
         at, more = self.place(step)
@@ -107,7 +106,7 @@ class Row(Codes):
         return self.by_bytes(pairs) if plan.format.codes == "nf4" else pairs
 
     def load_vectors(self, step: int, name: str) -> list[Any]:
-        """Of each row the scale or zero of the lane's columns, as float32 or as an integer."""
+        """Loads of each row the scale or zero of the lane's columns, as float32 or as an integer."""
         emit, plan = self.emit, self.plan
         if plan.format.group is None:
             return [self.row_vector(name, row) for row in range(plan.rows)] if name in emit.names else []
@@ -131,12 +130,12 @@ class Row(Codes):
         return found
 
     def row_vector(self, name: str, row: int) -> Any:
-        """The zero of a row that has only one."""
+        """Loads the zero of a row that has only one."""
         half, within = divmod(row, self.plan.kept)
         return self.emit.load_vector(f"{name}{half or ''}", self.emit.c(0), within)
 
     def store_sums(self, codes: list[list[Any]]) -> None:
-        """Of the rows' sums what the lane's quad has, if this lane has it; `codes` are those of the first step."""
+        """Stores the rows' sums that the lane's quad has, if this lane has it; `codes` are those of the first step."""
         emit, plan = self.emit, self.plan
         if "table" in emit.names:
             self.fill_table()
@@ -160,8 +159,7 @@ class Row(Codes):
         emit.only(mine, store)
 
     def multiply(self, totals: list[Any], step: int, codes: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-        """The sums with those of a chunk, and the codes of the next one, which are asked for as registers become
-        free."""
+        """Returns the sums with those of a chunk, and the codes of the next one, asked for as registers become free."""
         emit, plan, fmt = self.emit, self.plan, self.format
         x = self.load_x(step)
         scales, zeros = (self.load_vectors(step, name) for name in ("scales", "zeros"))
@@ -197,7 +195,7 @@ class Row(Codes):
         return totals, following
 
     def product(self, rows: list[list[Any]], x: list[Any]) -> list[Any]:
-        """Of two rows' pairs with x."""
+        """Multiplies two rows' pairs by x."""
         sums = [self.emit.zero()] * 4
         for i in range(0, len(x), 2):
             sums = self.emit.multiply_add([row[i + j] for j in range(2) for row in rows], x[i : i + 2], sums)

@@ -1,7 +1,7 @@
-"""The kernel of weight_only_matmul for one row of x on sm_90, with the norm before it, and SiLU or a residual after it.
+"""Runs weight_only_matmul for one row of x on sm_90, with the norm before it, and SiLU or a residual after it.
 
 Codes go from memory straight into registers, 512 bytes of a row of the weight at a time: 16 bytes a lane. The four
-warps of a block share its rows, a chunk of columns each in turn, so that what a warp has of x meets all of them:
+warps of a block share its rows, a chunk of columns each in turn. So what a warp has of x meets all of them:
 row_lanes_sm90.py says how.
 """
 
@@ -44,12 +44,10 @@ def product(
     config: RowConfig,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """x [1, K'] with columns as stored times a weight [N, K] transposed, plus bias [N] and residual [1, N] -> [1, N].
-
-    norm [K']: the row is RMSNorm(x) * norm, with the bits of norm_quant's kernel. gated: SiLU of the product with the
-    weight's first half, times that with its second half -> [1, N / 2]; nothing is added. Raises NotImplementedError for
-    weights that the configuration does not cut evenly.
-    """
+    """Returns x [1, K'] with columns as stored times a weight [N, K] transposed, plus bias [N] and residual [1, N]: [1,
+    N]. norm [K']: the row is RMSNorm(x) * norm, with the bits of norm_quant's kernel. gated: SiLU of the product with
+    the weight's first half, times that with its second half: [1, N / 2]. Nothing is added. Raises NotImplementedError
+    for weights that the configuration does not cut evenly."""
     stored, halves = w.values.shape[0], 2 if gated else 1
     if x.shape[0] != 1 or not takes_one_row(stored, w.format, gated, config) or (gated and w.shape[0] != stored):
         raise NotImplementedError(
@@ -136,7 +134,7 @@ def _kernel(
 
 
 def _load_first(plan: Plan, block: jax.Array, w: Any) -> jax.Array:
-    """The codes of each warp's first chunk: int32 [rows, 4, 32, 4]."""
+    """Loads the codes of each warp's first chunk: int32 [rows, 4, 32, 4]."""
     shape = plan.rows, WARPS, LANES, 4
 
     @plgpu.inline_mgpu(

@@ -1,9 +1,9 @@
-"""The kernel of weight_only_matmul for few rows of x and codes of 8 bits on sm_90: these go straight into registers.
+"""Runs weight_only_matmul for few rows of x and codes of 8 bits on sm_90: the codes go straight into registers.
 
 A CTA has 16 rows of the weight, and each of its four warps every fourth 128 columns of K. The order of columns within a
-product does not matter as long as both operands have the same one, so each thread takes twice 16 columns that follow
+product does not matter as long as both operands have the same one. So each thread takes twice 16 columns that follow
 each other, in loads of 16 bytes, and of x the same. Products are those of single warps, which wait for each other only
-when their sums are added at the end, and a CTA is small: loads of one hide what others compute, and no ring has to be
+when their sums are added at the end. A CTA is small: loads of one hide what others compute, and no ring has to be
 filled before the first product.
 """
 
@@ -34,7 +34,7 @@ LAYOUT = plgpu.Layout.WGMMA  # of sums [16 warps, tokens]
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a call: x [m, k], a weight [n, k]."""
+    """Holds the sizes of a call: x [m, k], a weight [n, k]."""
 
     m: int
     n: int
@@ -52,7 +52,7 @@ def product(
     config: StreamConfig,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """x [M, K'] times the weight's padded rows [N', K'], transposed -> [M, N'] of out_dtype."""
+    """Returns x [M, K'] times the weight's padded rows [N', K'], transposed: [M, N'] of out_dtype."""
     (m, k), n = x.shape, w.values.shape[0]
     if m > TOKENS or n % WARP_ROWS or w.format.packed:
         raise NotImplementedError(
@@ -78,7 +78,7 @@ def product(
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, parts: Any) -> None:
-    """Arrays in global memory -> out [M, N], of which a CTA has 16 columns."""
+    """Multiplies arrays in global memory into out [M, N], of which a CTA has 16 columns."""
     sources, out = dict(zip(names, refs)), refs[len(names)]
     tile = lax.axis_index("worker")
     parts[...] = _sums(plan, sources, tile)
@@ -86,7 +86,7 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, parts: Any) -> None:
 
 
 def _sums(plan: Plan, sources: dict[str, Any], tile: jax.Array) -> jax.Array:
-    """[64, tokens]: of the first part of K 16 rows, then of the next."""
+    """Returns [64, tokens]: of the first part of K 16 rows, then of the next."""
     names, shape = tuple(sources), (WARPS * WARP_ROWS, TOKENS)
 
     @plgpu.inline_mgpu(
@@ -105,7 +105,7 @@ def _sums(plan: Plan, sources: dict[str, Any], tile: jax.Array) -> jax.Array:
 
 
 class Stream(Codes):
-    """What one thread does, in operations of `emit`: a StreamEmitter, or a test's stand-in for one."""
+    """Does one thread's work, in operations of `emit`: a StreamEmitter, or a test's stand-in for one."""
 
     def __init__(self, plan: Plan, emit: Any, tile: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
@@ -123,7 +123,7 @@ class Stream(Codes):
                 emit.advance(name, tile, WARP_ROWS * size)
 
     def sums(self) -> list[Any]:
-        """Of rows l and l + 8 of the weight and two rows of x, float32."""
+        """Returns the sums of rows l and l + 8 of the weight and two rows of x, float32."""
         emit, chunks = self.emit, self.plan.k // CHUNK
         whole, rest = divmod(chunks, WARPS)
         ahead = min(self.plan.stages, whole)
@@ -146,7 +146,7 @@ class Stream(Codes):
         return total
 
     def load_codes(self, chunk: int) -> list[list[Any]]:
-        """For each row the words of the thread's columns."""
+        """Loads for each row the words of the thread's columns."""
         first = chunk * WARPS * CHUNK
         halves = first, first + CHUNK // 2  # that four threads load at once
         return [
@@ -155,12 +155,12 @@ class Stream(Codes):
         ]
 
     def load_x(self, chunk: int) -> list[Any]:
-        """Pairs in the order in which codes are decoded: 16 columns and then 16."""
+        """Loads pairs in the order in which codes are decoded: 16 columns and then 16."""
         first = 2 * chunk * WARPS * CHUNK
         return [pair for more in (0, 16, CHUNK, CHUNK + 16) for pair in self.emit.fetch("x", self.x, first + more, 4)]
 
     def load_vectors(self, chunk: int) -> list[list[tuple[Any, Any]]]:
-        """For each row and each run of columns of the thread's, the zero and the scale as they are stored."""
+        """Loads the zero and the scale as they are stored, for each row and each run of columns of the thread's."""
         fmt, emit = self.format, self.emit
         if fmt.group is None:
             return []
@@ -176,7 +176,8 @@ class Stream(Codes):
         return found
 
     def groups_of_runs(self) -> list[Any]:
-        """Which group of a chunk each of the thread's two runs of 16 columns is in, or one where that is the same."""
+        """Returns the groups of a chunk that the thread's two runs of 16 columns are in, or one where they are the
+        same."""
         emit, fmt = self.emit, self.format
         assert fmt.group is not None
         groups = CHUNK // fmt.group
@@ -184,13 +185,13 @@ class Stream(Codes):
         return [emit.add(within, emit.c(run * groups // 2)) for run in range(1 if groups == 1 else 2)]
 
     def by_row(self) -> list[list[tuple[Any, Any]]]:
-        """What load_vectors gives, where scales are not of groups: they come last."""
+        """Loads what load_vectors gives, where scales are not of groups: they come last."""
         if "zeros" not in self.emit.names or self.format.group is not None:
             return [[(None, None)] for _ in self.further]
         return [[(self.emit.load_vector("zeros", self.row, further), None)] for further in self.further]
 
     def multiply(self, total: list[Any], codes: Any, x: list[Any], vectors: Any) -> list[Any]:
-        """The sums with a chunk's. Scales of whole chunks multiply sums, finer ones the weights."""
+        """Returns the sums with a chunk's. Scales of whole chunks multiply sums, finer ones the weights."""
         emit, fmt = self.emit, self.format
         late = fmt.group == CHUNK
         rows = []
@@ -225,7 +226,7 @@ def _finish(plan: Plan, tile: jax.Array, parts: Any, out: Any, vectors: dict[str
 
 
 def add_parts(plan: Plan, emit: Any, tile: Any) -> None:
-    """What one thread does of that: a row of the weight and one of x."""
+    """Adds one thread's share of the parts: a row of the weight and one of x."""
     width = plan.out_dtype.itemsize
     emit.advance("out", tile, WARP_ROWS * width)
     if "scales" in emit.names:

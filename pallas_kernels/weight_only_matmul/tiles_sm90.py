@@ -1,8 +1,6 @@
-"""The kernel of weight_only_matmul on sm_90 whose codes come through a ring of shared memory.
-
-One warpgroup copies codes, scales and x into a ring of stages, on and on across the tiles of a persistent CTA; the
-others multiply what is there: by wgmma (wgmma_sm90.py), or few rows of x by products of single warps (warp_sm90.py).
-"""
+"""Runs weight_only_matmul on sm_90 where codes come through a ring of shared memory. One warpgroup copies codes, scales
+and x into a ring of stages, on and on across the tiles of a persistent CTA. The others multiply what is there: by wgmma
+(wgmma_sm90.py), or few rows of x by products of single warps (warp_sm90.py)."""
 
 from functools import partial
 from typing import Any
@@ -32,7 +30,8 @@ def product(
     config: Config,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """x [M, K'] times the weight's padded rows [N', K'], transposed -> [split, M, N'] of out_dtype, to be summed."""
+    """Returns x [M, K'] times the weight's padded rows [N', K'], transposed: [split, M, N'] of out_dtype, to be
+    summed."""
     (m, k), n = x.shape, w.values.shape[0]
     plan = Plan(m, n, k, x.dtype, out_dtype, w.format, config)
     if config.by_warp and (m > config.tokens or n % WARP_ROWS or not w.format.packed):
@@ -79,7 +78,8 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
     registers = REGISTERS[config.warpgroups]
 
     def item(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """First row of the weight, of x, and part of K of this CTA's i-th item: neighbours share the weight's rows."""
+        """Returns first row of the weight, of x, and part of K of this CTA's i-th item: neighbours share the weight's
+        rows."""
         number = worker + i * workers
         along_x = plan.tiles[1]
         rest = lax.div(number, jnp.int32(along_x))
@@ -126,7 +126,7 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
 def copy_stages(
     plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, copies: list[tuple[str, int]]
 ) -> None:
-    """One warp's share of the copies that fill the ring."""
+    """Copies one warp's share of what fills the ring."""
     if not copies:
         return
     config, steps, full, free = plan.config, plan.steps, scratch["full"], scratch["free"]
@@ -157,7 +157,7 @@ def copy_stages(
 
 
 def copy_vectors(plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, names: list[str]) -> None:
-    """Scales and zeros of rows, once a tile."""
+    """Copies scales and zeros of rows, once a tile."""
 
     @pl.loop(0, mine)
     def _item(i: jax.Array) -> None:

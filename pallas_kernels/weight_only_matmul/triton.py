@@ -1,8 +1,6 @@
-"""weight_only_matmul for Ampere, Ada and Hopper: codes become floats in registers, in tiles or for one row of x.
-
+"""Runs weight_only_matmul on Ampere, Ada and Hopper: codes become floats in registers, in tiles or for one row of x.
 Codes meet x as they are, less their zeros, which 16 bits hold; entries of tables are rounded to x's dtype. Scales
-multiply the float32 sum of a group. Weights are read as words of 32 bits, of eight codes or four.
-"""
+multiply the float32 sum of a group. Weights are read as words of 32 bits, of eight codes or four."""
 
 import math
 from functools import partial
@@ -28,7 +26,7 @@ _TABLES = {**TABLES, "e2m1": (*E2M1, *(-x for x in E2M1))}
 def weight_only_matmul(
     x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py."""
+    """Returns [M, N] of x [M, K'] with columns as stored, bias [N] and residual [M, N]; see api.py."""
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[0]), out_dtype)
     scales = group_scales(w)
@@ -56,10 +54,9 @@ def launch(
     out_dtype: DTypeLike,
     config: TritonConfig,
 ) -> Launch:
-    """The launch for arrays or their shapes and dtypes. Arguments: x, values, scales, zeros, table, bias and residual.
-
-    The output is the result [M, N], or where the configuration has parts their sums, float32 [parts, M, N].
-    """
+    """Returns the launch for arrays or their shapes and dtypes. Arguments: x, values, scales, zeros, table, bias and
+    residual. The output is the result [M, N]. Where the configuration has parts it is their sums, float32 [parts, M,
+    N]."""
     (M, K), N, fmt = x.shape, w.shape[0], w.format
     step = math.gcd(config.depth, K)  # without groups: a row's scale waits for the last sum
     group = fmt.group or step
@@ -191,7 +188,7 @@ def _row(
 
 @triton.jit
 def _zero(zeros, at, ZEROS: tl.constexpr):
-    """What is subtracted from integer codes, float32."""
+    """Returns what is subtracted from integer codes, float32."""
     zero = tl.zeros(at.shape, tl.float32)
     if ZEROS:
         zero += tl.load(zeros + at).to(tl.float32)
@@ -202,8 +199,8 @@ def _zero(zeros, at, ZEROS: tl.constexpr):
 def _number(
     word, p: tl.constexpr, i: tl.constexpr, table, PACKED: tl.constexpr, MIDDLE: tl.constexpr, TABLE: tl.constexpr
 ):
-    """float32 of code i of pair p of each word. Of integers c between -MIDDLE and MIDDLE it is 1.5 + c / (2 MIDDLE),
-    which are their bits below a 1: conversions are slow."""
+    """Returns float32 of code i of pair p of each word. Of integers c between -MIDDLE and MIDDLE it is 1.5 + c / (2
+    MIDDLE), which are their bits below a 1: conversions are slow."""
     at: tl.constexpr = 4 * p + 16 * i if PACKED else 16 * p + 8 * i
     if MIDDLE != 0:
         BITS: tl.constexpr = 4 if PACKED else 8
@@ -221,13 +218,14 @@ def _number(
 
 @triton.jit
 def _opaque(number: tl.constexpr):
-    """The number, in a register: ptxas makes one instruction of two operations that have one constant, not of two."""
+    """Keeps the number in a register: ptxas makes one instruction of two operations that have one constant, not of
+    two."""
     return tl.num_programs(2) * number  # there is one
 
 
 @triton.jit
 def _pairs(word, p: tl.constexpr, zero, table, x, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
-    """The two codes of pair p of each word [N, W] in units of scales, as numbers of x's dtype [N, W, 2]; see pack4."""
+    """Returns the two codes of pair p of each word [N, W] in units of scales, in x's dtype [N, W, 2]; see pack4."""
     dtype: tl.constexpr = x.dtype.element_ty
     if TABLE:
         low, high = tl.load(table + ((word >> (4 * p)) & 15)), tl.load(table + ((word >> (4 * p + 16)) & 15))
@@ -243,7 +241,7 @@ def _pairs(word, p: tl.constexpr, zero, table, x, MIDDLE: tl.constexpr, TABLE: t
 
 @triton.jit
 def _byte(word, i: tl.constexpr, zero, MIDDLE: tl.constexpr):
-    """float32 of byte i of each word [N, W], in units of scales."""
+    """Returns float32 of byte i of each word [N, W], in units of scales."""
     code = (word >> (8 * i)) & 255
     if MIDDLE != 0:  # the low bits of a number whose unit in the last place is 1
         x = (code ^ (0x4B000000 | MIDDLE)).to(tl.float32, bitcast=True) - (zero + (8388608.0 + MIDDLE))[:, None]

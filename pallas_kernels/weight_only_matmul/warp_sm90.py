@@ -1,10 +1,10 @@
-"""The ring of weight_only_matmul on sm_90 for few rows of x: what a stage holds is multiplied by single warps.
+"""Multiplies few rows of x by what a stage of weight_only_matmul's ring on sm_90 holds, by single warps.
 
 16 rows of the weight and 8 of x are a product (mma.m16n8k16). The four warps of a warpgroup share its rows and have a
-quarter of a stage's columns each, so that what a warp has of x meets all of these rows, and warps wait for each other
-only where their sums are added. Loads of matrices (ldmatrix) bring x in the order of an operand, and codes too: of 32
-columns pack4 made one word in four for each lane. Codes are not scaled, and too large by an offset: once a group that
-goes from their sums, as often as a product of x with ones says, and scales multiply these.
+quarter of a stage's columns each. So what a warp has of x meets all of these rows. Warps wait for each other only where
+their sums are added. Loads of matrices (ldmatrix) bring x in the order of an operand, and codes too. Of 32 columns
+pack4 made one word in four for each lane. Codes are not scaled, and too large by an offset. Once a group that goes from
+their sums, as often as a product of x with ones says, and scales multiply these.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def compute_item(
     out: Any,
     scratch: Any,
 ) -> None:
-    """A computing warpgroup's rows of a tile."""
+    """Computes a warpgroup's rows of a tile."""
     full, free = scratch["full"], scratch["free"]
     in_ring = [name for name in names if name != "table"]
 
@@ -62,7 +62,6 @@ def compute_item(
 
 
 def _add_stage(plan: Plan, refs: dict[str, Any], total: jax.Array) -> jax.Array:
-    """The sums with those of a stage."""
     names = tuple(refs)
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     tilings = {"w": plgpu.TilingTransform((8, 128)), "x": plgpu.TilingTransform((8, 64))}  # type: ignore[abstract]
@@ -106,7 +105,7 @@ def _numbers(x: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 class Warp(Codes):
-    """What one thread does with a stage, in operations of `emit`, a StreamEmitter."""
+    """Does one thread's work with a stage, in operations of `emit`, a StreamEmitter."""
 
     def __init__(self, plan: Plan, emit: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
@@ -140,15 +139,17 @@ class Warp(Codes):
         return group
 
     def places(self, block: Any, row: Any, unit: Any, other: int) -> list[Any]:
-        """Where 16 bytes of a swizzled row are, and those of the unit `other` further, a bit that `unit` lacks."""
+        """Returns where 16 bytes of a swizzled row are, and those of the unit `other` further, a bit that `unit`
+        lacks."""
         emit = self.emit
         start = emit.add(emit.times(block, BLOCK), emit.times(row, 128))
         start = emit.add(start, emit.times(emit.xor(unit, row), 16))
         return [start, emit.bits_xor(start, 16 * other)]
 
     def add_to(self, total: list[Any]) -> list[Any]:
-        """`total` with the products of the warp's columns of a stage: for each 16 rows of the weight and 8 of x the
-        lane's four float32 of a product, of rows l and l + 8 of the weight, each with two rows of x."""
+        """Adds to `total` the products of the warp's columns of a stage. For each 16 rows of the weight and 8 of x
+        these are the lane's four float32 of a product. They are of rows l and l + 8 of the weight, each with two rows
+        of x."""
         total = list(total)
         span = max(PIECE, min(self.group, self.columns))
         for first in range(0, self.columns, span):
@@ -174,19 +175,19 @@ class Warp(Codes):
                 self.add_group(total, r, runs[0] // self.group, products, sum_x)
 
     def load_x(self, n: int, column: int) -> list[Any]:
-        """Of the n-th 8 rows of x the lane's four pairs of 32 columns, in the order of pairs of codes."""
+        """Loads of the n-th 8 rows of x the lane's four pairs of 32 columns, in the order of pairs of codes."""
         block = n * (self.plan.step // 64) + column // 64
         pairs = self.emit.matrices("x", self.x[column // RUN % 2], block * BLOCK)
         return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
 
     def load_codes(self, r: int, column: int) -> list[tuple[int, list[Any]]]:
-        """Of 64 columns of a row tile: first columns, and the lane's words of these in rows l and l + 8."""
+        """Loads of 64 columns of a row tile first columns, and the lane's words of these in rows l and l + 8."""
         more = r * (WARP_ROWS // 8) * self.plan.config.fold * BLOCK
         words = self.emit.matrices("w", self.w[column // PIECE % 2], more)
         return [(column, words[:2]), (column + RUN, words[2:])]
 
     def sum_x(self, x: list[list[Any]]) -> list[Any]:
-        """What a group of the lane's two rows of x adds up to, where codes are too large."""
+        """Sums a group of the lane's two rows of x, where codes are too large."""
         emit = self.emit
         sums = [emit.zero()] * 4
         for pairs in x if self.biased else ():
@@ -211,7 +212,7 @@ class Warp(Codes):
                     total[at] = emit.fused(value, scale, total[at])
 
     def vector(self, name: str, r: int, lower: int, group: int) -> Any:
-        """A row's scale as float32, or its zero as an integer."""
+        """Returns a row's scale as float32, or its zero as an integer."""
         more = group * self.plan.vector_rows(name) + r * WARP_ROWS + 8 * lower
         if name == "zeros":
             return self.emit.load(name, self.vectors[name], 8, more)
@@ -219,7 +220,7 @@ class Warp(Codes):
 
 
 def store_sums(plan: Plan, emit: Any, row: Any, split: Any, total: list[Any]) -> None:
-    """What one thread does of _store, from the warpgroup's first row on."""
+    """Stores one thread's share of _store, from the warpgroup's first row on."""
     config, stride, width = plan.config, plan.parts_stride, plan.out_dtype.itemsize
     thread = emit.bits_and(emit.thread(), THREADS - 1)
     lane = emit.bits_and(thread, 31)

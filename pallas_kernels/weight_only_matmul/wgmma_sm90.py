@@ -1,8 +1,8 @@
-"""The ring of weight_only_matmul on sm_90, multiplied by wgmma: codes become its left operand in registers.
+"""Multiplies weight_only_matmul's ring on sm_90 by wgmma: codes become its left operand in registers.
 
 The weight's rows are the 64-row side of wgmma and the few rows of x its narrow side. Few rows of x leave room beside
-them: with fold = 2, 32 rows of the weight in two parts of K are the 64 rows of wgmma, each part meeting its own columns
-of x, so that tiles are fine enough to balance over all SMs with no sums to exchange between them.
+them. With fold = 2, 32 rows of the weight in two parts of K are the 64 rows of wgmma. Each part meets its own columns
+of x. So tiles are fine enough to balance over all SMs with no sums to exchange between them.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def compute_item(
     out: Any,
     scratch: Any,
 ) -> None:
-    """A computing warpgroup's rows of a tile."""
+    """Computes a warpgroup's rows of a tile."""
     config, steps, full, free = plan.config, plan.steps, scratch["full"], scratch["free"]
     stages, vectors = full.shape[0], plan.vectors(names)
     if vectors:

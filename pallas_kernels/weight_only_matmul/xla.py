@@ -1,4 +1,4 @@
-"""weight_only_matmul in plain jnp: the weight is decoded once, then multiplied."""
+"""Runs weight_only_matmul in plain jnp: the weight is decoded once, then multiplied."""
 
 from functools import partial
 
@@ -15,8 +15,9 @@ from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded
 def weight_only_matmul(
     x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
-    """x [M, K'] with columns as stored, bias [N], residual [M, N] -> [M, N]; see api.py. On a GPU the decoded weight is
-    rounded to x's dtype, and the product is that of any weight; a CPU has no fast products of 16 bits."""
+    """Returns [M, N] of x [M, K'] with columns as stored, bias [N] and residual [M, N]; see api.py. On a GPU the
+    decoded weight is rounded to x's dtype, and the matmul is that of any weight. A CPU has no fast matmuls of 16 bits.
+    """
     return lax.platform_dependent(
         x, w, bias, residual, cpu=partial(_widened, out_dtype=out_dtype), default=partial(_narrow, out_dtype=out_dtype)
     )
@@ -41,7 +42,7 @@ def _widened(
 
 
 def finish(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike) -> jax.Array:
-    """y [M, N] plus bias [N] and residual [M, N], rounded once."""
+    """Adds bias [N] and residual [M, N] to y [M, N], rounded once."""
     if bias is not None:
         y = y + bias.astype(y.dtype)[None, :]
     if residual is not None:

@@ -1,4 +1,4 @@
-"""Kernels are interpreted as strictly as a GPU runs them, and what is compiled for that does not pile up."""
+"""Interprets kernels as strictly as a GPU runs them, and clears what is compiled for that."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""Errors, poison and seeded faults for the kernels' tests."""
+"""Computes errors, poison and seeded faults for the kernels' tests."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 3e-
 
 
 def error(out, expected) -> float:
-    """The largest error of a row [..., H, D] relative to its norm in `expected`; infinite for NaN, and where a row
-    that must be zero isn't."""
+    """Returns the largest error of a row [..., H, D] relative to its norm in `expected`. It is infinite for NaN, and
+    where a row that must be zero isn't."""
     out, expected = np.asarray(out).astype(np.float64), np.asarray(expected).astype(np.float64)
     assert out.shape == expected.shape
     out, expected = (x.reshape(x.shape[0], -1) for x in (out, expected))
@@ -26,7 +26,7 @@ def error(out, expected) -> float:
 
 
 def same_bits(a, b) -> bool:
-    """Whether two pytrees of arrays are equal bit for bit."""
+    """Returns whether two pytrees of arrays are equal bit for bit."""
     a, b = jax.tree.leaves(a), jax.tree.leaves(b)
     return all(
         np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
@@ -34,7 +34,7 @@ def same_bits(a, b) -> bool:
 
 
 def visible_slots(table, starts, stops, num_pages: int, page_size: int) -> np.ndarray:
-    """bool [N, P]: the slots of tokens starts[b] .. stops[b] of the sequences whose page tables are given."""
+    """Returns bool [N, P]: the slots of tokens starts[b] .. stops[b] of the sequences whose page tables are given."""
     visible = np.zeros((num_pages, page_size), bool)
     for row, start, stop in zip(np.asarray(table), starts, stops):
         for token in range(start, stop):
@@ -43,7 +43,7 @@ def visible_slots(table, starts, stops, num_pages: int, page_size: int) -> np.nd
 
 
 def poison(pages: KVPages, visible: np.ndarray) -> KVPages:
-    """NaN in every slot that is not visible; in its scales where values have no NaN."""
+    """Puts NaN in every slot that is not visible; in its scales where values have no NaN."""
 
     def poisoned(pool: Pages) -> Pages:
         values, hidden = np.array(pool.values), ~visible[:, None, :]
@@ -59,12 +59,12 @@ def poison(pages: KVPages, visible: np.ndarray) -> KVPages:
 
 
 def swap_entries(table: jax.Array, row: int, i: int, j: int) -> jax.Array:
-    """Two entries of one page table exchanged."""
+    """Exchanges two entries of one page table."""
     return table.at[row, i].set(table[row, j]).at[row, j].set(table[row, i])
 
 
 def swap_scales(pool: Pages, page: int, head: int) -> Pages:
-    """The scales of the first two groups exchanged, in one page of one head."""
+    """Exchanges the scales of the first two groups, in one page of one head."""
     scales = np.array(pool.scales)
     groups = scales[page, head].reshape(pool.page_size, -1)  # a view
     groups[:, [0, 1]] = groups[:, [1, 0]]
@@ -72,5 +72,5 @@ def swap_scales(pool: Pages, page: int, head: int) -> Pages:
 
 
 def missed(faults: dict[str, float], tolerance: float) -> dict[str, float]:
-    """The seeded faults whose error is no clear failure."""
+    """Returns the seeded faults whose error is no clear failure."""
     return {name: found for name, found in faults.items() if found < 2 * tolerance}

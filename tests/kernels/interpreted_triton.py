@@ -1,5 +1,5 @@
-"""Triton kernels in Triton's interpreter, against the references. test_triton.py runs this file in a process of its
-own, as the interpreter has to be chosen before Triton is imported."""
+"""Checks Triton kernels in Triton's interpreter against the references. test_triton.py runs this file in a process of
+its own, as the interpreter has to be chosen before Triton is imported."""
 
 import importlib
 import sys
@@ -79,7 +79,7 @@ def test_zeros_stay_zeros_and_nan_stays_in_its_row(kind):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_every_number_has_the_code_of_quantize_rows(kind):
-    """Normal bfloat16 numbers of 190 binades, 63 to a row, so that every code occurs, denormals too."""
+    """Takes normal bfloat16 numbers of 190 binades, 63 to a row, so that every code occurs, denormals too."""
     bits = np.arange(0x0080, 0x7F80, dtype=np.uint16)
     up = jnp.asarray(bits.view(jnp.bfloat16)).reshape(4, -1)
     up = jnp.concatenate([up, -up], axis=1)[:-1]  # where the last row's products overflow

@@ -1,5 +1,5 @@
-"""The engine of a model that is told "triton", in Triton's interpreter; test_triton_engine.py runs this file in a
-process of its own."""
+"""Checks the engine of a model that is told "triton", in Triton's interpreter. test_triton_engine.py runs this file in
+a process of its own."""
 
 from dataclasses import replace
 from functools import cache
@@ -44,7 +44,7 @@ def model(scheme: str) -> Model:
 
 
 def jobs() -> list[Job]:
-    """A prompt of two chunks, and one that comes later and is drawn."""
+    """Returns a prompt of two chunks, and one that comes later and is drawn."""
     params = [SamplingParams(max_new_tokens=5, ignore_eos=True, seed=3, logprobs=2, temperature=t) for t in (0.0, 0.8)]
     return [Job(tuple(range(3, 33)), params[0]), Job((5, 7, 11), params[1], 1)]
 
@@ -63,7 +63,7 @@ def test_company_changes_no_bit_and_xla_says_about_the_same(scheme, kv):
 
 
 def test_drafts_in_a_tree_are_accepted_and_moved():
-    """The target's own copy drafts what the target draws, but for near ties; moves of tokens have no Triton kernel."""
+    """Drafts by the target's own copy what the target draws, up to near ties; moves of tokens have no Triton kernel."""
     target = model("bf16")
     drafter = QuantizedCopy(target.params, TREE)
     engine = Engine(target, **OPTIONS | {"max_step_tokens": 40}, speculate=drafter, drafts=3, backend="triton")

@@ -1,5 +1,5 @@
-"""Triton kernels over pages in Triton's interpreter, against the references; test_triton_pages.py runs this file in a
-process of its own."""
+"""Checks Triton kernels over pages in Triton's interpreter against the references. test_triton_pages.py runs this file
+in a process of its own."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ def test_decode_attention_depends_neither_on_company_nor_on_room():
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_what_a_row_of_a_tree_does_not_see_changes_none_of_its_bits(kv):
-    """Any keys, and any values that are numbers."""
+    """Tries any keys, and any values that are numbers."""
     case, leaf = small(lengths=(130,), heads=(1, 1), k_format=kv, v_format=kv, width=5), 3
     segments = Segments(jnp.asarray([5], jnp.int32), jnp.asarray(words([[0b1, 0b11, 0b101, 0b1011, 0b10101]])))
     _, pages, table, lengths = case.inputs()
@@ -95,7 +95,7 @@ def test_a_tree_deeper_than_the_window_sees_its_last_ancestors_alone(width):
 
 @pytest.mark.parametrize("size", [2.0**100, 2.0**-60])
 def test_queries_need_not_fit_float16(size):
-    """Of bfloat16, over codes, with which they are multiplied in float16."""
+    """Tries bfloat16 over codes, with which it is multiplied in float16."""
     case, chunks = small(lengths=(130, 5), k_format="int8-g8", v_format="fp8"), PREFILLS[1]
     (q, *rest), _ = decode_arguments(case, None, False)
     arguments, scale = (q * jnp.asarray(size, q.dtype), *rest), case.scale / size
@@ -184,7 +184,7 @@ def test_numbers_at_the_ends_of_their_range_are_stored_as_xla_stores_them(stored
 
 
 def decode_pages(values, scales, fmt, page) -> jax.Array:
-    """Numbers of these pages, as float32."""
+    """Returns the numbers of these pages, as float32."""
     if scales is not None:
         scales = scales.reshape(*values.shape[:3], -1)
     return kv_formats.decode(values, scales, fmt, jnp.float32)[jnp.unique(page[page < values.shape[0]])]
@@ -237,7 +237,7 @@ def test_prefill_attention_does_not_depend_on_company():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_rows_that_no_chunk_owns_come_out_zero_whatever_they_hold(window):
-    """A tile of them and a bit, of NaN: more than a block of keys."""
+    """Tries a tile of them and a bit, of NaN: more than a block of keys."""
     case = dataclasses.replace(PREFILLS[0], unused=70, window=window)
     out = prefill(case, prefill_arguments(case))
     assert not np.asarray(out[-case.unused :], np.float32).any()

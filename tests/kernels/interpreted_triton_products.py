@@ -1,5 +1,5 @@
-"""Triton products in Triton's interpreter, against the formula; test_triton_products.py runs this file in a process of
-its own."""
+"""Checks Triton matmuls in Triton's interpreter against the formula. test_triton_products.py runs this file in a
+process of its own."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of sample in Triton's interpreter, against the definition; test_triton_sample.py runs this file in
-a process of its own."""
+"""Checks the Triton kernels of sample in Triton's interpreter against the definition. test_triton_sample.py runs this
+file in a process of its own."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def cut_small(monkeypatch):
-    """Rows of a few hundred logits are cut into parts and blocks as large ones are."""
+    """Cuts rows of a few hundred logits into parts and blocks as large ones are."""
     launches, small = triton.launches, triton.TritonConfig(part=64, block=128)
     monkeypatch.setattr(triton, "launches", lambda logits: launches(logits, small))
     jax.clear_caches()
@@ -47,7 +47,7 @@ def test_parameters_at_the_ends_of_their_ranges_and_beyond():
 
 
 def many_filters(vocabulary, seed):
-    """A row for each of many numbers of tokens, of many shares, and of shares of a number of tokens."""
+    """Returns a row for each of many numbers of tokens, of many shares, and of shares of a number of tokens."""
     asked = [{"top_k": k} for k in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, vocabulary - 1)]
     asked += [{"top_p": p} for p in (0.01, 0.1, 0.3, 0.6, 0.97)]
     asked += [{"top_k": 20, "top_p": p} for p in (0.3, 0.6, 0.9)]
@@ -57,7 +57,7 @@ def many_filters(vocabulary, seed):
 @pytest.mark.usefixtures("cut_small")
 @pytest.mark.parametrize("make", [mixed_rows, odd_rows, many_filters])
 def test_exactly_the_definitions_tokens_are_kept(make):
-    """Which a few draws do not tell."""
+    """Checks each token, which a few draws do not tell."""
     logits, asked = make(300, 1)
     arrays = jax_arguments(logits, asked)
     largest, cut, _ = triton.launches(arrays[0])

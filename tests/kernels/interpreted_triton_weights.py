@@ -1,5 +1,5 @@
-"""Triton products by weights alone quantized in Triton's interpreter, against the formula; test_triton_weights.py runs
-this file in a process of its own."""
+"""Checks Triton matmuls by weights alone quantized in Triton's interpreter against the formula. test_triton_weights.py
+runs this file in a process of its own."""
 
 import dataclasses
 

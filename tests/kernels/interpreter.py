@@ -1,10 +1,10 @@
-"""JAX's interpreter of GPU kernels, made as strict as a GPU is, and faster.
+"""Makes JAX's interpreter of GPU kernels as strict as a GPU is, and faster.
 
-Whether accesses race is decided by what orders them, and not by when threads happen to run: who waits for a phase of a
-barrier learns of the arrivals of that phase, and not of later ones that came before it woke up; and each asynchronous
-copy and product has a place of its own in the clocks. A race raises at once. A product (wgmma) is asynchronous: until
-it is waited for, it reads its operands in shared memory, and its accumulator holds NaN. Its left operand may be in
-registers. What is inlined runs, too (inlined/), copies by lanes among it. Written for JAX 0.11.2.
+What orders accesses decides whether they race, not when threads happen to run. Who waits for a phase of a barrier
+learns of the arrivals of that phase, and not of later ones that came before it woke up. Each asynchronous copy and
+product has a place of its own in the clocks. A race raises at once. A product (wgmma) is asynchronous: until it is
+waited for, it reads its operands in shared memory, and its accumulator holds NaN. Its left operand may be in registers.
+What is inlined runs, too (inlined/), copies by lanes among it. Written for JAX 0.11.2.
 """
 
 import threading
@@ -40,7 +40,8 @@ class Race(Exception):
 
 
 class Product(NamedTuple):
-    """One that may be in flight: its accumulator, what that will hold, and what its end says to who waits for it."""
+    """Holds a product that may be in flight: its accumulator, what that will hold, and what its end says to who waits
+    for it."""
 
     accumulator: Any
     value: np.ndarray
@@ -63,7 +64,7 @@ class Memory(shared_memory.GPUSharedMemory):
         content[...] = np.nan if content.dtype.kind == "f" else np.iinfo(content.dtype).min
 
     def wait_for_products(self, thread: Any, in_flight: int) -> None:
-        """Until at most `in_flight` of the thread's are."""
+        """Waits until at most `in_flight` of the thread's products are in flight."""
         products = self.products[thread]
         ended = max(len(products) - in_flight, 0)
         done, self.products[thread] = products[:ended], products[ended:]
@@ -82,7 +83,7 @@ class Memory(shared_memory.GPUSharedMemory):
 
 
 class Barrier(shared_memory.Barrier):
-    """Who waits for a phase learns what those knew that arrived in it and before."""
+    """Tells who waits for a phase what those knew that arrived in it and before."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -109,7 +110,7 @@ class Barrier(shared_memory.Barrier):
 
 
 class Accesses:
-    """Of a buffer: where each is in the clocks, and the box that it touches."""
+    """Lists accesses of a buffer: where each is in the clocks, and the box that it touches."""
 
     def __init__(self, rank: int) -> None:
         self.size, self.rows, self.frames = 0, np.zeros((16, 2 + 2 * rank), np.int64), []
@@ -122,7 +123,7 @@ class Accesses:
         self.frames.append(frame)
 
     def racing(self, row: np.ndarray, clock: np.ndarray) -> list[str]:
-        """Where those are in the source that touch the same and are not known at `clock`."""
+        """Returns where those are in the source that touch the same and are not known at `clock`."""
         rows, rank = self.rows[: self.size], len(row) // 2 - 1
         unknown = clock[rows[:, 0]] < rows[:, 1]
         same = (rows[:, 2 : 2 + rank] < row[2 + rank :]) & (row[2 : 2 + rank] < rows[:, 2 + rank :])
@@ -130,10 +131,9 @@ class Accesses:
 
 
 class Races(race_detection_state.GPURaceDetectionState):
-    """An access is an event: those are ordered whose later one knows of the earlier. Others raise, at once: JAX would
-    only remember it, until the next kernel begins.
-
-    Members of a union are the same bytes, of the same order and as many."""
+    """Orders events: two accesses are ordered if the later one knows of the earlier. Others raise, at once. JAX would
+    only remember a race, until the next kernel begins. Members of a union are the same bytes, of the same order and as
+    many."""
 
     def tag_ref_union_member(self, key: Any, union: Any, alias_group: int) -> None:
         memory = gpu_callbacks._get_shared_memory()
@@ -149,8 +149,8 @@ class Races(race_detection_state.GPURaceDetectionState):
         self._check("write", thread, clock.clock, buffer_key, rnge, source_info)
 
     def check_copy(self, thread: Any, clock: GpuClockBundle, key: Any, access: Access, source_info: Any) -> None:
-        """A write by TMA. It needs a fence to come after writes of threads, but none to come after their reads: who
-        says that it has read has the values."""
+        """Checks a write by TMA. It needs a fence to come after writes of threads, but none to come after their reads.
+        Who says that it has read has the values."""
         self._check("write", thread, clock.async_smem_clock.clock, key, access, source_info, clock.generic_clock.clock)
 
     def _check(
@@ -179,7 +179,7 @@ class Races(race_detection_state.GPURaceDetectionState):
 
 @gpu_callbacks.fail_on_exception
 def multiply(*, token: Any, thread: Any, mesh_location: Any, accumulator: Any, a: Any, b: Any, source_info: Any) -> Any:
-    """wgmma; operands are arrays, or (key, transforms) in shared memory."""
+    """Multiplies as wgmma; operands are arrays, or (key, transforms) in shared memory."""
     del mesh_location
     memory, clock = gpu_callbacks._get_shared_memory(), None
     if memory.detect_races:
@@ -238,7 +238,7 @@ def run_inlined(
         buffers.append((key, arguments[-1].memory))
 
     def tell() -> None:
-        """Race detection of what was read and written so far."""
+        """Tells race detection what was read and written so far."""
         for key, buffer in buffers:
             shape = memory.buffer_shape_and_dtype(key).shape
             for kind, touched in buffer.touched.items():
@@ -273,7 +273,7 @@ def run_inlined(
 
 @gpu_callbacks.fail_on_exception
 def follow_copies(*, token: Any, thread: Any, mesh_location: Any) -> Any:
-    """What arrives next does so after the copies of the thread's lanes."""
+    """Orders what arrives next after the copies of the thread's lanes."""
     memory = gpu_callbacks._get_shared_memory()
     for clock in memory.copies.pop(thread, ()):
         with memory.lock:
@@ -372,7 +372,7 @@ def _write_copied(copy: Any, tma_thread_id: int, memory: Memory) -> None:
 
 
 def _call_back(*arguments: Any, callback: Any, **_: Any) -> Any:
-    """On arrays of numpy: JAX would make one of its own of each number."""
+    """Calls back with arrays of numpy: JAX would make one of its own of each number."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return jax.tree.map(np.asarray, callback(*arguments))
 

@@ -1,4 +1,5 @@
-"""What the tests of sample share: rows with everything odd in them, and how far a token is from the right one."""
+"""Makes rows with everything odd in them for the tests of sample, and measures how far a token is from the right
+one."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +14,13 @@ ODD = (  # how a row's logits are spoilt
 
 
 def mixed_rows(vocabulary: int, seed: int = 0, spread: float = 3.0) -> tuple[np.ndarray, list]:
-    """One row for each of MIXED."""
+    """Returns one row for each of MIXED."""
     logits = spread * np.random.default_rng(seed).normal(size=(len(MIXED), vocabulary))
     return logits.astype(np.float32), list(MIXED)
 
 
 def odd_rows(vocabulary: int, seed: int = 0) -> tuple[np.ndarray, list]:
-    """Every oddity, each with another of MIXED."""
+    """Returns every oddity, each with another of MIXED."""
     rng = np.random.default_rng(seed)
     logits = (2 * rng.normal(size=(len(ODD), vocabulary))).astype(np.float32)
     for row, odd in zip(logits, ODD):
@@ -76,7 +77,8 @@ EXTREMES = (  # what a request may round to in float32, or a row of padding hold
 
 
 def extreme_rows(vocabulary: int) -> tuple[np.ndarray, list]:
-    """A row with bans, and the most likely token not the first, for each of EXTREMES; and then with top-k about V."""
+    """Returns a row with bans, and the most likely token not the first, for each of EXTREMES; then with top-k about
+    V."""
     asked = [*EXTREMES, *({"top_k": k} for k in (1, vocabulary - 1, vocabulary, vocabulary + 1))]
     logits = np.random.default_rng(5).normal(size=(len(asked), vocabulary)).astype(np.float32)
     logits[:, 0], logits[:, ::3] = -9.0, -np.inf
@@ -84,7 +86,7 @@ def extreme_rows(vocabulary: int) -> tuple[np.ndarray, list]:
 
 
 def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> list[str]:
-    """What is wrong with the tokens of rows that ask for this, drawn with arguments(asked, seed)."""
+    """Returns what is wrong with the tokens of rows that ask for this, drawn with arguments(asked, seed)."""
     columns = [np.asarray(x) for x in arguments(asked, seed)]
     expected, is_finite = reference.sample(logits, *columns)
     wrong = [f"row {i}: finite is {bool(f)}" for i, f in enumerate(np.asarray(finite)) if f != is_finite[i]]
@@ -95,7 +97,7 @@ def misses(tokens, finite, logits: np.ndarray, asked: list, seed: int = 0) -> li
 
 
 def distance(token: int, row: np.ndarray, temperature, top_k, top_p, min_p, keys) -> float:
-    """How far a token's score is below the best; infinite where it must not be drawn."""
+    """Returns how far a token's score is below the best; infinite where it must not be drawn."""
     if not temperature > 0 or not 0 <= token < row.size:
         return np.inf
     scores = reference.scores(reference.clean(row), temperature, top_k, top_p, min_p, keys)

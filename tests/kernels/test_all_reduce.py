@@ -1,5 +1,5 @@
-"""The exchange over peer memory, as far as no GPU is needed: what it refuses, and how its source is compiled. Its
-protocols are tried in test_all_reduce_protocol.py, its sums on GPUs in tests/test_gpu.py."""
+"""Checks the exchange over peer memory without a GPU: what it refuses, and how its source is compiled.
+test_all_reduce_protocol.py tries its protocols, tests/test_gpu.py its sums on GPUs."""
 
 import ctypes
 import shutil
@@ -56,7 +56,7 @@ def test_few_bytes_take_it_unasked(monkeypatch):
 
 
 def compiler(folder: Path, script: str) -> None:
-    """A stand-in for nvcc."""
+    """Stands in for nvcc."""
     path = folder / "nvcc"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)

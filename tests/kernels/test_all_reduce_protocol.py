@@ -1,10 +1,10 @@
-"""The protocols by which GPUs exchange over peer memory (pallas_kernels/all_reduce/peer.cu), in all orders that there
-are: ranks run at any speed, and what one writes to another arrives whenever it may.
+"""Tries the protocols by which GPUs exchange over peer memory (pallas_kernels/all_reduce/peer.cu), in all orders.
 
-A word stands for all that a thread sends another rank in a round. A thread does one thing after the other: it sends to
-its peers, tells them so by a flag where that is needed, waits until what it needs is there, and reads it, all sources
-at once, which is the strictest. All ranks do the same, so that of states that differ by the names of ranks alone one is
-tried."""
+Ranks run at any speed, and what one writes to another arrives whenever it may. A word stands for all that a thread
+sends another rank in a round. A thread does one thing after the other. It sends to its peers, tells them so by a flag
+where that is needed, and waits until what it needs is there. Then it reads it, all sources at once, which is the
+strictest. All ranks do the same. So of states that differ by the names of ranks alone one is tried.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 class Place(NamedTuple):
-    """Of `owner`'s buffer, where `source` writes."""
+    """Names a place in `owner`'s buffer, where `source` writes."""
 
     owner: int
     source: int
@@ -31,10 +31,14 @@ State = tuple[tuple[tuple[int, ...], ...], Words, Words]  # of each rank how far
 
 @dataclass(frozen=True)
 class Protocol:
-    """places: in which rounds take turns. flags: a flag follows the words of a shot; fenced: not before these have
-    arrived. Without flags the reader leaves nothing in a place, and sees by that when a word has arrived. threads: of a
-    rank, of which the first alone has words in the second round, the last of an exchange; they meet at the end of that
-    and, where `meets`, between its rounds."""
+    """Describes a protocol.
+
+    - places: in which rounds take turns.
+    - flags: a flag follows the words of a shot; fenced: not before these have arrived. Without flags the reader leaves
+      nothing in a place, and sees by that when a word has arrived.
+    - threads: of a rank, of which the first alone has words in the second round, the last of an exchange. They meet at
+      the end of that and, where `meets`, between its rounds.
+    """
 
     shots: int
     flags: bool
@@ -81,8 +85,8 @@ def explore(protocol: Protocol, ranks: int) -> int:
 
 
 def nameless(state: State) -> Any:
-    """The same for two states that differ by the names of ranks alone: the least that renaming makes of them, of the
-    names that are in the order of what is known of each rank."""
+    """Returns the same for two states that differ by the names of ranks alone. It is the least that renaming makes of
+    them, of the names that are in the order of what is known of each rank."""
     at, *both = state
     known = [
         (at[rank], sorted((i, p.owner == rank, p.name, turn) for i in (0, 1) for p, turn in both[i] if rank in p[:2]))
@@ -99,7 +103,7 @@ def nameless(state: State) -> Any:
 
 
 def steps(protocol: Protocol, programs: list[list[Act]], state: State) -> Iterator[State]:
-    """Every state that one act leads to: a word's arrival, or a thread's next."""
+    """Yields every state that one act leads to: a word's arrival, or a thread's next."""
     at, there, under_way = state
     for word in under_way:
         yield at, arrived(protocol, there, {word}), under_way - {word}
@@ -132,7 +136,7 @@ def steps(protocol: Protocol, programs: list[list[Act]], state: State) -> Iterat
 
 
 def arrived(protocol: Protocol, there: Words, new: Iterable[tuple[Place, int]]) -> Words:
-    """What is there once these words are, each in the place of what was there."""
+    """Returns what is there once these words are, each in the place of what was there."""
     places = {place for place, _ in new}
     before = frozenset(word for word in there if word[0] in places)
     assert protocol.flags or not before, f"lost before they were read: {before}"
@@ -172,6 +176,6 @@ def test_faults_are_found(fault: Protocol):
 
 
 def test_renaming_ranks_loses_no_state(monkeypatch):
-    """All that there are, each tried by itself, are as many as were known before ranks had no names."""
+    """Tries all states, each by itself: they are as many as were known before ranks had no names."""
     monkeypatch.setitem(globals(), "nameless", lambda state: state)
     assert [explore(ONE_SHOT, 3), explore(TWO_SHOT, 3)] == [1516, 11455]

@@ -1,4 +1,4 @@
-"""Which backend an operation chooses, and JAX's question to ptxas, which is asked once."""
+"""Checks which backend an operation chooses, and that JAX asks ptxas once."""
 
 import ast
 import sys

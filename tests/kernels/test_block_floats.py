@@ -1,4 +1,4 @@
-"""MX and NVFP4 against references from their definitions, in numpy with ml_dtypes' elements: bit for bit."""
+"""Checks MX and NVFP4 against references from their definitions, in numpy with ml_dtypes' elements: bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ ELEMENTS = {
 
 
 def mx_block(x, codes):
-    """One block float64 [32] by section 6.3 of the specification: what it stands for, its scale as E8M0, elements."""
+    """Rounds one block float64 [32] by section 6.3 of the specification: what it stands for, its scale as E8M0,
+    elements."""
     dtype, largest, exponent = ELEMENTS[codes]
     absmax = np.abs(x).max()
     shared = -126 if absmax == 0 else min(max(int(np.floor(np.log2(absmax))) - exponent, -126), 127)
@@ -49,7 +50,7 @@ def nvfp4_block(x, tensor):
 
 
 def inputs(shape, seed=0):
-    """Values over many binades, with a block of zeros, a tiny one and one whose largest is a power of two."""
+    """Returns values over many binades, with a block of zeros, a tiny one and one whose largest is a power of two."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal(shape) * np.exp(rng.normal(0, 3, (shape[0], 1)))).astype(np.float32)
     x[0, :32] = 0
@@ -138,7 +139,7 @@ def test_products(name):
 
 
 def test_a_scale_of_the_next_exponent_is_seen():
-    """A seeded fault: the exponent rounded up, as some round it, instead of down."""
+    """Seeds a fault: the exponent rounded up, as some round it, instead of down."""
     x = inputs((40, 96)).astype(np.float64)
     w = np.asarray(round_blocks(jnp.asarray(x, jnp.float32), "mxfp4"), np.float64)
     absmax = np.abs(x).reshape(40, 3, 32).max(axis=-1, keepdims=True)

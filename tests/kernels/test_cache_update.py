@@ -16,7 +16,7 @@ from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits
 
 
 def written_rows(pages, page, offset):
-    """What the slots hold, decoded: K and V [T, K, D] of the rows that are not dropped."""
+    """Returns what the slots hold, decoded: K and V [T, K, D] of the rows that are not dropped."""
     pages = to_numpy(pages)
     slots = [(p, o) for p, o in zip(page.tolist(), offset.tolist()) if p < pages.k.num_pages]
     heads = range(pages.k.values.shape[1])
@@ -24,7 +24,7 @@ def written_rows(pages, page, offset):
 
 
 def storage_tolerance(name, dtype):
-    """Of a row's norm. Rounding before the cast may move a value by one step of the format, rarely."""
+    """Returns a share of a row's norm. Rounding before the cast may move a value by one step of the format, rarely."""
     step = {"fp8": 2.0**-3, "int8": 2 / 127, "int4": 2 / 7}.get(name.split("-")[0], 0)
     stored = {"bf16": "bfloat16", "f16": "float16"}.get(name, "float32")
     return max(TOLERANCE[stored], TOLERANCE["float32"], 0.1 * step)
@@ -69,10 +69,8 @@ def test_zero_points_and_rotations(formats):
 
 @pytest.mark.parametrize("case", CASES[2:6], ids=str)
 def test_float64_is_exact(case):
-    """Both sides then round the same numbers, and the codes are equal bit for bit: K sees no rounding before its own.
-
-    Not so the 16-bit floats, which XLA rounds from float64 by way of float32.
-    """
+    """Expects equal codes bit for bit: both sides round the same numbers, as K sees no rounding before its own. Not so
+    the 16-bit floats, which XLA rounds from float64 by way of float32."""
     with jax.enable_x64(True):
         q, k, v, cos, sin, pages, page, offset = dataclasses.replace(case, dtype="float64").inputs()
         arguments = (q, k, v, cos, sin, pages, page, offset)
@@ -113,7 +111,8 @@ FORMATS = ("f32", "bf16", "f16", "fp8", "int8-g8", "int4-g32")
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_donated_pages_are_updated_in_place(name):
-    """Two layers behind inner jits, attention reading what was just written: no copy and no temporary of a pool."""
+    """Puts two layers behind inner jits, attention reading what was just written: no copy and no temporary of a
+    pool."""
     fmt = parse_format(name, 64)
     pages = jax.eval_shape(lambda: (allocate(4096, 2, 16, 64, fmt, fmt),) * 2)
     x, rows = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 import dataclasses
 import re
@@ -22,12 +22,12 @@ SUPPORTED = [case for case in CASES if case.dtype != "float32"]
 
 
 def small(**changes) -> Case:
-    """Three rows, one of them dropped: a handful of blocks for the interpreter."""
+    """Returns three rows, one of them dropped: a handful of blocks for the interpreter."""
     return dataclasses.replace(SUPPORTED[0], rows=3, dropped=1, num_pages=3, **changes)
 
 
 def shapes(case: Case) -> tuple:
-    """The types of case.inputs(), without the inputs."""
+    """Returns the types of case.inputs(), without the inputs."""
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
     num_kv_heads, dim = case.heads[1], case.head_dim
     pages = jax.eval_shape(lambda: allocate(case.num_pages, num_kv_heads, case.page_size, dim, *formats))
@@ -37,13 +37,13 @@ def shapes(case: Case) -> tuple:
 
 
 def interpreted(*arguments, **options):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     options["interpret"] = FIND_RACES
     return jax.block_until_ready(mosaic_sm90.cache_update(*arguments, **options))
 
 
 def poisoned(case: Case) -> tuple:
-    """The case's inputs with NaN wherever the pages can hold one."""
+    """Returns the case's inputs with NaN wherever the pages can hold one."""
     *rest, pages, page, offset = case.inputs()
     return *rest, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
 
@@ -70,8 +70,8 @@ ROTATED = [
 
 @pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
 def test_stores_the_bits_that_xla_stores_and_touches_nothing_else(case, config):
-    """The arithmetic is the same to the last operation, so even what is quantized is equal. The xla backend in turn
-    leaves every other slot alone (test_cache_update)."""
+    """Expects equal codes, as the arithmetic is the same to the last operation. The xla backend in turn leaves every
+    other slot alone (test_cache_update)."""
     arguments = poisoned(case)
     q, pages = interpreted(*arguments, config=config)
     same_q, same = xla.cache_update(*arguments)
@@ -161,7 +161,7 @@ def custom_calls(text: str) -> list[str]:
 
 
 def test_every_kind_of_case_lowers_for_cuda():
-    """Rows are the grid's size alone."""
+    """Leaves rows out: they are the grid's size alone."""
     odd = [
         dataclasses.replace(SUPPORTED[0], heads=heads, head_dim=dim) for heads in ((28, 4), (5, 1)) for dim in (64, 256)
     ]
@@ -177,7 +177,7 @@ LAYERS = 32
 
 
 def layers(qkv, cos, sin, cache, page, offset, backend="mosaic"):
-    """An inner jit, called once a layer: Q feeds the next layer's Q, so that nothing runs ahead."""
+    """Calls an inner jit once a layer: Q feeds the next layer's Q, so that nothing runs ahead."""
 
     @jax.jit
     def layer(qkv, cos, sin, pages, page, offset):
@@ -198,8 +198,8 @@ def layer_shapes(case: Case) -> tuple:
 
 
 def test_pages_of_all_layers_alias_and_the_fused_array_is_not_sliced():
-    """What the CPU can see: each pool is an output of the call that aliases its operand, and of the step; qkv goes
-    into the call whole, three times; and 32 layers share one lowering."""
+    """Checks what the CPU can see. Each pool is an output of the call that aliases its operand, and of the step. qkv
+    goes into the call whole, three times. 32 layers share one lowering."""
     case = dataclasses.replace(BENCH_CASES[0], rows=8, k_format="int8-g8", v_format="fp8")
     text = lower(jax.jit(layers, donate_argnums=3), *layer_shapes(case))
     (call,) = custom_calls(text)
@@ -238,7 +238,7 @@ def test_the_fused_entry_does_what_three_arrays_do_and_checks_its_shape():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*SUPPORTED, *(case for case, _ in (*INTERPRETED[-2:], *ROTATED))], ids=str)
 def test_gpu_matches_the_definition(case):
-    """Against float64; nothing else changes; the same bits again, and from one fused array."""
+    """Compares with float64. Nothing else changes, and the same bits come again, and from one fused array."""
     arguments = poisoned(case)
     q, pages = cache_update(*arguments, backend="mosaic")
     expected_q, expected = reference.cache_update(*arguments)
@@ -262,7 +262,7 @@ def test_gpu_matches_the_definition(case):
 
 @pytest.mark.gpu
 def test_gpu_step_holds_no_copy_of_a_pool():
-    """The compiled HLO of 32 layers: every pool is donated into the result, and no instruction makes another."""
+    """Reads the compiled HLO of 32 layers: every pool is donated into the result, and no instruction makes another."""
     case = dataclasses.replace(BENCH_CASES[0], rows=8, k_format="int8-g8", v_format="fp8")
     compiled = jax.jit(layers, donate_argnums=3).lower(*layer_shapes(case)).compile()
     pool = case.num_pages * case.heads[1] * case.page_size * case.head_dim

@@ -118,7 +118,7 @@ def test_training_takes_cudnn_where_it_can(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [Case((500, 1, 523), (8, 2), 64, "bfloat16"), Case((200, 312), (8, 8), 64, "float16")])
 def test_cudnn_matches_xla_and_its_gradients(case):
-    """Rows under vmap, as training has them."""
+    """Takes rows under vmap, as training has them."""
     rows = jax.tree.map(lambda *each: jnp.stack(each), *(case.inputs(seed) for seed in range(3)))
     cotangents = jnp.stack([case.inputs(seed)[0] for seed in range(3, 6)])
 

@@ -1,4 +1,4 @@
-"""debug=True names the row that is wrong instead of reading what is not its own."""
+"""Checks that debug=True names the row that is wrong instead of reading what is not its own."""
 
 import jax
 import jax.numpy as jnp

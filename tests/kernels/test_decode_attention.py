@@ -94,7 +94,7 @@ def test_seeded_faults_are_caught():
 
 
 def repage(pages: KVPages, table, length: int, page_size: int):
-    """The same tokens of one sequence in pages of another size (bf16 pools)."""
+    """Puts the same tokens of one sequence in pages of another size (bf16 pools)."""
 
     def pool(part):
         values = np.asarray(part.values)[np.asarray(table)[: -(-length // part.page_size)]]

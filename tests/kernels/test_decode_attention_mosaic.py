@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 import dataclasses
 import operator
@@ -38,7 +38,8 @@ NARROW = dataclasses.replace(TINY, computing=1)
 
 
 def poisoned(case: Case):
-    """The case's inputs with NaN wherever the pages can hold one, and tables that point nowhere before the window."""
+    """Returns the case's inputs with NaN wherever the pages can hold one, and tables that point nowhere before the
+    window."""
     q, pages, table, lengths = case.inputs()
     starts = first_visible(lengths, case.window)
     pages = poison(pages, visible_slots(table, starts, lengths.tolist(), pages.k.num_pages, case.page_size))
@@ -47,7 +48,7 @@ def poisoned(case: Case):
 
 
 def interpreted(case: Case, arguments, config: Config = TINY):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     out = mosaic_sm90.decode_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
     return jax.block_until_ready(out)
 
@@ -121,7 +122,7 @@ RUNS = {  # the pages of two rows, of 9 and 5
 
 
 def with_runs(case: Case, runs):
-    """The case's inputs, their pages moved to where `runs` has them; pages without an owner are NaN."""
+    """Returns the case's inputs, their pages moved to where `runs` has them; pages without an owner are NaN."""
     q, pages, table, lengths = case.inputs()
     source = np.zeros(25, np.int32)
     moved = np.full(table.shape, 2**30, np.int32)
@@ -159,7 +160,7 @@ def check_runs(case: Case, run, one_by_one) -> None:
     ids=str,
 )
 def test_pages_with_consecutive_numbers(settings, config):
-    """Wherever pages are, the results are the same, in every bit."""
+    """Expects the same results in every bit, wherever pages are."""
     case = small(lengths=(140, 70), heads=(2, 2), **settings)
     apart = with_runs(case, RUNS["every other"])
     expected = interpreted(case, apart, config)
@@ -169,8 +170,8 @@ def test_pages_with_consecutive_numbers(settings, config):
 
 
 def test_weights_times_the_smallest_scales_keep_their_bits():
-    """A token's only scale multiplies its weight, and float16 has few bits of what is far below one: so weights are
-    lifted before."""
+    """Checks that weights are lifted before a token's only scale multiplies them: float16 has few bits far below
+    one."""
     case = small(lengths=(100,), heads=(1, 1), k_format="fp8", v_format="int8-g64", dtype="float16")
     q, pages, table, lengths = case.inputs()
     scales = jnp.full_like(pages.v.scales, jnp.finfo(jnp.float16).smallest_normal)
@@ -200,7 +201,7 @@ def test_seeded_faults_are_caught():
 
 
 def items_of(work):
-    """Every item of a work list, as (worker, used row, head, split), by walking it as the kernel does."""
+    """Returns every item of a work list, as (worker, used row, head, split), by walking it as the kernel does."""
     splits = np.asarray(row_splits(work.lengths, work.log2_splits, reach(work.window, work.segments))[-1])
     for worker, count in enumerate(np.asarray(work.items)):
         used, head, split = (int(x) for x in np.asarray(work.first)[:, worker])
@@ -214,7 +215,8 @@ def items_of(work):
 
 
 def partial_results(work) -> dict[int, tuple[int, int, range]]:
-    """What the kernel writes to each slot: (row, head, splits) of sums of heads that a worker doesn't have whole."""
+    """Returns what the kernel writes to each slot: (row, head, splits) of sums of heads that a worker doesn't have
+    whole."""
     splits = np.asarray(row_splits(work.lengths, work.log2_splits, reach(work.window, work.segments))[-1])
     of_worker = {}
     for worker, *item in items_of(work):
@@ -287,7 +289,7 @@ def test_an_odd_number_of_heads_has_no_pairs():
 
 
 def shapes(case: Case):
-    """The types of case.inputs(), without the inputs."""
+    """Returns the types of case.inputs(), without the inputs."""
     pages_needed = -(-max(case.lengths) // case.page_size)
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
     num_pages = pages_needed * len(case.lengths) + 1
@@ -345,7 +347,7 @@ def test_lowers_for_cuda(case):
 @pytest.mark.parametrize("kv", ["fp8", "int8-g8", "int8-g64", "int4-g32"])
 @pytest.mark.parametrize(("page_size", "head_dim"), [(8, 64), (16, 128), (128, 256)])
 def test_lanes_copy_narrow_formats(kv, page_size, head_dim):
-    """K and V, and their scales; TMA brings the queries alone."""
+    """Expects lanes to copy K, V and their scales; TMA brings the queries alone."""
     case = small(lengths=(300,), page_size=page_size, head_dim=head_dim, k_format=kv, v_format=kv)
     text = lower(case)
     assert "nvvm.cp.async.shared.global" in text
@@ -354,8 +356,8 @@ def test_lanes_copy_narrow_formats(kv, page_size, head_dim):
 
 @pytest.mark.parametrize(("row", "width"), [(32, 32), (64, 64), (128, 128), (256, 128), (64 * 3, 64)])
 def test_lanes_put_chunks_where_tma_would(row, width):
-    """Rows in tiles of 8, `width` bytes wide; bits 4 and up of an address xored with bits 7 and up: of as many bits
-    as a width has chunks."""
+    """Lays rows in tiles of 8, `width` bytes wide. Bits 4 and up of an address are xored with bits 7 and up: as many
+    bits as a width has chunks."""
 
     class Numbers:
         add, mul, div, rem, xor = operator.add, operator.mul, operator.floordiv, operator.mod, operator.xor
@@ -385,7 +387,7 @@ def test_narrow_formats_lower_for_cuda_by_warps_and_by_warpgroups(k_format, v_fo
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_supported_call_fits_shared_memory(head_dim):
-    """With the configuration that runs by default, at least two tiles are in flight for each worker."""
+    """Expects at least two tiles in flight for each worker, with the default configuration."""
     groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
     groups.append("int8-g8-zp")
     formats = ("bf16", "f16", "fp8", *groups)

@@ -1,4 +1,4 @@
-"""The Mosaic kernel of decode_attention with segments of several rows: chains and trees of drafts."""
+"""Checks the Mosaic kernel of decode_attention with segments of several rows: chains and trees of drafts."""
 
 import dataclasses
 from functools import partial
@@ -42,8 +42,8 @@ def segments_of(rows, width: int, tree: bool, seed: int = 0) -> Segments:
 
 
 def poisoned(case: Case, segments: Segments, width: int):
-    """The case's inputs, with NaN wherever nothing may be read: in queries that are not in use, and in keys that no row
-    sees; tables that point nowhere before the window."""
+    """Returns the case's inputs, with NaN wherever nothing may be read, and tables that point nowhere before the
+    window. NaN is in queries that are not in use, and in keys that no row sees."""
     rows = np.asarray(segments.rows)
     _, pages, table, lengths = case.inputs()
     ends = np.where(rows > 0, lengths, 0)
@@ -57,7 +57,7 @@ def poisoned(case: Case, segments: Segments, width: int):
 
 
 def interpreted(case: Case, arguments, segments, config=TINY):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     call = mosaic_sm90.decode_attention.__wrapped__  # nothing is cached: faults are planted in the kernel
     out = call(*arguments, case.scale, case.window, None, segments, config=config, interpret=FIND_RACES)
     return jax.block_until_ready(out)
@@ -68,7 +68,7 @@ def formula(case: Case, arguments, segments: Segments) -> np.ndarray:
 
 
 def pairwise():
-    """Every kind of format of K with every kind of V, and of the rest what meets."""
+    """Yields every kind of format of K with every kind of V, and of the rest what meets."""
     kinds = (("bf16", "f16"), ("fp8", "fp8"), ("int8-g8", "int8-g64"), ("int4-g32", "int4-g8"))
     for i, j in product(range(4), range(4)):
         width, heads = (2, 4, 5, 8)[(i + j) % 4], ((2, 2), (4, 2), (6, 2), (3, 1))[(i + 2 * j + j // 2) % 4]
@@ -105,7 +105,7 @@ def test_matches_the_formula_and_reads_nothing_else(case, width, tree, rows, con
 
 @pytest.mark.parametrize(("kv", "window"), [("bf16", None), ("int8-g8", 70)])
 def test_rows_of_a_chain_are_plain_decoding_bit_for_bit(kv, window):
-    """Where the splits of both lengths are of one size."""
+    """Takes lengths whose splits are of one size."""
     case, width = small(lengths=(200,), heads=(1, 1), k_format=kv, v_format=kv, window=window), 3
     q = queries(case, width)
     _, pages, table, lengths = case.inputs()
@@ -117,7 +117,7 @@ def test_rows_of_a_chain_are_plain_decoding_bit_for_bit(kv, window):
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_what_a_row_does_not_see_changes_none_of_its_bits(kv):
-    """Any keys, and any values that are numbers."""
+    """Tries any keys, and any values that are numbers."""
     case, width, leaf = small(lengths=(130,), heads=(1, 1), k_format=kv, v_format=kv), 5, 3
     segments = Segments(jnp.asarray([width], jnp.int32), jnp.asarray(words([[0b1, 0b11, 0b101, 0b1011, 0b10101]])))
     q = queries(case, width)

@@ -1,4 +1,4 @@
-"""The products that single warps make of K and V as stored, thread by thread, against the formula."""
+"""Checks the products that single warps make of K and V as stored, thread by thread, against the formula."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ FORMATS = [
 
 
 def stored_tile(name: str, head_dim: int, page_size: int = 16):
-    """How 64 tokens are stored, the tile and its scales as they are in shared memory, and the values."""
+    """Returns how 64 tokens are stored, the tile and its scales as they are in shared memory, and the values."""
     rng = np.random.default_rng(0)
     fmt = parse_format(name, head_dim)
     values, scales = encode(jnp.asarray(rng.normal(size=(64, head_dim)), jnp.float32), fmt)
@@ -60,7 +60,7 @@ def test_logits_of_each_thread(monkeypatch, name, head_dim, columns):
 @pytest.mark.parametrize("columns", [8, 16])
 @pytest.mark.parametrize(("name", "head_dim"), FORMATS[::3])
 def test_queries_of_bfloat16_fit_float16(monkeypatch, name, head_dim, columns):
-    """Their range is that of float32: each is divided by a power of two, and no bit is lost but far below the rest."""
+    """Divides each by a power of two, as their range is float32's: only what is far below the rest loses bits."""
     stored, values, scales, exact = stored_tile(name, head_dim)
     sizes = 2.0 ** np.arange(-70, 70, 140 / columns)
     queries = np.random.default_rng(1).normal(size=(columns, head_dim)) * sizes[:, None]

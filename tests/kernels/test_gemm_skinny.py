@@ -1,4 +1,4 @@
-"""The Hopper product for few rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
+"""Checks the Hopper matmul for few rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ EXTRA = ("x_scale", "w_scale", "bias", "residual")
 
 @dataclass(frozen=True)
 class Case:
-    """One call; `extra` are the optional arguments that it has."""
+    """Describes one call; `extra` are the optional arguments that it has."""
 
     m: int
     n: int
@@ -74,7 +74,8 @@ def formula(arguments, options) -> np.ndarray:
 
 
 def tolerance(case: Case) -> float:
-    """Eight-bit floats accumulate with some 14 bits on the tensor cores; the interpreter does it in float32."""
+    """Allows for eight-bit floats, which accumulate with some 14 bits on the tensor cores; the interpreter has
+    float32."""
     return TOLERANCE[case.out_dtype] if case.dtype != "float8_e4m3fn" else max(TOLERANCE[case.out_dtype], 1e-3)
 
 
@@ -147,13 +148,13 @@ TUNED_CASES = [
 
 
 def test_every_kind_of_tile_lowers_for_cuda():
-    """Tuned ones where they are chosen: in test_matmul_mosaic.py and test_scaled_matmul_mosaic.py."""
+    """Leaves out tuned ones, which test_matmul_mosaic.py and test_scaled_matmul_mosaic.py have."""
     for case in LARGER:
         assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 def test_the_chosen_configurations_fit():
-    """Any M, and shapes that were never timed."""
+    """Tries any M, and shapes that were never timed."""
     kernels = set()
     for m in (1, 16, 64, 100, 128, 256):
         for n, k, dtype, out in (
@@ -173,7 +174,7 @@ def test_the_chosen_configurations_fit():
 
 
 def test_the_estimate_balances_tiles_among_sms():
-    """One wave where w is what counts, square tiles where what an SM takes in does, full waves of products."""
+    """Expects one wave where w is what counts, square tiles where an SM's intake does, full waves of products."""
     assert [choose_config(m, 4096, 11008, 2).columns for m in (1, 64)] == [32, 32]
     assert choose_config(1, 22016, 4096, 1).columns == 176  # 126 tiles
     config = choose_config(256, 4096, 4096, 2)
@@ -220,7 +221,7 @@ def test_gpu_matches_the_formula(case):
 
 @pytest.mark.gpu
 def test_gpu_integer_sums_are_exact():
-    """Before scaling: in float32 the sums of products of 8 bits over K = 512 are exact."""
+    """Compares before scaling: in float32 the sums of products of 8 bits over K = 512 are exact."""
     case = Case(40, 512, 512, "int8", "float32", Config(64, 48))
     arguments, options = case.inputs()
     assert np.array_equal(np.asarray(case.run(arguments, options)), formula(arguments, options))

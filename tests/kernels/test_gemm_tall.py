@@ -1,4 +1,5 @@
-"""The Hopper product for many rows: interpreted on the CPU with race detection, lowered for CUDA, run on a GPU."""
+"""Checks the Hopper matmul for many rows: interpreted on the CPU with race detection, lowered for CUDA, run on a
+GPU."""
 
 from functools import partial
 from itertools import product
@@ -30,7 +31,7 @@ def run(case: Case, config: Config, inputs, **options) -> jax.Array:
 
 
 def interpreted(case: Case, config: Config, inputs) -> jax.Array:
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     return jax.block_until_ready(run(case, config, inputs, interpret=FIND_RACES))
 
 
@@ -66,7 +67,7 @@ def test_takes_16_bits_without_scales(dtype):
 
 
 def test_int8_sums_are_exact():
-    """Without scales, in float32: up to 2^24, so what is seen are the sums themselves."""
+    """Compares without scales, in float32: up to 2^24, so what is seen are the sums themselves."""
     case = case_of(136, 64, 512, saturated=True)
     x, w, *_ = case.inputs()
     x = x.at[:, ::3].set(127)
@@ -119,7 +120,7 @@ def test_every_tile_lowers_for_cuda(config):
 
 
 def test_the_chosen_configurations_fit():
-    """With all that can be added, or nothing; shapes that were never timed, too."""
+    """Tries all that can be added, or nothing; shapes that were never timed, too."""
     every = "x_scale", "w_scale", "bias", "residual"
     for m, n, k in product((65, 128, 512, 1024, 4096), (32, 96, 4096, 22016, 28672), (32, 160, 4096, 11008)):
         config = choose_config(m, n, k)

@@ -1,4 +1,4 @@
-"""The Hopper product of one row: interpreted, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Hopper matmul of one row: interpreted, lowered for CUDA, and run on a GPU."""
 
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     int8: bool = False
 
     def shapes(self):
-        """Of `inputs`."""
+        """Returns the shapes of `inputs`."""
         rows, dtype, result = self.n * (2 if self.gated else 1), self.dtype, self.out_dtype or self.dtype
         options = {"norm": ((self.k,), dtype)} if self.normed else {}
         options |= {"bias": ((self.n,), dtype), "residual": ((1, self.n), result)} if self.added else {}
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return x, w, {name: jax.ShapeDtypeStruct(*each) for name, each in options.items()}
 
     def inputs(self):
-        """x, w, and the options of both the kernel and `expected`."""
+        """Returns x, w, and the options of both the kernel and `expected`."""
         rng = np.random.default_rng(self.n + self.k)
         halves = 2 if self.gated else 1
         x, w = normal(rng, (1, self.k), self.dtype), normal(rng, (halves * self.n, self.k), "float32")
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
     @property
     def tolerance(self):
-        """Codes of a norm that is one unit in the last place off are other codes."""
+        """Allows for codes of a norm that is one unit in the last place off: they are other codes."""
         return 2 * TOLERANCE[self.dtype] + (0.01 if self.int8 else 0)
 
     def expected(self, x, w, options):
@@ -136,8 +136,8 @@ def test_the_norm_has_the_bits_of_its_own_kernel(case, config):
 
 
 def one_after_the_other(case, x, w, options, backend):
-    """What int8 products of one row do at once. Interpreted: sums of squares have an order, and roundings within the
-    norm may be left out."""
+    """Returns what int8 products of one row do at once, by one operation after the other. Interpreted: sums of squares
+    have an order, and roundings within the norm may be left out."""
     options = dict(options)
     if case.normed:
         interpreted = partial(norm_kernel.norm_quant, interpret=INTERPRET)
@@ -178,7 +178,7 @@ def test_seeded_faults_are_caught(monkeypatch, case, config, name, change):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_operations_take_the_norm_along_where_they_can(gated):
-    """By one row's kernel, and by norm_quant's before that for several; with xla's gradients."""
+    """Takes one row's kernel, and norm_quant's before that for several; with xla's gradients."""
     case = Case(16, 256, gated=gated, normed=True)
     x, w, options = case.inputs()
     for rows in (x, jnp.concatenate([x] * 3)):

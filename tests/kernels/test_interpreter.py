@@ -1,4 +1,4 @@
-"""The tests' interpreter: what a GPU would not forgive fails, whichever thread comes first."""
+"""Checks the tests' interpreter: what a GPU would not forgive fails, whichever thread comes first."""
 
 import threading
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def test_accesses_race_where_they_overlap_and_none_knows_of_the_other():
 
 
 def product(body, threads: int = 1, **scratch):
-    """A kernel around `body`, with operands of wgmma in shared memory: its result [64, 64]."""
+    """Returns a kernel around `body`, with operands of wgmma in shared memory: its result [64, 64]."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16) for _ in range(2))
 
@@ -116,7 +116,7 @@ def test_what_registers_hold_is_multiplied_and_added_to():
 
 
 def overwrite(after_wait: bool, fenced: bool):
-    """A copy, or a store by the warpgroup itself, into an operand of a product."""
+    """Copies, or stores by the warpgroup itself, into an operand of a product."""
 
     def body(a_ref, a_s, b_s, again):
         def use(acc):
@@ -157,7 +157,7 @@ def test_a_kernel_that_leaves_a_product_behind_fails():
 
 @pytest.mark.parametrize("row", [32, 64, 128, 256])
 def test_swizzled_memory_is_as_tma_writes_it(row):
-    """By address: each 16 bytes' number is xored with that of the 128 bytes that they are in."""
+    """Compares by address: each 16 bytes' number is xored with that of the 128 bytes that they are in."""
     width = next(w for w in (128, 64, 32) if row % w == 0)
     order = swizzled_order((16, row), 1, width)
     line, column = np.divmod(order, row)

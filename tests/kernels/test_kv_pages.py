@@ -141,7 +141,7 @@ def test_fp8_saturates():
 @settings(max_examples=60)
 @given(data=st.data())
 def test_error_with_zero_points_is_at_most_half_a_step(name, data):
-    """And what the zero's rounding to float16 leaves out of the range."""
+    """Adds what the zero's rounding to float16 leaves out of the range."""
     element = st.floats(-1000, 1000, width=32)
     shift = np.float32(data.draw(st.sampled_from([0, 1, -300])))
     x = data.draw(stnp.arrays(np.float32, (3, D), elements=element)) + shift
@@ -176,7 +176,7 @@ def test_rotation_spreads_one_large_channel():
 
 @pytest.mark.parametrize("name", ROTATED)
 def test_rotated_against_the_layout(name):
-    """In float64 both sides round the same numbers, but for the order of sums in a rotation."""
+    """Expects equal values in float64, up to the order of sums in a rotation."""
     with jax.enable_x64(True):
         x = np.random.default_rng(1).standard_normal((4, 2, D))
         fmt = parse_format(name, D)
@@ -200,7 +200,7 @@ def test_rotated_against_the_layout(name):
 
 @pytest.mark.parametrize("name", [*NAMES, *ZEROED])
 def test_write_and_gather_against_the_layout(name):
-    """In float64 both sides round the same numbers: equal bit for bit."""
+    """Expects equal bits in float64, where both sides round the same numbers."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         fmt = parse_format(name, D)

@@ -11,7 +11,7 @@ from tests.kernels.helpers import TOLERANCE, missed, same_bits
 
 
 def error(out, expected):
-    """Of the whole result: single entries may be near zero."""
+    """Returns the error of the whole result: single entries may be near zero."""
     return np.linalg.norm(np.asarray(out).astype(np.float64) - expected) / np.linalg.norm(expected)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's counting and bars, and a run in which every product is pretended to take 5 us."""
+"""Checks the benchmark's counting and bars, and a run in which every matmul is pretended to take 5 us."""
 
 import json
 

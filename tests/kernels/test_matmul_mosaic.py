@@ -1,4 +1,4 @@
-"""matmul on Hopper's kernel for few rows: interpreted, lowered for CUDA, and run where there is a GPU."""
+"""Checks matmul on Hopper's kernel for few rows: interpreted, lowered for CUDA, and run on a GPU."""
 
 import math
 

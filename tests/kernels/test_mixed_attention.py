@@ -1,4 +1,4 @@
-"""Decode rows and prompt chunks that read one array of queries, and write one array of results."""
+"""Checks decode rows and prompt chunks that read one array of queries, and write one array of results."""
 
 import re
 from functools import partial
@@ -24,14 +24,14 @@ CHUNKS = (jnp.asarray([0, 5, OWNED], jnp.int32), jnp.asarray([60, 15], jnp.int32
 
 
 def inputs(case: Case = CASE, rows: int = CHUNK_ROWS) -> tuple:
-    """q of all rows, pages, page table and lengths of the decode rows, and the page table of the chunks."""
+    """Returns q of all rows, pages, page table and lengths of the decode rows, and the page table of the chunks."""
     q, pages, table, lengths = case.inputs()
     of_chunks = np.random.default_rng(1).normal(size=(rows, *q.shape[1:]))
     return jnp.concatenate([q, jnp.asarray(of_chunks, q.dtype)]), pages, table, lengths, table[jnp.asarray([3, 0])]
 
 
 def apart(decode, prefill, q, pages, table, lengths, of_chunks):
-    """The two parts each with queries of its own, put together."""
+    """Returns the two parts, each with queries of its own, put together."""
     return jnp.concatenate(
         [decode(q[: len(lengths)], pages, table, lengths), prefill(q[len(lengths) :], pages, of_chunks, *CHUNKS)]
     )
@@ -52,7 +52,7 @@ def test_together_they_give_what_they_give_apart(dtype):
 
 
 def test_interpreted_kernels_give_what_they_give_apart():
-    """What decoding leaves in the chunks' rows is anything: NaN here."""
+    """Puts NaN in the chunks' rows, where decoding leaves anything."""
     options = {"scale": CASE.scale, "window": None, "interpret": FIND_RACES}
     both = [partial(f, **options) for f in (decode_sm90.decode_attention, prefill_sm90.prefill_attention)]
     q, *rest = inputs()

@@ -19,7 +19,7 @@ SMALL = Case(rows=3, moves=3, layers=2, num_kv_heads=2, head_dim=64, page_size=8
 
 
 def visible_sources(case: Case, table, source, target) -> np.ndarray:
-    """bool [N, P]: the slots that may be read."""
+    """Returns bool [N, P]: the slots that may be read."""
     visible = np.zeros((case.num_pages, case.page_size), bool)
     for (page, offset), _ in reference.slots(case.num_pages, case.page_size, table, source, target):
         visible[page, offset] = True
@@ -27,14 +27,14 @@ def visible_sources(case: Case, table, source, target) -> np.ndarray:
 
 
 def poisoned(case: Case, seed: int = 0) -> tuple:
-    """The case's inputs with NaN, wherever the pages can hold one, in each slot that may not be read."""
+    """Returns the case's inputs with NaN, wherever the pages can hold one, in each slot that may not be read."""
     pools, *indices = case.inputs(seed)
     visible = visible_sources(case, *case.indices(seed))
     return tuple(poison(pages, visible) for pages in pools), *indices
 
 
 def shapes(case: Case) -> tuple:
-    """The types of case.inputs(), without the inputs."""
+    """Returns the types of case.inputs(), without the inputs."""
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
     sizes = case.num_pages, case.num_kv_heads, case.page_size, case.head_dim
     pages = jax.eval_shape(lambda: allocate(*sizes, *formats))
@@ -52,7 +52,7 @@ def test_moves_what_the_definition_moves_and_touches_nothing_else(case):
 
 @pytest.mark.parametrize(("moves", "page_size", "k_format"), [(1, 8, "bf16"), (6, 8, "int4-g32"), (5, 32, "fp8")])
 def test_accepted_nodes_become_the_next_tokens(moves, page_size, k_format):
-    """Read back through the page tables: what was there stays, the accepted path follows in its order."""
+    """Reads back through the page tables: what was there stays, the accepted path follows in its order."""
     case = dataclasses.replace(SMALL, rows=2, moves=moves, page_size=page_size, k_format=k_format)
     for seed in range(5):
         pools, *indices = case.inputs(seed)
@@ -66,7 +66,7 @@ def test_accepted_nodes_become_the_next_tokens(moves, page_size, k_format):
 
 
 def overlapping() -> tuple:
-    """One sequence whose moves cross pages, and write what earlier ones read: 9, 10, 14, 17 to 8, 9, 10, 11."""
+    """Returns one sequence whose moves cross pages, and write what earlier ones read: 9, 10, 14, 17 to 8, 9, 10, 11."""
     pools, *_ = dataclasses.replace(SMALL, rows=1).inputs()
     source, target = (jnp.asarray([x], jnp.int32) for x in ([9, 10, 14, 17, -1], [8, 9, 10, 11, 12]))
     return pools, jnp.asarray([[3, 5, 1]], jnp.int32), source, target
@@ -108,7 +108,8 @@ def test_drops_moves_from_and_to_no_page(name):
 
 
 def mixed() -> tuple:
-    """A target's and a smaller draft's pools: heads, head dims and formats differ, numbers of pages and tokens not."""
+    """Returns a target's and a smaller draft's pools. Heads, head dims and formats differ, numbers of pages and tokens
+    not."""
     large, *indices = SMALL.inputs()
     small, *_ = dataclasses.replace(SMALL, num_kv_heads=1, head_dim=128, k_format="bf16", v_format="int4-g64").inputs()
     return (*large, *small), *indices
@@ -141,7 +142,7 @@ def test_seeded_faults_are_caught():
 
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "f16", "fp8", "int8-g8", "int4-g32"])
 def test_donated_pools_are_changed_in_place(fmt):
-    """What moves follows from what attention read, as in a step: no copy and no temporary of a pool."""
+    """Moves what follows from what attention read, as in a step: no copy and no temporary of a pool."""
     case = dataclasses.replace(SMALL, rows=4, k_format=fmt, v_format=fmt, spare=4096)
 
     @partial(jax.jit, donate_argnums=0)
@@ -159,7 +160,7 @@ def test_donated_pools_are_changed_in_place(fmt):
 
 @pytest.mark.parametrize("k_format", ["bf16", "int8-g8", "int4-g32-zp"])
 def test_no_array_of_pages_is_reshaped_on_the_way(k_format):
-    """XLA copies one that is on a GPU, once before it is written and once after."""
+    """Expects no reshape, which XLA copies on a GPU, once before it is written and once after."""
     case = dataclasses.replace(SMALL, k_format=k_format)
     text = jax.jit(partial(move_tokens, backend="xla")).lower(*shapes(case)).as_text()
     pages = rf"tensor<{case.num_pages}x{case.num_kv_heads}x\S*>"

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 import dataclasses
 import re
@@ -16,12 +16,12 @@ from tests.kernels.test_move_tokens import OUT_OF_RANGE, SMALL, mixed, overlappi
 
 
 def interpreted(*arguments, interpret=FIND_RACES):
-    """The kernel under the GPU interpreter; a race raises."""
+    """Runs the kernel under the GPU interpreter; a race raises."""
     return jax.block_until_ready(mosaic_sm90.move_tokens.__wrapped__(*arguments, interpret=interpret))
 
 
 def small(case: Case, **changes) -> Case:
-    """A handful of blocks for the interpreter."""
+    """Returns a handful of blocks for the interpreter."""
     return dataclasses.replace(case, **{"rows": 2, "moves": 2, "layers": 1} | changes)
 
 
@@ -95,7 +95,7 @@ def custom_calls(text: str) -> list[str]:
 
 
 def test_every_kind_of_case_lowers_to_one_launch_whose_arrays_alias():
-    """Each array is an output of the call that aliases its operand, and of the step."""
+    """Expects each array to be an output of the call that aliases its operand, and of the step."""
     assert len({case.k_format for case in BENCH_CASES[::3]}) == 4
     for case in (*CASES, *INTERPRETED[-2:], *BENCH_CASES[::3]):
         text = lower(jax.jit(mosaic_sm90.move_tokens, donate_argnums=0), *shapes(case))
@@ -132,7 +132,7 @@ def test_gpu_moves_what_the_definition_moves(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 def test_gpu_step_holds_no_copy_of_a_pool(backend):
-    """32 layers of three arrays, donated into the result: no instruction makes another."""
+    """Donates 32 layers of three arrays into the result: no instruction makes another."""
     case = dataclasses.replace(BENCH_CASES[0], rows=8, k_format="int8-g8", v_format="fp8", spare=3000)
     compiled = jax.jit(partial(move_tokens, backend=backend), donate_argnums=0).lower(*shapes(case)).compile()
     smallest = case.num_pages * case.num_kv_heads * case.page_size * case.head_dim // 4

@@ -1,4 +1,4 @@
-"""norm_quant: the reference against hand-made rows, the xla backend against the reference."""
+"""Checks norm_quant: the reference against hand-made rows, the xla backend against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ def numbers(rows):
 
 
 def tolerance(case: Case) -> float:
-    """Two roundings to the dtype, then codes."""
+    """Allows two roundings to the dtype, then codes."""
     return 2 * TOLERANCE[case.dtype] + STEP[case.kind]
 
 
 def exact(case: Case, x, weight, residual) -> np.ndarray:
-    """The norm in float64, not rounded but for the sum."""
+    """Returns the norm in float64; only the sum is rounded."""
     _, summed = reference.norm_quant(x, weight, eps=EPS, residual=residual)
     return reference.normalize(summed, EPS) * np.asarray(weight).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ INTERPRETED = [  # parts of vectors of fewer lanes and warps, one and more full 
 
 
 def simple(case: Case):
-    """Inputs whose sum and whose product with the weight are exact: XLA, which interprets the kernel, drops
+    """Returns inputs whose sum and whose product with the weight are exact. XLA, which interprets the kernel, drops
     conversions to 16 bits and back."""
     rng = np.random.default_rng(0)
     x, residual = (rng.integers(-32, 32, (case.rows, case.width), endpoint=True) / 8 for _ in range(2))
@@ -38,7 +38,7 @@ def simple(case: Case):
 
 
 def interpreted(case: Case, x, weight, residual, **options):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     options["interpret"] = FIND_RACES
     out = mosaic_sm90.norm_quant(x, weight, residual=residual, **case.options(), **options)
     return jax.block_until_ready(out)
@@ -99,7 +99,7 @@ def shapes(case: Case) -> tuple:
 
 
 def test_every_kind_of_case_lowers_for_cuda():
-    """Rows are the grid's size."""
+    """Leaves rows out: they are the grid's size."""
 
     def run(x, weight, residual, case):
         weights = (weight,) if case.kind is None else (weight, None)
@@ -129,8 +129,8 @@ def test_unrolled_layers_share_one_lowering():
     "case", [*SUPPORTED, Case(33, 4096, "bfloat16", "int8"), Case(7, 8192, "float16", "fp8")], ids=str
 )
 def test_gpu_matches_the_definition(case):
-    """Against float64; codes are those of the kernel's own rows; xla differs by at most a unit in few values; the same
-    bits again."""
+    """Compares with float64. Codes are those of the kernel's own rows. xla differs by at most a unit in few values. The
+    same bits come again."""
     x, weight, residual = case.inputs()
     rows, summed = norm_quant(x, weight, residual=residual, backend="mosaic", **case.options())
     plain, same = norm_quant(x, weight, residual=residual, backend="mosaic", eps=EPS)

@@ -1,4 +1,4 @@
-"""Products under backend "deterministic": a row's bits are those it has alone, for any number of rows."""
+"""Checks matmuls under backend "deterministic": a row's bits are those it has alone, for any number of rows."""
 
 import sys
 
@@ -30,7 +30,7 @@ def draw(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
 
 
 def product(kind: str, n: int, k: int, dtype: str):
-    """A function of x [M, K] and a residual [M, N]."""
+    """Returns a function of x [M, K] and a residual [M, N]."""
     w = draw(1, n, k, dtype=dtype)
     bias = draw(2, n, dtype="float32")
     if kind == "matmul":

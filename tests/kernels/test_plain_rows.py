@@ -1,4 +1,5 @@
-"""Products of rows that are quantized on the way: by the operations that they are made of, and what a kernel takes."""
+"""Checks matmuls of rows that are quantized on the way, by their operations one after the other, and what a kernel
+takes."""
 
 from functools import partial
 
@@ -21,7 +22,7 @@ EPS = 1e-5
 
 
 def inputs(m: int, n: int, k: int, kind: str = "int8", dtype: str = "float32"):
-    """x, w, w_scale and a norm: products are about 1."""
+    """Returns x, w, w_scale and a norm: products are about 1."""
     rng = np.random.default_rng(m + n + k)
     codes = rng.integers(-127, 128, (n, k), np.int8) if kind == "int8" else normal(rng, (n, k), KINDS[kind]) * 0.5
     size = np.sqrt(np.mean(np.square(np.asarray(codes).astype(np.float64))))
@@ -30,7 +31,7 @@ def inputs(m: int, n: int, k: int, kind: str = "int8", dtype: str = "float32"):
 
 
 def by_definition(x, w, scale, norm, gated: bool, **added) -> np.ndarray:
-    """In float64; of a norm that is not rounded."""
+    """Computes in float64, of a norm that is not rounded."""
     rows = np.asarray(x).astype(np.float64)
     if norm is not None:
         rows = rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True) + EPS) * np.asarray(norm).astype(np.float64)
@@ -54,7 +55,7 @@ def test_is_one_operation_after_the_other(kind, normed, gated):
 
 
 def test_a_row_does_not_depend_on_its_company(monkeypatch):
-    """One kernel takes one, and others more: here XLA's, which have its bits without a norm."""
+    """Runs one row in one kernel, and more in others: here XLA's, which have its bits without a norm."""
     x, w, scale, _ = inputs(5, 64, 512, dtype="bfloat16")
     whole = of_plain_rows(x, w, scale)
     monkeypatch.setattr(gemv, "gemv", partial(gemv.gemv, interpret=INTERPRET))
@@ -64,7 +65,7 @@ def test_a_row_does_not_depend_on_its_company(monkeypatch):
 
 
 def test_rows_without_a_norm_are_quantized_by_what_can(monkeypatch):
-    """Triton has no kernel that does it, and has one for the product."""
+    """Names triton, which has no kernel that quantizes them, and has one for the matmul."""
     x, w, scale, norm = inputs(5, 64, 512, dtype="bfloat16")
     monkeypatch.setattr(plain_rows, "scaled_matmul", lambda *rows, backend, **_: (rows, backend))
     rows, backend = of_plain_rows(x, w, scale, backend="triton")

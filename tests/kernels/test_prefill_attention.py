@@ -77,7 +77,7 @@ def test_seeded_faults_are_caught():
 
 @pytest.mark.parametrize("window", [None, 90])
 def test_chunking_changes_nothing(window):
-    """One prompt whole, in chunks with company, and token by token."""
+    """Attends one prompt whole, in chunks with company, and token by token."""
     with jax.enable_x64(True):
         case = dataclasses.replace(
             CASES[0], q_lens=(160,), kv_lens=(160,), unused=0, **SMALL, k_format="f64", v_format="int4-g8",
@@ -97,7 +97,7 @@ def test_chunking_changes_nothing(window):
 
 
 def test_every_partition_of_few_rows():
-    """All chunk bounds of six rows in three chunks, empty ones and unused rows included."""
+    """Tries all chunk bounds of six rows in three chunks, empty ones and unused rows included."""
     case = dataclasses.replace(CASES[0], q_lens=(6,), kv_lens=(14,), unused=0, **SMALL, dtype="float32", window=None)
     q, pages, table, _, _ = case.inputs()
     whole = np.zeros((7, *q.shape), np.float32)  # whole[n, i]: query i when it sees n + 8 keys

@@ -1,4 +1,4 @@
-"""The benchmark's counting and bars, and a run in which every kernel is pretended to take 100 us."""
+"""Checks the benchmark's counting and bars, and a run in which every kernel is pretended to take 100 us."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 import dataclasses
 from functools import partial
@@ -22,7 +22,7 @@ from tests.kernels.interpreter import FIND_RACES
 
 
 def tolerance(case: Case) -> float:
-    """The kernel rounds probabilities, too, and what it converts to the queries' dtype: errors of the same size."""
+    """Allows for probabilities, which the kernel rounds, too, and for what it converts to the queries' dtype."""
     converts = any(parse_format(name, case.head_dim).dtype != case.dtype for name in (case.k_format, case.v_format))
     return (2 if converts else 1.4) * TOLERANCE[case.dtype]
 
@@ -38,7 +38,7 @@ FEW = Config(ctas=2)
 
 
 def poisoned(case: Case) -> tuple:
-    """The case's inputs with NaN in every slot that no query sees, and no page where none is seen."""
+    """Returns the case's inputs with NaN in every slot that no query sees, and no page where none is seen."""
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
     used = [kv if n else 0 for n, kv in zip(case.q_lens, case.kv_lens)]
     window = max(case.kv_lens) if case.window is None else case.window
@@ -49,7 +49,7 @@ def poisoned(case: Case) -> tuple:
 
 
 def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
     return jax.block_until_ready(out)
 
@@ -114,7 +114,7 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
 
 
 def test_company_and_rerun_change_no_bit():
-    """A chunk alone, and among others at other rows of q, on other CTAs."""
+    """Attends a chunk alone, and among others at other rows of q, on other CTAs."""
     q, pages, table, cu_q_lens, kv_lens = SMALL.inputs()
     together = interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens)
     assert same_bits(together, interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens))
@@ -183,7 +183,7 @@ def test_the_work_list_covers_every_row_once_longest_first():
 
 
 def shapes(case: Case) -> tuple:
-    """The types of case.inputs(), without the inputs."""
+    """Returns the types of case.inputs(), without the inputs."""
     formats = (parse_format(name, case.head_dim) for name in (case.k_format, case.v_format))
     chunks, pages = len(case.q_lens), sum(-(-length // case.page_size) for length in case.kv_lens) + 1
     pool = jax.eval_shape(lambda: allocate(pages, case.heads[1], case.page_size, case.head_dim, *formats))
@@ -208,7 +208,7 @@ VARIANTS = [  # with zero points, and rotated
 
 
 def test_every_kind_of_case_lowers_for_cuda():
-    """Lengths change nothing, heads a number."""
+    """Leaves lengths out, which change nothing; heads change a number."""
     cases = (*SUPPORTED[: -len(MOSAIC_CASES) : 4], *MOSAIC_CASES, *VARIANTS)
     for case in dict.fromkeys(dataclasses.replace(case, q_lens=(70,), kv_lens=(100,), unused=0) for case in cases):
         attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")

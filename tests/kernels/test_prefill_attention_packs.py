@@ -1,4 +1,4 @@
-"""Short chunks that share a warpgroup of the Mosaic kernel: interpreted on the CPU, and run where there is a GPU."""
+"""Checks short chunks that share a warpgroup of the Mosaic kernel: interpreted on the CPU, and run on a GPU."""
 
 import dataclasses
 from functools import partial

@@ -12,7 +12,7 @@ def inputs(shape, dtype):
 
 
 def half_steps(x, rows, kind):
-    """The largest error that rounding to nearest may leave, element by element, in float64."""
+    """Returns the largest error that rounding to nearest may leave, element by element, in float64."""
     scaled = np.abs(x / np.asarray(rows.scales, np.float64)[..., None])
     if kind == "int8":
         return 0.5 * np.asarray(rows.scales, np.float64)[..., None]

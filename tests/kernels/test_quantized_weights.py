@@ -1,4 +1,4 @@
-"""Formats of weights: what is stored stands for what was given, to half a step."""
+"""Checks formats of weights: what is stored stands for what was given, to half a step."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def weight(shape, seed=0, dtype=np.float32):
 
 
 def steps(w):
-    """[N, K] the largest distance of neighbouring codes around each value, in float64 numpy."""
+    """Returns [N, K], the largest distance of neighbouring codes around each value, in float64 numpy."""
     N, K = w.shape
     scales = np.asarray(group_scales(w), np.float64)
     scales = scales[:N, None] if scales.ndim == 1 else np.repeat(scales.T[:N], K // scales.shape[0], axis=1)
@@ -147,7 +147,7 @@ def test_packing_is_exact(seed, signed):
 
 
 def test_where_a_packed_code_lies():
-    """Column 8p + 2c + i is nibble 4i + p of word c."""
+    """Expects column 8p + 2c + i as nibble 4i + p of word c."""
     codes = np.arange(32) % 15
     words = np.asarray(pack4(jnp.asarray(codes))).view("<u4")
     for column, code in enumerate(codes):

@@ -8,7 +8,7 @@ from pallas_kernels.rounding import round_to, to_float8
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rounds_as_a_cast_does_and_stays_rounded(dtype):
-    """Magnitudes from below the smallest to above the largest that each type holds, ties among them."""
+    """Tries magnitudes from below the smallest to above the largest that each type holds, ties among them."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(4096) * np.exp2(rng.uniform(-32, 20, 4096))).astype(np.float32)
     x[:8] = 0.0, -0.0, np.inf, -np.inf, 65504, 65519.99, 2.0**-24, 2.0**-25
@@ -29,7 +29,7 @@ def test_float64_and_nan():
 
 
 def floats_and_middles(dtype):
-    """All numbers of that type of 8 bits, those in the middle of two, and the float32 beside these: ml_dtypes rounds
+    """Returns all numbers of that type of 8 bits, the middles of two, and the float32 beside these. ml_dtypes rounds
     float64 to float32 first."""
     found = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
     found = np.unique(found[np.isfinite(found)])

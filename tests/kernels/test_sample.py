@@ -1,4 +1,4 @@
-"""sample's definition, its backends and its errors; jllm's own tests are in tests/test_sampling.py."""
+"""Checks sample's definition, its backends and its errors; jllm's own tests are in tests/test_sampling.py."""
 
 import decimal
 from functools import partial
@@ -43,7 +43,7 @@ def test_a_temperature_without_end_draws_evenly_and_the_most_likely_token_is_kep
 
 
 def test_the_definition_on_a_row_by_hand():
-    """What is kept, and of that the largest logit plus noise."""
+    """Expects the largest logit plus noise of what is kept."""
     rows = [1.0] * 5, [0, 3, 0, 3, 0], [1, 1, 0.75, 0.75, 1], [0, 0, 0, 0, 0.6]
     columns = [jnp.asarray(x, jnp.int32 if i == 1 else jnp.float32) for i, x in enumerate(rows)]
     logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]] * 5))
@@ -89,7 +89,7 @@ def test_what_counts_as_wrong():
     ],
 )
 def test_philox_gives_its_published_words(counter, key, words):
-    """Random123's known answers."""
+    """Compares with Random123's known answers."""
     ours = noise.philox([jnp.uint32(x) for x in counter], [jnp.uint32(x) for x in key])
     written_out = reference.philox(np.asarray(counter), np.asarray(key))
     for found in (ours, written_out):
@@ -112,7 +112,7 @@ def test_a_token_s_bits_follow_from_its_keys_and_id_alone():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_noise_is_accurate_at_both_ends(monkeypatch, dtype):
-    """E's relative error, for bits from all over and from either end, against 50 digits."""
+    """Bounds E's relative error, for bits from all over and from either end, against 50 digits."""
     ends = [0, 1, 2, 100, 2**12 + 1, 2**24 + 3, 2**30 - 1, 2**30, 2**31 - 1]
     random = [*ends, *(2**32 - 1 - x for x in ends), *np.random.default_rng(0).integers(0, 2**32, 22).tolist()]
     with jax.enable_x64(dtype == np.float64), decimal.localcontext(prec=50):
@@ -139,7 +139,7 @@ def test_shards_of_the_vocabulary_draw_what_the_whole_draws():
 
 
 def test_close_models_agree_as_often_as_gumbel_coupling_promises():
-    """At least (1 - TV) / (1 + TV) of draws with equal keys (Daliri et al., arXiv 2408.07978)."""
+    """Expects at least (1 - TV) / (1 + TV) of draws with equal keys (Daliri et al., arXiv 2408.07978)."""
     rng, draws = np.random.default_rng(0), 4000
     arrays = arguments([{}] * draws, seed=2)
     for spread in (0.05, 0.3, 1.0):

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 import time
 
@@ -45,14 +45,14 @@ INTERPRETED = [  # one chunk and more, with and without a rest, held and not; wh
 
 
 def interpreted(logits, asked, config, seed=0):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     out = mosaic_sm90.sample(*jax_arguments(logits, asked, seed), config=config, interpret=FIND_RACES)
     return jax.block_until_ready(out)
 
 
 @pytest.mark.parametrize(("vocabulary", "config"), INTERPRETED, ids=str)
 def test_interpreted_matches_the_definition(vocabulary, config):
-    """All filters, greedy rows, odd ones and parameters at the ends of their ranges in one batch, so that blocks of one
+    """Puts all filters, greedy rows, odd ones and parameters at the ends of their ranges in one batch. So blocks of one
     grid take different branches."""
     seed = config.warpgroups
     kinds = [mixed_rows(vocabulary), odd_rows(vocabulary, seed)] if vocabulary != 516 else [extreme_rows(vocabulary)]
@@ -61,7 +61,7 @@ def test_interpreted_matches_the_definition(vocabulary, config):
 
 
 def three_rows(logits, asked, seed):
-    """The tokens of three rows, compiled once."""
+    """Returns the tokens of three rows, compiled once."""
     arrays = jax_arguments(logits, asked, seed)
     tokens, finite = mosaic_sm90.sample(*arrays, config=Config(2, 1), interpret=FIND_RACES)
     return np.asarray(tokens).tolist(), np.asarray(finite), reference.sample(*arrays)[0].tolist()
@@ -69,7 +69,7 @@ def three_rows(logits, asked, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_ends_of_a_row(seed):
-    """Two tokens, where bans and the part shared by two chunks come first and last."""
+    """Tries two tokens, where bans and the part shared by two chunks come first and last."""
     logits, two = np.full((3, 1500), -np.inf, np.float32), [[7, 1400], [1020, 1030], [0, 1499]]
     for row, ids in zip(logits, two):
         row[ids] = 0.5
@@ -80,7 +80,7 @@ def test_the_ends_of_a_row(seed):
 
 
 def test_top_p_is_of_what_top_k_left():
-    """Of 50 tokens of 1500, whose weights are nearly equal, and not of all."""
+    """Takes 50 tokens of 1500, whose weights are nearly equal, and not of all."""
     logits = np.broadcast_to(-np.arange(1500, dtype=np.float32) / 1000, (3, 1500))
     for seed in range(4):
         tokens, _, expected = three_rows(logits, [{"top_k": 50, "top_p": p} for p in (0.2, 0.5, 0.8)], seed)
@@ -130,7 +130,8 @@ HELD = Config(2, 1)
 
 
 def wrong_rows(config: Config = HELD) -> list[str]:
-    """What the tests above would find in a few rows, without their compiled kernel; no race detection, for speed."""
+    """Returns what the tests above would find in a few rows, without their compiled kernel; no race detection, for
+    speed."""
     logits, asked = mixed_rows(1500)
     rng, few = np.random.default_rng(0), {"top_p": 0.3}
     steps = (1 + np.arange(1500) * 2.0**-23).astype(np.float32)  # whose neighbours thresholds must tell apart
@@ -156,7 +157,8 @@ def test_without_a_fault_nothing_is_wrong():
 
 
 def wrong_padded_rows() -> list[str]:
-    """The same of rows that end within a vector, whose logits are all below zero, plain, filtered and greedy."""
+    """Returns the same of rows that end within a vector, whose logits are all below zero, plain, filtered and
+    greedy."""
     logits = -5 - np.abs(np.random.default_rng(0).normal(size=(4, 301)).astype(np.float32))
     logits[3, 300] = -1.0
     asked = [{}, {"top_p": 0.9}, {"top_k": 301}, {"temperature": 0.0}]
@@ -175,8 +177,8 @@ def test_seeded_faults_of_padding_are_caught(monkeypatch):
 
 
 def wrong_cut_rows(kept: int = 2) -> list[str]:
-    """The same of rows that are searched in what their two parts keep. The 40 likely tokens share ten slots of the
-    first part, of which `kept` each are kept, or are in the only chunk of the second."""
+    """Returns the same of rows that are searched in what their two parts keep. The 40 likely tokens share ten slots of
+    the first part, of which `kept` each are kept. Or they are in the only chunk of the second."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(24, 2560)).astype(np.float32) - 30
     likely = 1 + rng.permuted(np.tile(np.arange(40, dtype=np.float32) / 1000, (24, 1)), axis=1)
@@ -203,7 +205,7 @@ def test_seeded_faults_of_what_parts_keep_are_caught(monkeypatch, owner, name, c
 
 
 def test_what_is_past_the_last_chunk_does_not_count(monkeypatch):
-    """The second part reads its chunk four times."""
+    """Reads the second part's chunk four times."""
     assert not wrong_cut_rows(kept=4)
     monkeypatch.setattr(row_sm90.Row, "own", lambda self, chunk, raw: [row_sm90.clean(x) for x in raw])
     assert wrong_cut_rows(kept=4)
@@ -225,7 +227,7 @@ def test_what_parts_keep_is_enough_or_known_not_to_be(monkeypatch):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_shared_area_is_a_race(monkeypatch, late):
-    """The interpreter sees that reductions follow each other too closely without their areas, whoever comes first."""
+    """Expects a race where reductions follow each other too closely without their areas, whoever comes first."""
     real, wait = block_sm90.Block._reduce, interpreter.Barrier.wait
 
     def wait_longer(self, thread, logging_info=None):
@@ -242,7 +244,7 @@ def test_a_shared_area_is_a_race(monkeypatch, late):
 
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 151936, 512, 4096, 32768, 32772, 1, 300, 32001])
 def test_lowers_for_cuda_and_fits_shared_memory(vocabulary):
-    """Rows are the grid's size alone."""
+    """Leaves rows out: they are the grid's size alone."""
     config = choose_config(padded(vocabulary))
     assert shared_bytes(mosaic_sm90.scratch(padded(vocabulary), config)) <= SHARED_MEMORY
     logits = jax.ShapeDtypeStruct((64, vocabulary), jnp.float32)
@@ -286,8 +288,7 @@ def many_rows(vocabulary: int, copies: int, spread: float, seed: int):
 @pytest.mark.parametrize("vocabulary", [300, 512, 1028, 4096, 32000, 32001, 32768, 32772, 128256, 151936])
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_gpu_matches_the_definition_and_xla(vocabulary, spread):
-    """Where tokens differ from float64's or xla's, the two scores are within rounding of each other; the same bits
-    again."""
+    """Allows tokens to differ where the two scores are within rounding of each other. The same bits come again."""
     for seed, (logits, asked) in enumerate(
         (many_rows(vocabulary, 6, spread, 0), odd_rows(vocabulary, 1), odd_rows(vocabulary, 6))
     ):
@@ -304,7 +305,7 @@ def test_gpu_matches_the_definition_and_xla(vocabulary, spread):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [512, 32000, 32772, 151936])
 def test_gpu_parameters_at_the_ends_of_their_ranges_and_beyond(vocabulary):
-    """The approximate logarithm of 1 among them, which must not ban the most likely token."""
+    """Tries the approximate logarithm of 1, too, which must not ban the most likely token."""
     logits, asked = extreme_rows(vocabulary)
     for seed in range(8):
         assert not misses(*sample(*jax_arguments(logits, asked, seed), backend="mosaic"), logits, asked, seed)
@@ -332,7 +333,7 @@ def test_gpu_a_step_of_the_sampler_has_no_copy_to_the_host(vocabulary):
 
 @pytest.mark.gpu
 def test_gpu_draws_follow_the_distribution():
-    """Shares of 20,000 draws, by a chi-square."""
+    """Checks shares of 20,000 draws, by a chi-square."""
     vocabulary, rows = 4096, 20_000
     row = np.random.default_rng(0).normal(size=vocabulary).astype(np.float32) * 3
     row[100:] -= 8

@@ -1,4 +1,4 @@
-"""int8_matmul and fp8_matmul: reference and xla, which share all but the product."""
+"""Checks int8_matmul and fp8_matmul: reference and xla, which share all but the product."""
 
 import dataclasses
 from dataclasses import replace
@@ -46,7 +46,8 @@ def test_int8_sums_are_exact(case):
 
 
 def test_largest_codes_reach_the_result_whole():
-    """-128 * -128 * 11008 is beyond float32's 2^24, and a float32 nevertheless; so is the doubled scale's product."""
+    """Takes -128 * -128 * 11008, beyond float32's 2^24, and a float32 nevertheless; so is the doubled scale's
+    product."""
     case = next(case for case in INT8_CASES if case.saturated)
     x, w, *_ = case.inputs()
     ones = [jnp.ones(size, jnp.float32) for size in (case.m, case.n)]
@@ -114,7 +115,7 @@ def test_under_jit_and_in_another_dtype_than_its_addends():
 
 
 def test_the_kernel_is_chosen_unless_another_is_named(monkeypatch):
-    """As on a Hopper GPU."""
+    """Chooses as on a Hopper GPU."""
     monkeypatch.setattr(backends, "on_hopper", lambda: True)
     for name, each in api.BACKENDS.items():
         monkeypatch.setitem(api.BACKENDS, name, replace(each, run=lambda *_, name=name: name))

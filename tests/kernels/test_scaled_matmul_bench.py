@@ -1,4 +1,4 @@
-"""The benchmarks' counting and bars, and a run in which every product is pretended to take 10 us."""
+"""Checks the benchmarks' counting and bars, and a run in which every matmul is pretended to take 10 us."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""int8_matmul and fp8_matmul on the Hopper kernels: all configurations lowered for CUDA, and run on a GPU."""
+"""Checks int8_matmul and fp8_matmul on the Hopper kernels: all configurations lowered for CUDA, and run on a GPU."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ LAYERS = 32
 
 
 def shapes(case: Case, **options):
-    """The types of the case's inputs: operands and scales, and the addends by name."""
+    """Returns the types of the case's inputs: operands and scales, and the addends by name."""
     shape = jax.ShapeDtypeStruct
     x, w = (shape((rows, case.k), case.operand) for rows in (case.m, case.n))
     x_scale, w_scale = (shape((rows,), "float32") for rows in (case.m, case.n))
@@ -40,7 +40,7 @@ def custom_calls(text: str) -> int:
 
 
 def test_every_configuration_lowers_for_cuda():
-    """Both operands share them."""
+    """Lowers one operand's, as both share them."""
     bench = {choose_config(case.m, case.n, case.k): case for case in BENCH_CASES}
     tiles = {(config.tile_m, config.tile_n) for config in TILES}  # lowered in test_gemm_tall.py
     rare = [case for config, case in bench.items() if is_skinny(config) or (config.tile_m, config.tile_n) not in tiles]
@@ -49,7 +49,7 @@ def test_every_configuration_lowers_for_cuda():
 
 
 def layers(x, ws, x_scale, w_scale, residual):
-    """An inner jit, called once a layer, whose result is the next layer's residual."""
+    """Calls an inner jit once a layer, whose result is the next layer's residual."""
 
     @jax.jit
     def layer(w, residual):
@@ -80,7 +80,7 @@ def test_gpu_matches_the_formula(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", INT8_CASES, ids=str)
 def test_gpu_int8_sums_are_exact(case):
-    """Scales of powers of two, float32 out: the bits of the sums, rounded as float32 is."""
+    """Scales by powers of two, float32 out: the bits of the sums, rounded as float32 is."""
     x, w, *_ = case.inputs()
     scales = jnp.full(case.m, 2.0**-20, jnp.float32), jnp.ones(case.n, jnp.float32)
     out = int8_matmul(x, w, *scales, out_dtype="float32", backend="mosaic")

@@ -1,4 +1,4 @@
-"""decode_attention with segments of several rows: chains and trees of drafts."""
+"""Checks decode_attention with segments of several rows: chains and trees of drafts."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ def queries(case: Case, width: int) -> jax.Array:
 
 
 def random_trees(rng, rows, width: int) -> np.ndarray:
-    """Ancestors of trees, each node's parent any node before it, or none."""
+    """Returns ancestors of trees, each node's parent any node before it, or none."""
     masks = [[0] * width for _ in rows]
     for of_segment, used in zip(masks, rows):
         for i in range(used):
@@ -113,7 +113,7 @@ def test_one_row_is_traced_as_before():
 
 
 def test_each_path_of_a_tree_is_that_path_alone():
-    """A node whose ancestors' keys are put behind the committed ones, alone, gets what the tree gives it."""
+    """Puts a node's ancestors' keys behind the committed ones, alone: it gets what the tree gives it."""
     masks, committed, width = [0b1, 0b11, 0b101, 0b1011, 0b10101], 21, 5
     with jax.enable_x64(True):
         formats = {"k_format": "f64", "v_format": "f64", "page_size": 32, "window": 9}

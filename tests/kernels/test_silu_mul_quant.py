@@ -1,4 +1,4 @@
-"""silu_mul_quant: the reference against hand-made rows, the xla backend against the reference."""
+"""Checks silu_mul_quant: the reference against hand-made rows, the xla backend against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_xla_matches_the_definition(case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_xla_computes_in_float32_and_rounds_once(dtype):
-    """But for the last bit of float32, which compiled sigmoids differ in."""
+    """Allows for the last bit of float32, in which compiled sigmoids differ."""
     gate_up = Case(4, 256, dtype, None).inputs()
     rows = xla.silu_mul_quant(gate_up)
     gate, up = jnp.split(gate_up.astype("float32"), 2, axis=-1)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,14 +33,14 @@ FEW = {"bfloat16": 1e-3, "float16": 5e-3}  # the share of values that may be rou
 
 
 def interpreted(case: Case, gate_up, **options):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     options["interpret"] = FIND_RACES
     return jax.block_until_ready(mosaic_sm90.silu_mul_quant(gate_up, kind=case.kind, **options))
 
 
 @pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
 def test_interpreted_matches_the_definition_and_xla(case, config):
-    """Codes are those of the kernel's own rows; these are one unit in the last place from xla's at most."""
+    """Expects the codes of the kernel's own rows; these are one unit in the last place from xla's at most."""
     gate_up = case.inputs()
     rows = interpreted(case, gate_up, config=config)
     plain = interpreted(replace(case, kind=None), gate_up, config=config)
@@ -88,7 +88,7 @@ def lower(case: Case, config: Config) -> str:
 
 
 def test_every_kind_of_case_lowers_for_cuda():
-    """Rows are the grid's size."""
+    """Leaves rows out: they are the grid's size."""
     large = [
         (replace(case, rows=8), config)
         for case in (BENCH_CASES[1], BENCH_CASES[5])  # 11008 to int8, 28672 to fp8
@@ -131,8 +131,8 @@ CONFIGS = [Config(warpgroups) for warpgroups in (1, 2, 4, 8)]
     "case", [*SUPPORTED, Case(33, 11008, "bfloat16", "int8"), Case(7, 28672, "float16", "fp8")], ids=str
 )
 def test_gpu_matches_the_definition(case):
-    """Against float64; codes are those of the kernel's own rows; xla differs by at most a unit in few values; the same
-    bits again, and in every configuration."""
+    """Compares with float64. Codes are those of the kernel's own rows. xla differs by at most a unit in few values. The
+    same bits come again, and in every configuration."""
     gate_up = case.inputs()
     rows = silu_mul_quant(gate_up, kind=case.kind, backend="mosaic")
     plain = silu_mul_quant(gate_up, backend="mosaic")

@@ -1,4 +1,4 @@
-"""What no list allows is refused by every operation: formats of pages and of weights that a kernel would misread."""
+"""Checks that every operation refuses what no list allows: formats that a kernel would misread."""
 
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ CALLS = {  # of each operation over pages: the operation, its arguments, and whe
 
 
 def stored_as(pages: KVPages, fmt: KVFormat) -> KVPages:
-    """Pages whose arrays fit a format, be it one that no backend reads."""
+    """Returns pages whose arrays fit a format, be it one that no backend reads."""
 
     def pool(old: Pages) -> Pages:
         scales = None
@@ -91,7 +91,7 @@ def test_pages_with_zero_points_and_rotated_ones(name, monkeypatch):
 
 
 def test_e5m2_is_read_as_such():
-    """By XLA, unless a kernel is named: what reads a byte as e4m3 would be wrong by half."""
+    """Reads by XLA, unless a kernel is named: what reads a byte as e4m3 would be wrong by half."""
     case = Decode(lengths=(9, 3), **SIZES)
     q, pages, *rest = case.inputs()
     pages = stored_as(pages, KVFormat("float8_e5m2"))

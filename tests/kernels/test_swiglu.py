@@ -1,4 +1,4 @@
-"""swiglu on every backend: from the formula, interpreted with race detection, lowered for CUDA, run on a GPU."""
+"""Checks swiglu on every backend: from the formula, interpreted with race detection, lowered for CUDA, run on a GPU."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Triton kernels: interpreted against the references, compiled for GPUs of four kinds, and run where there is a GPU."""
+"""Checks Triton kernels: interpreted against the references, compiled for GPUs of four kinds, and run on a GPU."""
 
 import os
 import subprocess
@@ -40,7 +40,8 @@ WIDEST_SILUS = [silu_cases.Case(1, 32768, "bfloat16", kind) for kind in silu_cas
 
 
 def test_interpreted():
-    """The interpreter has to be chosen before Triton is imported: a process of its own runs interpreted_triton.py."""
+    """Runs interpreted_triton.py in a process of its own: the interpreter has to be chosen before Triton is
+    imported."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -49,7 +50,7 @@ def test_interpreted():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_case_compiles(capability, tmp_path, monkeypatch):
-    """For compute capability 8.0, 8.6, 8.9 and 9.0: within the shared memory of a block, and nothing spilled."""
+    """Compiles for compute capability 8.0, 8.6, 8.9 and 9.0: within a block's shared memory, and nothing spilled."""
     from pallas_kernels.norm_quant import triton as norm
     from pallas_kernels.silu_mul_quant import triton as silu
 
@@ -71,7 +72,7 @@ def test_every_case_compiles(capability, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", norm_cases.KINDS)
 def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
-    """Traced, with jax_triton's parameters: its import needs a GPU's plugin."""
+    """Traces with jax_triton's parameters: its import needs a GPU's plugin."""
     seen = []
 
     def call(*arrays, kernel, out_shape, grid, name, num_warps, num_stages, input_output_aliases, **metaparams):
@@ -119,7 +120,7 @@ def test_an_untyped_call_becomes_jaxlibs_typed_one():
 
 @pytest.mark.gpu
 def test_graphs_take_triton_kernels_in():
-    """XLA leaves a call that is not typed, or does not say that it can be recorded, out of its command buffers."""
+    """Expects typed calls: XLA leaves others, or ones that can't be recorded, out of its command buffers."""
     pytest.importorskip("jax_triton")
     run = partial(norm_quant, weight=jnp.ones(256, jnp.bfloat16), eps=1e-5, backend="triton")
     compiled = jax.jit(lambda x: run(run(x)[0])[0]).lower(jnp.ones((2, 256), jnp.bfloat16)).compile()
@@ -151,7 +152,7 @@ def test_what_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "named"), [("", jax.default_backend), ("7.5", lambda: "7.5")])
 def test_a_device_without_triton_kernels_is_named(monkeypatch, capability, named):
-    """Before jax_triton is imported, which says without a GPU's plugin that JAX is badly installed."""
+    """Raises before jax_triton is imported, which says without a GPU's plugin that JAX is badly installed."""
     monkeypatch.setattr("pallas_kernels.triton_call.capability", lambda: capability)
     message = f"backend triton is for GPUs of compute capability 8.0 and later, not for {named()}"
     with pytest.raises(NotImplementedError, match=message):
@@ -159,7 +160,8 @@ def test_a_device_without_triton_kernels_is_named(monkeypatch, capability, named
 
 
 def on_host(rows, kind):
-    """Rows in eight bits as the definition has them: XLA divides on a GPU to within two units in the last place."""
+    """Returns rows in eight bits as the definition has them: XLA divides on a GPU to within two units in the last
+    place."""
     return rows if kind is None else quantize_rows(jax.device_put(rows, jax.devices("cpu")[0]), kind)
 
 

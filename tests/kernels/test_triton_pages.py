@@ -1,4 +1,4 @@
-"""Triton kernels over pages: interpreted against the references, compiled for four GPUs, and run where there is one."""
+"""Checks Triton kernels over pages: interpreted against the references, compiled for four GPUs, and run on one."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ STORED = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
 
 
 def test_interpreted():
-    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    """Runs the file in a process of its own: the interpreter has to be chosen before Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_pages.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -57,7 +57,7 @@ def test_interpreted():
 
 
 def test_every_code_is_decoded():
-    """In the PTX of both ways to read float8, and of integers with and without zeros."""
+    """Runs the PTX of both ways to read float8, and of integers with and without zeros."""
     from pallas_kernels import codes_triton
 
     words = np.arange(65536, dtype=np.uint16)
@@ -76,7 +76,7 @@ def test_every_code_is_decoded():
 
 
 def check_compiled(launch, inputs, capability: int, folder: Path) -> None:
-    """Within the shared memory and the registers of a block, and nothing spilled."""
+    """Checks that the kernel is within the shared memory and the registers of a block, and nothing spilled."""
     made = compile_for(launch, [each.dtype for each in inputs], capability, folder)
     assert f".target sm_{capability}" in made.ptx
     assert made.shared <= SHARED_MEMORY[capability], launch

@@ -1,4 +1,4 @@
-"""Triton's sample: interpreted against the definition, compiled for GPUs of four kinds, and run where there is one."""
+"""Checks Triton's sample: interpreted against the definition, compiled for GPUs of four kinds, and run on a GPU."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_interpreted():
-    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    """Runs the file in a process of its own: the interpreter has to be chosen before Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_sample.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -31,7 +31,7 @@ def test_interpreted():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_compiles(capability, tmp_path, monkeypatch):
-    """Within the shared memory and the registers of a block, and nothing spilled."""
+    """Expects it within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.sample import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

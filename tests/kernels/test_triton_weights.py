@@ -1,5 +1,4 @@
-"""Triton products by weights alone quantized: interpreted against the formula, compiled for GPUs of four kinds, and run
-where there is one."""
+"""Checks Triton matmuls by weights alone quantized: interpreted, compiled for GPUs of four kinds, and run on a GPU."""
 
 import os
 import subprocess
@@ -32,7 +31,7 @@ LARGE = [  # configurations of all rows, loops that do not end at once
 
 
 def test_interpreted():
-    """The interpreter has to be chosen before Triton is imported: a process of its own runs the file."""
+    """Runs the file in a process of its own: the interpreter has to be chosen before Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_weights.py"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -41,7 +40,7 @@ def test_interpreted():
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_compiles(capability, tmp_path, monkeypatch):
-    """Within the shared memory and the registers of a block, and nothing spilled."""
+    """Expects it within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.weight_only_matmul import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""weight_only_matmul: the xla backend against float64, and what both refuse."""
+"""Checks weight_only_matmul: the xla backend against float64, and what both refuse."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def run(case: Case, **options):
 
 
 def row_error(out, expected) -> float:
-    """The largest error of a row relative to its norm."""
+    """Returns the largest error of a row relative to its norm."""
     return error(*(np.asarray(y).astype(np.float64).reshape(-1, 1, np.shape(y)[-1]) for y in (out, expected)))
 
 
@@ -53,7 +53,7 @@ def test_the_reference_decodes_as_the_formats_say(case):
 
 @pytest.mark.parametrize("name", ["w8a16", "uint8-zp", "fp8-weight"])
 def test_padding_is_not_read(name):
-    """Padded rows give nothing, and padded columns meet zeros: whatever finite they hold."""
+    """Expects nothing of padded rows, and zeros for padded columns to meet, whatever finite they hold."""
     x, w, _, _ = Case((3,), 33, 50, name, "float32").inputs()
     values = w.values.astype(jnp.float32).at[33:].set(99).at[:, 50:].set(-77).astype(w.values.dtype)
     poisoned = replace(w, values=values, scales=w.scales.at[33:].set(jnp.nan))
@@ -83,7 +83,7 @@ def test_activations_of_the_format_are_ignored():
 
 @pytest.mark.parametrize(("residual", "sums"), [(False, "bf16"), (True, "f32")])
 def test_on_a_gpu_xla_multiplies_as_it_does_unquantized_weights(residual, sums):
-    """The product's own epilogue rounds its sums where nothing is to be added to them."""
+    """Expects the matmul's own epilogue to round its sums where nothing is to be added to them."""
     x, w, _, addend = Case((48,), 64, 128, "w4a16-g64", residual=residual).inputs()
     traced = jax.jit(lambda x, w, r: weight_only_matmul(x, w, residual=r, backend="xla")).trace(x, w, addend)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -130,7 +130,7 @@ def test_what_is_refused():
     [("w4a16-g128", 4096), ("w4a16-g32-zp", 4096), ("nf4", 4096), ("w8a16", 1024), ("fp8-weight", 1024)],
 )
 def test_the_kernel_is_chosen_where_it_is_the_faster_one(monkeypatch, name, most):
-    """Unasked on a Hopper GPU: up to `most` rows, of what the kernel takes."""
+    """Expects it by default on a Hopper GPU: up to `most` rows, of what the kernel takes."""
     fmt = parse_weight_format(name)
     for m in (1, 16, 64, most):
         check_faster("bfloat16", m, 12288, 4096, fmt)

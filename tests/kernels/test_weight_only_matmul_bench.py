@@ -1,4 +1,4 @@
-"""The benchmark's bars, and a run in which everything is pretended to take 100 us."""
+"""Checks the benchmark's bars, and a run in which everything is pretended to take 100 us."""
 
 import json
 from functools import partial
@@ -21,7 +21,7 @@ def test_weights_are_as_the_format_stores_them():
 
 
 def test_bars_are_read_off_the_rows():
-    """Each holds the fastest row of its cell."""
+    """Holds each bar against the fastest row of its cell."""
     shape = {"K": 4096, "N": 12288}
     rows = [{"kernel": "copy", "gb_s": 4000}]
     for m, us in ((1, 28.0), (64, 33.0), (512, 70.0)):

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a GPU."""
+"""Checks the Mosaic GPU kernel: interpreted on the CPU with race detection, lowered for CUDA, and run on a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ def supported_config(case: Case) -> AnyConfig:
 
 
 def interpreted(x, w, bias, residual, case: Case, config: Config):
-    """The kernel under the GPU interpreter; a race fails."""
+    """Runs the kernel under the GPU interpreter; a race fails."""
     out_dtype = jnp.dtype(case.out_dtype or case.dtype)
     return jax.block_until_ready(
         mosaic_sm90.weight_only_matmul(x, w, bias, residual, out_dtype, config=config, interpret=FIND_RACES)
@@ -68,7 +68,7 @@ def check_interpreted(case: Case, config: Config) -> None:
 
 
 def check_company(case: Case, config: Config) -> None:
-    """The same bits whatever rows of x come along, and as often as they are asked for."""
+    """Checks that bits are the same whatever rows of x come along, and as often as they are asked for."""
     x, w, *_ = case.inputs()
     whole = interpreted(x, w, None, None, case, config)
     assert same_bits(interpreted(x, w, None, None, case, config), whole)
@@ -102,8 +102,8 @@ OPERANDS = [
 
 
 def wrong_values(monkeypatch, name: str, dtype: str, config: Config) -> int:
-    """How many of the values that a stage's codes become for wgmma are not the format's. Scales are powers of two, so
-    that nothing is rounded."""
+    """Counts the values that a stage's codes become for wgmma and that are not the format's. Scales are powers of two,
+    so that nothing is rounded."""
     rng = np.random.default_rng(0)
     fmt, fold, rows = parse_weight_format(name), config.fold, config.rows
     plan = Plan(8, rows, 4096, jnp.dtype(dtype), jnp.dtype(dtype), fmt, config)
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_xla():
 
 
 def shapes(case: Case):
-    """The types of case.inputs(), without the inputs."""
+    """Returns the types of case.inputs(), without the inputs."""
     w = jax.eval_shape(lambda: encode(jnp.zeros((case.n, case.k)), parse_weight_format(case.format)))
     return jax.ShapeDtypeStruct((int(np.prod(case.leading)), case.k), case.dtype), w
 
@@ -203,7 +203,7 @@ def lower(function, *arguments) -> str:
 
 
 def test_every_kind_of_case_lowers_for_cuda():
-    """Each format, and each configuration with one of them."""
+    """Tries each format, and each configuration with one of them."""
     seen = set()
     large = [case for case in BENCH_CASES if case.format == "w4a16-g128"]
     for case in (*SUPPORTED, *large):
@@ -227,8 +227,8 @@ def test_every_choice_fits_shared_memory():
 
 
 def test_narrow_results_are_cut_at_their_edges():
-    """A copy that is as wide as its array would be one run of bytes: past the last column lies the next row, and past
-    the last row another part of K."""
+    """Expects no copy as wide as its array, which would be one run of bytes. Past the last column lies the next row,
+    and past the last row another part of K."""
     x, w = shapes(Case((33,), 64, 512, "w4a16-g128"))
     text = lower(lambda x, w: mosaic_sm90.weight_only_matmul(x, w, None, None, x.dtype), x, w)
     assert "mosaic_gpu" in text
@@ -271,7 +271,7 @@ def test_configurations_are_checked():
 
 
 def every_code(name: str) -> QuantizedWeight:
-    """A weight [32, 256] whose columns hold every code in turn, each row begun at another."""
+    """Returns a weight [32, 256] whose columns hold every code in turn, each row begun at another."""
     fmt = parse_weight_format(name)
     codes = (np.arange(256)[None, :] + 37 * np.arange(32)[:, None]) % 256
     if fmt.packed:
@@ -292,7 +292,7 @@ FORMATS = ("w4a16-g32", "w4a16-g128", "w4a16-g64-zp", "nf4", "w8a16", "w8a16-g12
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpu_every_code_in_every_place(name, dtype):
-    """x picks one column at a time: the product is the decoded weight itself, rounded to x's dtype."""
+    """Picks one column at a time by x: the product is the decoded weight itself, rounded to x's dtype."""
     w = every_code(name)
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T
@@ -323,7 +323,7 @@ def test_gpu_matches_the_definition(case):
 @pytest.mark.parametrize(("rows", "n"), [*((m, 4096) for m in (1, 16, 64, 128, 256)), (128, 12288), (200, 12288)])
 @pytest.mark.parametrize("name", ["w4a16-g128", "nf4", "w8a16"])
 def test_gpu_at_the_size_of_a_layer(name, rows, n):
-    """Many stages and tiles a CTA: a stage overwritten too early shows here."""
+    """Has many stages and tiles a CTA: a stage overwritten too early shows here."""
     x, w, _, _ = Case((rows,), n, 4096 if n == 4096 else 1024, name).inputs()
     out = weight_only_matmul(x, w, backend="mosaic")
     assert row_error(out, reference.weight_only_matmul(x, w, None, None)) < TOLERANCE["bfloat16"]
@@ -333,7 +333,7 @@ def test_gpu_at_the_size_of_a_layer(name, rows, n):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["w4a16-g128", "w4a16-g128-zp", "nf4", "w8a16"])
 def test_gpu_every_candidate_of_32_rows_is_right(name):
-    """Those too that do not run, but are timed."""
+    """Tries candidates, too, that do not run, but are timed."""
     x, w, _, _ = Case((32,), 12288, 1024, name).inputs()
     expected = reference.weight_only_matmul(x, w, None, None)
     for config in candidates(32, 12288, 1024, parse_weight_format(name)):

@@ -1,5 +1,5 @@
-"""The kernel for one row of x: interpreted on the CPU with race detection, lowered for CUDA, and run where there is a
-GPU; and what takes the norm and SiLU along."""
+"""Checks the kernel for one row of x, and what takes the norm and SiLU along. It is interpreted on the CPU with race
+detection, lowered for CUDA, and run on a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     normed: bool = False
 
     def inputs(self):
-        """x, w, norm, bias, residual."""
+        """Returns x, w, norm, bias, residual."""
         x, w, bias, residual = self.case.inputs()
         norm = normal(np.random.default_rng(1), (self.case.k,), self.case.dtype) if self.normed else None
         return x, w, norm, bias, residual
@@ -105,7 +105,7 @@ def test_rows_of_a_block_do_not_change_bits():
 
 @pytest.mark.parametrize("name", ["w4a16-g64-zp", "nf4", "w8a16-g32"])
 def test_scales_of_groups_that_a_quad_of_lanes_cuts_go_with_weights(name):
-    """Values of codes, scales and their products are rounded to x's dtype; every sum is one of float32."""
+    """Rounds values of codes, scales and their products to x's dtype; every sum is one of float32."""
     x, w, *_ = Case((1,), 32, 1024, name, out_dtype="float32").inputs()
     codes = reference.decoded(replace(w, scales=jnp.ones_like(w.scales))).astype(x.dtype)
     scales = np.repeat(np.asarray(w.scales).astype(x.dtype), w.format.group, axis=0).T
@@ -135,7 +135,7 @@ def test_seeded_faults_are_caught(monkeypatch, method, fault):
 
 
 def test_what_lies_beyond_the_last_column_is_not_added(monkeypatch):
-    """The last columns stand there for those beyond: x must be zero."""
+    """Expects zeros of x where the last columns stand for those beyond."""
     call = Call(Case((1,), 32, 640, "w4a16-g128"))
     inputs = call.inputs()
     monkeypatch.setattr(row_sm90.StreamEmitter, "select", lambda self, condition, a, b: a)
@@ -174,7 +174,7 @@ def replace_format(case: Case, name: str) -> Case:
 
 
 def test_operations_take_the_norm_along_where_they_can(monkeypatch):
-    """By one row's kernel, and by norm_quant's before that for several; with xla's gradients."""
+    """Takes one row's kernel, and norm_quant's before that for several; with xla's gradients."""
     x, w, norm, *_ = Call(Case((1,), 64, 512, "w4a16-g64"), normed=True).inputs()
     plain = partial(weight_only_matmul, w=w, norm=norm, eps=EPS, backend="xla")
     gated = partial(weight_only_swiglu, w=w, norm=norm, eps=EPS, backend="xla")
@@ -248,7 +248,7 @@ def test_one_row_chooses_it():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpu_every_code_in_every_place(name, dtype):
-    """x picks one column at a time: the product is the decoded weight itself, rounded to x's dtype."""
+    """Picks one column at a time by x: the product is the decoded weight itself, rounded to x's dtype."""
     w = every_code(name)
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T

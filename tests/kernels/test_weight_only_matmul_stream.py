@@ -1,5 +1,5 @@
-"""The kernel for few rows of x and codes of 8 bits: interpreted on the CPU with race detection, lowered for CUDA, and
-run where there is a GPU."""
+"""Checks the kernel for few rows of x and codes of 8 bits. It is interpreted on the CPU with race detection, lowered
+for CUDA, and run on a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -114,7 +114,7 @@ def test_where_it_runs():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", BYTES)
 def test_gpu_every_code_in_every_place(name, dtype):
-    """x picks one column at a time: the product is the decoded weight itself, rounded to x's dtype."""
+    """Picks one column at a time by x: the product is the decoded weight itself, rounded to x's dtype."""
     w = every_code(name)
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T

@@ -1,5 +1,5 @@
-"""Products by single warps from the ring: interpreted on the CPU with race detection, lowered for CUDA, and run where
-there is a GPU."""
+"""Checks products by single warps from the ring. They are interpreted on the CPU with race detection, lowered for CUDA,
+and run on a GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,7 @@ def test_how_tiles_are_cut_does_not_change_bits():
 
 @pytest.mark.parametrize("name", ["w4a16-g128", "w4a16-g32-zp", "nf4"])
 def test_a_row_has_the_same_bits_from_two_rows_on(name):
-    """Up to 16, or 32 with groups of 128: by what is chosen for each number of rows."""
+    """Tries up to 16 rows, or 32 with groups of 128: by what is chosen for each number of rows."""
     case = Case((32 if name.endswith("g128") else 16,), 64, 1280, name)
     x, w, *_ = case.inputs()
     whole, *parts = (
@@ -87,7 +87,7 @@ def test_padded_rows_are_not_seen():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_offsets_are_taken_off_as_they_were_added(dtype):
-    """x of one sign has large sums, of which little is left."""
+    """Takes x of one sign, which has large sums, of which little is left."""
     case = Case((4,), 32, 1024, "w4a16-g128-zp", dtype, out_dtype="float32")
     x, w, *_ = case.inputs()
     x = jnp.abs(x) + 4
@@ -108,7 +108,7 @@ def test_lowers_for_cuda(name):
 
 
 def broken(case: Case = INTERPRETED[1][0], config: Config = INTERPRETED[1][1]) -> float:
-    """The error of a kernel in which something was replaced."""
+    """Returns the error of a kernel in which something was replaced."""
     x, w, *_ = case.inputs()
     product = mosaic_sm90.product.__wrapped__  # past the cache of the jit
     out = product(x, w, out_dtype=x.dtype, config=config, interpret=FIND_RACES)[0]
@@ -200,7 +200,7 @@ CONFIGS = tuple(replace(WARP, warpgroups=2, row_tiles=row_tiles, stages=8, ctas=
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpu_every_code_in_every_place(name, dtype):
-    """x picks one column at a time: the product is the decoded weight itself, rounded to float32's sums."""
+    """Picks one column at a time by x: the product is the decoded weight itself, rounded to float32's sums."""
     w = every_code(name)
     x = jnp.eye(256, dtype=dtype)
     expected = np.asarray(decode(w, dtype)).astype(np.float64).T

@@ -1,4 +1,4 @@
-"""Small calls of the Triton kernels over pages, that the interpreter and GPUs compute."""
+"""Lists small calls of the Triton kernels over pages, that the interpreter and GPUs compute."""
 
 import dataclasses
 
@@ -45,8 +45,8 @@ def segments_of(rows: tuple[int, ...], width: int, tree: bool) -> Segments:
 
 
 def decode_arguments(case: Decode, rows: tuple[int, ...] | None, tree: bool) -> tuple[tuple, Segments | None]:
-    """The case's inputs with NaN wherever nothing may be read, tables that point nowhere before the window, and the
-    segments."""
+    """Returns the case's inputs with NaN wherever nothing may be read, and the segments. Tables point nowhere before
+    the window."""
     q, pages, table, lengths = case.inputs()
     segments = None if rows is None else segments_of(rows, case.width, tree)
     used = np.minimum(1, lengths) if rows is None else np.asarray(rows)
@@ -73,7 +73,7 @@ UPDATES = [
 
 
 def update_arguments(case: Update) -> tuple:
-    """The case's inputs, with NaN in every slot."""
+    """Returns the case's inputs, with NaN in every slot."""
     *arrays, pages, page, offset = case.inputs()
     return *arrays, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
 
@@ -95,7 +95,8 @@ PREFILLS = [
 
 
 def prefill_arguments(case: Prefill) -> tuple:
-    """The case's inputs with NaN wherever nothing may be read, and tables that point nowhere before the window."""
+    """Returns the case's inputs with NaN wherever nothing may be read, and tables that point nowhere before the
+    window."""
     q, pages, table, cu, kv_lens = case.inputs()
     starts = [
         0 if case.window is None else max(0, kv - n - case.window + 1) for n, kv in zip(case.q_lens, case.kv_lens)

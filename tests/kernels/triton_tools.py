@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: launches run by Triton's interpreter, and compiled for GPUs that are not there."""
+"""Runs Triton kernels without a GPU, by Triton's interpreter, and compiles them for GPUs that are not there."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ TYPES = {
 
 
 class Compiled(NamedTuple):
-    """What a GPU's compiler says of a kernel."""
+    """Holds what a GPU's compiler says of a kernel."""
 
     ptx: str
     shared: int  # bytes
@@ -33,15 +33,15 @@ class Compiled(NamedTuple):
 
 
 def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
-    """What triton_call.call does, in Triton's interpreter. Outputs are NaN, or -1, until they are written, and nothing
-    but outputs may change."""
+    """Runs what triton_call.call does, in Triton's interpreter. Outputs are NaN, or -1, until they are written, and
+    nothing but outputs may change."""
 
     def run(*inputs: np.ndarray) -> list[np.ndarray]:
         from triton.runtime import interpreter
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
         class OnHost(GridExecutor):
-            """Its arguments are where the interpreter reads and writes them."""
+            """Holds its arguments where the interpreter reads and writes them."""
 
             def _init_args_hst(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 return args, kwargs
@@ -75,7 +75,7 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _nearest(convert: Any) -> Any:
-    """The interpreter's conversion of floats, which cuts float32 off for bfloat16 where GPUs round to nearest even."""
+    """Converts floats in the interpreter, which cuts float32 off for bfloat16 where GPUs round to nearest even."""
 
     def run(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         if (str(source), str(target)) == ("fp32", "bf16"):
@@ -86,7 +86,7 @@ def _nearest(convert: Any) -> Any:
 
 
 def _dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
-    """A product of tiles: the interpreter would multiply the bits of bfloat16 and float8."""
+    """Multiplies tiles: the interpreter would multiply the bits of bfloat16 and float8."""
     from triton.runtime.interpreter import TensorHandle
 
     def numbers(x: Any) -> np.ndarray:
@@ -98,7 +98,7 @@ def _dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
 
 
 def _minus(_: Any, a: Any, b: Any) -> Any:
-    """A difference: the interpreter would subtract the bits of bfloat16."""
+    """Subtracts: the interpreter would subtract the bits of bfloat16."""
     from triton.runtime.interpreter import TensorHandle
 
     if str(a.dtype.scalar) != "bf16":
@@ -107,7 +107,7 @@ def _minus(_: Any, a: Any, b: Any) -> Any:
 
 
 def _fused(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """A product and a sum, rounded once: the interpreter would round both."""
+    """Multiplies and adds, rounded once: the interpreter would round both."""
     from triton.runtime.interpreter import TensorHandle
 
     total = a.data.astype(np.float64) * b.data + c.data
@@ -115,7 +115,7 @@ def _fused(_: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _inlined(_: Any, text: str, constraints: str, values: list[Any], types: list[Any], __: bool, pack: int) -> Any:
-    """PTX that makes float16 numbers of a tensor of 16 bits, of which two share a register."""
+    """Runs PTX that makes float16 numbers of a tensor of 16 bits, of which two share a register."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -127,7 +127,8 @@ def _inlined(_: Any, text: str, constraints: str, values: list[Any], types: list
 
 
 def run_ptx(text: str, x: np.ndarray, outputs: int) -> list[np.ndarray]:
-    """The float16 numbers in the registers $0, $1, .. of `outputs`, two in each, that PTX makes of 16 bits x."""
+    """Returns the float16 numbers in the registers $0, $1, .. of `outputs`, two in each, that PTX makes of 16 bits
+    x."""
     words = np.ascontiguousarray(x).view(np.uint32)
     names = {f"${outputs}": words}
     for statement in ptx.parse(text):
@@ -136,7 +137,8 @@ def run_ptx(text: str, x: np.ndarray, outputs: int) -> list[np.ndarray]:
 
 
 def _with_index(give: Any) -> Any:
-    """What gives tensors their methods: bounds of loops are arrays of one number, of which NumPy 2.4 makes no int."""
+    """Wraps what gives tensors their methods: bounds of loops are arrays of one number, of which NumPy 2.4 makes no
+    int."""
 
     def run(tensor: Any, scope: Any) -> None:
         give(tensor, scope)
@@ -150,7 +152,7 @@ def _pointer(array: np.ndarray) -> Any:
 
 
 def compile_for(launch: Launch, inputs: list[Any], capability: int, folder: Path) -> Compiled:
-    """The launch as Triton and ptxas compile it for a compute capability (80: 8.0). `inputs`: their dtypes."""
+    """Compiles the launch with Triton and ptxas for a compute capability (80: 8.0). `inputs`: their dtypes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas

@@ -15,7 +15,8 @@ def run(case: Case, arrays: tuple, backend: str = "triton") -> jax.Array:
 
 
 def allowed(case: Case, out: jax.Array, expected: np.ndarray) -> float:
-    """The largest error of a row as a share of what is allowed: of rounding the result, and entries of tables too."""
+    """Returns the largest error of a row as a share of what is allowed: of rounding the result, and entries of tables
+    too."""
     kinds = [case.out_dtype or case.dtype] + ([case.dtype] if case.format.partition("-")[0] in TABLES else [])
     rows = (np.asarray(y).astype(np.float64).reshape(-1, 1, case.n) for y in (out, expected))
     return error(*rows) / sum(TOLERANCE[kind] for kind in kinds)

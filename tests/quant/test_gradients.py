@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.fused_linear import norm_linear, norm_mlp, silu_linear
+from jllm.fused_linear import norm_linear, silu_linear
 from jllm.linear import linear
 from jllm.model import Packed, packed_logits
 from jllm.quant.quantize import quantize
@@ -129,7 +129,7 @@ def test_norm_and_silu_before_a_product(name):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-10, atol=1e-12)
 
 
-def test_an_mlp_whose_codes_are_made_on_the_way():
+def test_an_mlp_whose_down_projection_takes_groups():
     """As if its values had been made apart, and rounded straight through."""
     w, reader = encode(normal(0, 128, 64), parse_weight_format("w8a8")), encode(normal(1, 64, 64), GROUPS)
     x, weight, bias, g = normal(2, 6, 64), 1 + normal(3, 64) / 4, normal(4, 64), normal(5, 6, 64)
@@ -140,7 +140,10 @@ def test_an_mlp_whose_codes_are_made_on_the_way():
         z = rounded_inputs(jax.nn.silu(gate) * up, GROUPS)
         return jnp.einsum("tk,nk->tn", z, decode(reader, jnp.float64)) + bias[None, :] + x
 
-    got = jax.vjp(lambda x, weight, bias: norm_mlp(x, weight, w, reader, bias, eps=1e-5), x, weight, bias)[1](g)
+    def quantized(x, weight, bias):
+        return silu_linear(norm_linear(x, weight, w, eps=1e-5), reader, bias, residual=x)
+
+    got = jax.vjp(quantized, x, weight, bias)[1](g)
     for a, b in zip(got, jax.vjp(plain, x, weight, bias)[1](g), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 

@@ -1,4 +1,4 @@
-"""What kernels inline, run in numpy: the MLIR that it becomes, and the PTX in that. Written for JAX 0.11.2."""
+"""Runs what kernels inline in numpy: the MLIR that it becomes, and the PTX in that. Written for JAX 0.11.2."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WARPGROUP = 128
 
 
 def places(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """The flat index of each element of each register: [register, thread, element]."""
+    """Returns the flat index of each element of each register: [register, thread, element]."""
     return _places(layout, tuple(shape))
 
 
@@ -52,7 +52,7 @@ def _places(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Array:
-    """The type of an argument or result in registers."""
+    """Describes the type of an argument or result in registers."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -83,7 +83,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Reference:
-    """The type of an argument in memory, and how it is laid out there."""
+    """Describes the type of an argument in memory, and how it is laid out there."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -91,7 +91,7 @@ class Reference:
 
 
 class Function:
-    """One that inlines code, f(context, *arguments), as JAX lowers it."""
+    """Holds a function that inlines code, f(context, *arguments), as JAX lowers it."""
 
     def __init__(self, f: Any, arguments: Sequence[Array | Reference], tree: Any, results: Sequence[Array]) -> None:
         self.arguments, self.results = arguments, results
@@ -124,7 +124,7 @@ class Function:
             self.module = module  # whose values these are
 
     def __call__(self, run: Run, arguments: Sequence[Any]) -> list[np.ndarray]:
-        """Arrays, and Views of memory, which it may change."""
+        """Takes arrays, and Views of memory, which it may change."""
         values: list[Value] = []
         for kind, x in zip(self.arguments, arguments, strict=True):
             values += [x] if isinstance(kind, Reference) else kind.distributed(x, len(run.threads))

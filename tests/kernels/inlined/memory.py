@@ -1,4 +1,4 @@
-"""Memory as threads see it, all of a warpgroup or of a warp at once."""
+"""Shows memory as threads see it, all of a warpgroup or of a warp at once."""
 
 import contextlib
 import math
@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @cache
 def swizzled_order(shape: tuple[int, ...], itemsize: int, width: int) -> np.ndarray:
-    """Which element of [.., rows, columns] lies where in memory, as TMA writes it: tiles of 8 rows, `width` bytes wide,
-    the number of each 16 bytes xored with that of their 128 bytes."""
+    """Returns which element of [.., rows, columns] lies where in memory, as TMA writes it. Tiles have 8 rows of `width`
+    bytes. The number of each 16 bytes is xored with that of their 128 bytes."""
     columns = width // itemsize
     *outer, rows, row = shape
     tiles = np.arange(math.prod(shape)).reshape(*outer, rows // 8, 8, row // columns, columns).swapaxes(-2, -3)
@@ -26,7 +26,7 @@ def swizzled_order(shape: tuple[int, ...], itemsize: int, width: int) -> np.ndar
 
 
 class Memory:
-    """A buffer, and the elements that were read of it, written, and copied to it asynchronously."""
+    """Holds a buffer, and the elements that were read of it, written, and copied to it asynchronously."""
 
     def __init__(self, content: np.ndarray, order: np.ndarray | None = None) -> None:
         self.itemsize, self.order, self.bytes = content.itemsize, order, content.reshape(-1).view(np.uint8)
@@ -34,7 +34,7 @@ class Memory:
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "write": [], "copy": []}
 
     def places(self, first: np.ndarray, size: int, kind: str) -> np.ndarray:
-        """Where in `bytes` `size` bytes of memory from `first` on are."""
+        """Returns where in `bytes` `size` bytes of memory from `first` on are."""
         place = first[:, None] + np.arange(size)
         assert 0 <= place.min(initial=0) <= place.max(initial=0) < len(self.bytes), "out of bounds"
         element = place // self.itemsize
@@ -45,7 +45,7 @@ class Memory:
 
 
 class Pointer(NamedTuple):
-    """A byte of a buffer for each thread."""
+    """Holds a byte of a buffer for each thread."""
 
     memory: Memory
     at: Any
@@ -56,7 +56,8 @@ class Pointer(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """A part of a buffer: where it begins, in bytes, and how far its elements are apart along each dimension."""
+    """Describes a part of a buffer: where it begins, in bytes, and how far its elements are apart along each
+    dimension."""
 
     memory: Memory
     begin: int
@@ -67,7 +68,7 @@ class View:
 
 
 def view(content: np.ndarray, selection: Sequence[Any] = (), transforms: Sequence[Any] = ()) -> View:
-    """content[selection], of slices and numbers, of a buffer in shared memory that is laid out so."""
+    """Returns content[selection], of slices and numbers, of a buffer in shared memory that is laid out so."""
     order = None
     for transform in transforms:
         if isinstance(transform, plgpu.SwizzleTransform):
@@ -81,7 +82,7 @@ def view(content: np.ndarray, selection: Sequence[Any] = (), transforms: Sequenc
 
 @dataclass
 class Run:
-    """Of the code by some threads: their numbers in the CTA, and which of them take part just now."""
+    """Describes a run of the code by some threads: their numbers in the CTA, and which of them take part just now."""
 
     threads: np.ndarray
     synchronize: Callable[[], None] = lambda: None  # with all threads of the CTA

@@ -1,5 +1,5 @@
-"""MLIR in numpy: what operations do for all threads at once. A value is an array [threads], or [threads, n] of vectors;
-integers are unsigned."""
+"""Runs MLIR in numpy: what operations do for all threads at once. A value is an array [threads], or [threads, n] of
+vectors; integers are unsigned."""
 
 import math
 from collections.abc import Callable
@@ -26,12 +26,12 @@ def dtype_of(kind: ir.Type) -> Any:
 
 
 def elements_of(kind: ir.Type) -> int:
-    """Of a vector; 0: no vector."""
+    """Counts the elements of a vector; 0: no vector."""
     return math.prod(kind.shape) if isinstance(kind, ir.VectorType) else 0
 
 
 def reader(kind: ir.Type) -> Callable[[np.ndarray], np.ndarray]:
-    """What makes values of bytes [threads, ..]."""
+    """Returns what makes values of bytes [threads, ..]."""
     dtype, vector = dtype_of(kind), elements_of(kind) > 0
 
     def read(data: np.ndarray) -> np.ndarray:
@@ -108,7 +108,7 @@ def _compare(op: Any) -> Any:
 
 @operation("llvm.select")
 def _choose(op: Any) -> Any:
-    """One of two pointers, for all threads the same."""
+    """Chooses one of two pointers, for all threads the same."""
 
     def run(_: Run, condition: np.ndarray, a: Value, b: Value) -> Value:
         assert condition.all() or not condition.any()
@@ -255,7 +255,7 @@ def _shuffle(op: Any) -> Any:
 
 @operation("nvvm.ldmatrix")
 def _load_matrices(op: Any) -> Any:
-    """Lane 8 i + r points to row r, 16 bytes, of the i-th matrix; lane l gets word l % 4 of its row l / 4."""
+    """Loads matrices: lane 8 i + r points to row r, 16 bytes, of the i-th; lane l gets word l % 4 of its row l / 4."""
     count = op.attributes["num"].value
     assert count == 4
     assert "row" in str(op.attributes["layout"])
@@ -298,7 +298,7 @@ def _inline_asm(op: Any) -> Any:
 
 
 class Code:
-    """The operations of a block, and of those within; values are numbered."""
+    """Holds the operations of a block, and of those within; values are numbered."""
 
     def __init__(self, block: Any, numbers: dict[Any, int]) -> None:
         self.steps: list[tuple[Any, list[int], list[int]]] = []
@@ -315,7 +315,7 @@ class Code:
             self.steps.append((compute, [numbers[value] for value in op.operation.operands], results))
 
     def __call__(self, run: Run, values: dict[int, Value]) -> Value:
-        """What the last operation gives."""
+        """Returns what the last operation gives."""
         out = None
         run.values = values
         for compute, operands, results in self.steps:
@@ -326,7 +326,7 @@ class Code:
 
 
 def _branch(blocks: list[Code]) -> Any:
-    """scf.if: both branches, each by the threads that take it."""
+    """Runs scf.if: both branches, each by the threads that take it."""
 
     def run_both(run: Run, condition: np.ndarray) -> Value:
         out = []

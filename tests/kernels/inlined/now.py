@@ -1,4 +1,4 @@
-"""Functions that inline code, called with arrays, without a kernel around them."""
+"""Calls functions that inline code with arrays, without a kernel around them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.kernels.inlined.memory import Run, view
 
 @contextlib.contextmanager
 def inlined_now(monkeypatch: pytest.MonkeyPatch, *modules: Any, warpgroup: int = 1) -> Iterator[None]:
-    """What these modules inline runs at once, by the threads of a warpgroup; what they load is an array already."""
+    """Runs what these modules inline at once, by the threads of a warpgroup; what they load is an array already."""
     stand_in = SimpleNamespace(**{name: getattr(plgpu, name) for name in dir(plgpu) if not name.startswith("_")})
     stand_in.inline_mgpu, stand_in.load = partial(_inline, warpgroup), lambda x, **_: x
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""PTX in numpy: each instruction by its definition, for all threads at once."""
+"""Runs PTX in numpy: each instruction by its definition, for all threads at once."""
 
 import contextlib
 import re
@@ -54,7 +54,7 @@ def _statement(line: str) -> Callable[[Run, dict[str, Value]], None]:
 
 
 def _pairs(x: np.ndarray, name: str) -> np.ndarray:
-    """float64 [threads, 2] of a word's halves."""
+    """Returns float64 [threads, 2] of a word's halves."""
     return as_bytes(x).view(jnp.bfloat16 if "bf16" in name else np.float16).astype(np.float64)
 
 
@@ -63,7 +63,7 @@ def _word(pairs: np.ndarray, name: str) -> np.ndarray:
 
 
 def _of_pairs(f: Callable[..., np.ndarray]) -> Any:
-    """Exact, then rounded once."""
+    """Computes exactly, then rounds once."""
     return lambda run, name, *xs: _word(f(*(_pairs(x, name) for x in xs)), name)
 
 
@@ -83,8 +83,8 @@ def _logic(run: Run, name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, tab
 
 
 def _mma(run: Run, name: str, *xs: np.ndarray) -> list[np.ndarray]:
-    """By lane (g = lane / 4, t = lane % 4): A has rows g and g + 8, columns 2t, 2t + 1, and 8 on; B rows 2t, 2t + 1,
-    and 8 on, column g; C rows g and g + 8, columns 2t and 2t + 1."""
+    """Multiplies by lane (g = lane / 4, t = lane % 4). A has rows g and g + 8, columns 2t, 2t + 1, and 8 on. B has rows
+    2t, 2t + 1, and 8 on, column g. C has rows g and g + 8, columns 2t and 2t + 1."""
     kind, warps = name.split(".")[-2], len(run.threads) // 32
     g, t = np.arange(32) // 4, np.arange(32) % 4
     a, b, c = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
@@ -102,7 +102,7 @@ def _mma(run: Run, name: str, *xs: np.ndarray) -> list[np.ndarray]:
 
 
 def _dot_bytes(run: Run, name: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """c plus the products of signed bytes."""
+    """Adds the products of signed bytes to c."""
     left, right = (as_bytes(x).view(np.int8).astype(np.int32) for x in (a, b))
     return (c.view(np.int32) + (left * right).sum(axis=1, dtype=np.int32)).view(np.uint32)
 
