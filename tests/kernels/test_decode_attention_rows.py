@@ -222,8 +222,14 @@ def lower(case: Case, width: int, tree: bool) -> str:
     return jax.jit(planned).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("heads", "width"), [((32, 32), 4), ((32, 32), 8), ((32, 8), 2), ((32, 8), 4), ((71, 1), 5)])
-@pytest.mark.parametrize(("kv", "window"), [("bf16", None), ("int8-g8", 40), ("int4-g32", None), ("fp8", 3)])
+@pytest.mark.parametrize(
+    ("heads", "width", "kv", "window"),
+    [
+        ((32, 32), 4, "bf16", None), ((32, 32), 8, "int8-g8", 40), ((32, 32), 4, "fp8", 3),
+        ((32, 8), 2, "int4-g32", None), ((32, 8), 4, "fp8", 3), ((32, 8), 2, "bf16", None),
+        ((71, 1), 5, "int8-g8", 40), ((71, 1), 5, "int4-g32", None),
+    ],
+)  # fmt: skip
 def test_lowers_for_cuda(heads, width, kv, window):
     case = small(lengths=(1300, 5), heads=heads, head_dim=128, k_format=kv, v_format=kv, window=window)
     assert "mosaic_gpu" in lower(case, width, tree=(width + len(kv)) % 2 == 0)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import jax
@@ -135,16 +134,16 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, *pools), capability, tmp_path)
 
 
-COMPILED_PREFILL = [  # head dim, format, window
-    (64, "bf16", None),
-    (128, "bf16", None),
-    (128, "int8-g8", 4096),
-    (128, "fp8", None),
-    (128, "int4-g32", None),
-    (128, "int8-g8-zp", None),
-    (256, "f16", None),
-    (256, "int8-g8-zp", None),
-    (256, "int4-g32", None),
+COMPILED_PREFILL = [  # head dim, format, window, chunks: 512 rows each, or 32
+    (64, "bf16", None, (4, 64)),
+    (128, "bf16", None, (4,)),
+    (128, "int8-g8", 4096, (4, 64)),
+    (128, "fp8", None, (4,)),
+    (128, "int4-g32", None, (4,)),
+    (128, "int8-g8-zp", None, (4,)),
+    (256, "f16", None, (4,)),
+    (256, "int8-g8-zp", None, (4, 64)),
+    (256, "int4-g32", None, (4,)),
 ]
 
 
@@ -154,7 +153,7 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for (D, kv, window), chunks in product(COMPILED_PREFILL, (4, 64)):  # 512 rows each, or 32
+    for D, kv, window, chunks in ((*case, n) for *case, sizes in COMPILED_PREFILL for n in sizes):
         table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((chunks, 64), (chunks + 1,), (chunks,)))
         q, pages = jax.ShapeDtypeStruct((2048, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
         config = triton_config(q, pages, chunks, hopper=capability == 90)

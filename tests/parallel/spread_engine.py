@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jllm import fingerprint
 from jllm.batch import Bucket, PromptChunk, ragged_batch
 from jllm.cli.main import main
-from jllm.engine.drafters import copy_of, find_drafter
+from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
@@ -210,7 +210,7 @@ def test_the_pure_functions():
     np.testing.assert_array_equal(*found)
 
 
-KINDS = {"copy": 8, "copy tree": 2, "draft": 8, "medusa": 8, "medusa-own": 2, "eagle": 2}
+KINDS = {"copy": 2, "draft": 8, "medusa-own": 2, "eagle": 2}
 
 
 @pytest.mark.parametrize(("kind", "devices"), KINDS.items())
@@ -218,19 +218,15 @@ def test_drafters(kind, devices):
     """Draft what they draft on one device: as many tokens are accepted."""
     model = model_of()
     c, key, dtype = model.config, jax.random.key(3), jnp.float64
-    copies = {
-        "copy": lambda model: find_drafter("copy:w8a16", model, 2),
-        "copy tree": lambda model: copy_of(model, "w4a16-g32", Tree((0, 0, 1))),
-    }
     drafters = {
-        "draft": lambda: DraftModel(model.params, c, chain(2)),
-        "medusa": lambda: init_medusa(c, key, chain(2), dtype),
-        "medusa-own": lambda: init_medusa(c, key, Tree((0, 0, 1)), dtype, own=True),
-        "eagle": lambda: init_eagle(c, key, chain(2), dtype),
+        "copy": lambda model: find_drafter("copy:w8a16", model, 2),
+        "draft": lambda _: DraftModel(model.params, c, chain(2)),
+        "medusa-own": lambda _: init_medusa(c, key, Tree((0, 0, 1)), dtype, own=True),
+        "eagle": lambda _: init_eagle(c, key, chain(2), dtype),
     }
     asked, found = [replace(p, max_new_tokens=8) for p in ASKED], []
     for m in (model, on_mesh(model, devices)):
-        drafter = copies[kind](m) if kind in copies else drafters[kind]()
+        drafter = drafters[kind](m)
         rows = drafter.tree.size
         drafted = {"speculate": drafter, "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, rows))}
         engine = Engine(m, **(SIZES | drafted))

@@ -140,7 +140,7 @@ def test_drafts_are_forgotten_by_a_step_without_the_drafter(model, jobs, wants, 
 
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("end", ["max_length", "stop_ids"])
-@pytest.mark.parametrize("tokens", range(2, 9))
+@pytest.mark.parametrize("tokens", [2, 3, 5, 8])
 def test_a_sequence_ends_inside_a_draft(model, jobs, wants, shape, end, tokens):
     """On the device, after its last token, where the other one goes on; then it draws and writes nothing."""
     tree = TREES[shape]
