@@ -2,7 +2,7 @@
 
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
-    python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/guided.md)
+    python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/sampling.md)
     python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
@@ -200,7 +200,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=OWN[:1],
         help="one after another (default: chosen for the device)",
     )
-    processes = "that trace steps beside this one as an engine starts (docs/reliability.md)"
+    processes = "that trace steps beside this one as an engine starts (docs/serving.md)"
     parser.add_argument("--compile-processes", type=natural, default=0, metavar="N", help=processes)
     share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
     parser.add_argument("--guided", type=fraction, metavar="SHARE", help=share)

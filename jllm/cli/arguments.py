@@ -269,7 +269,7 @@ def add_guide(group: Group) -> None:
     group.add_argument("--regex", metavar="RE", help="the text matches this regular expression as a whole")
     choice = "the text is STR, or another one of those that are given"
     group.add_argument("--choice", action="append", metavar="STR", help=choice)
-    group.add_argument("--grammar", type=Path, metavar="F", help="the text is of this grammar (Lark; docs/guided.md)")
+    group.add_argument("--grammar", type=Path, metavar="F", help="the text is of this grammar (Lark; docs/sampling.md)")
 
 
 def _add_samples(group: Group) -> None:

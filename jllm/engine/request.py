@@ -40,7 +40,7 @@ class SamplingParams:
 
     seed None is drawn once a request and reported in the completion. logprobs n asks for the chosen token's
     log-probability and the n most likely ones (of the raw logits). logit_bias maps token ids to addends. guide is what
-    the text must look like (docs/guided.md): no token is drawn that it does not allow, and it ends by an end token. A
+    the text must look like (docs/sampling.md): no token is drawn that it does not allow, and it ends by an end token. A
     string of stop that is one special token stops at its id, since no text shows it.
     """
 
