@@ -46,7 +46,7 @@ def common(rows: list[Row], others: list[Row]) -> list[tuple[float, float]]:
 
 def _added(rows: list[Row]) -> Iterator[Row]:
     for row in part(rows, "scheme"):
-        eight = row["scheme"] in ("w8a8", "w8a8-talk", "w8a8-all") and row["kv"] == PLAIN_KV
+        eight = row["scheme"] in ("w8a8", "w8a8-all") and row["kv"] == PLAIN_KV
         limit = W8A8_ADDED if eight else KV8_ADDED if (row["scheme"], row["kv"]) == ("bf16", "int8-g8") else None
         if limit is not None:
             name = f"perplexity added, weights {row['scheme']}, KV {row['kv']}"

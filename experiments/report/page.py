@@ -11,7 +11,7 @@ from experiments.report.strips import strips
 from experiments.steps.devices import ceilings_of
 
 BATCHES = (1, 16, 64, 128, 256)  # of the table of decode steps
-SCHEMES = ("w8a16", "w8a8-talk", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
+SCHEMES = ("w8a16", "w8a8", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
 FORMATS = ("int8-g8", "fp8", "int4-g32")
 BF16, CODES = "bf16", "w8a8, int8-g8 KV"  # formats of decode steps
 SERVED = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
