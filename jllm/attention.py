@@ -20,6 +20,7 @@ from jllm.config import LlamaConfig
 from jllm.fused_linear import norm_linear
 from jllm.linear import linear
 from jllm.params import AttentionParams
+from jllm.shapes import Array, Float, shaped
 from jllm.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.cache_update import cache_update, cache_update_fused
@@ -45,10 +46,11 @@ class AttentionInputs:
     prefill: prefill_attention.Work | None = None
 
 
+@shaped
 def attention_inputs(
     batch: Packed | Paged,
-    cos: jax.Array,
-    sin: jax.Array,
+    cos: Float[Array, "T {config.head_dim//2}"],
+    sin: Float[Array, "T {config.head_dim//2}"],
     pages: KVPages | None,
     dtype: Any,
     *,
@@ -73,7 +75,7 @@ def attention_inputs(
 @singledispatch
 def attention_block(
     p: Any,
-    x: jax.Array,
+    x: Float[Array, "T E"],
     inputs: AttentionInputs,
     pages: KVPages | None,
     *,
@@ -81,13 +83,60 @@ def attention_block(
     window: int | None,
     backend: str | None,
     tap: Tap,
-) -> tuple[jax.Array, KVPages | None]:
-    """x [T, E] plus attention of its norm, and the updated pages. The type of `p` decides which attention."""
+) -> tuple[Float[Array, "T E"], KVPages | None]:
+    """Returns x [T, E] plus attention of its norm, and the updated pages. The type of `p` decides which attention. Each
+    value that a tap can name goes through `tap`, at least where tap.open says that one is asked for."""
     raise NotImplementedError(f"{type(p).__name__} has no attention_block: register one for it")
 
 
 @attention_block.register
+@shaped
 def _(
+    p: AttentionParams,
+    x: Float[Array, "T E"],
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    tap: Tap,
+) -> tuple[Float[Array, "T E"], KVPages | None]:
+    if tap.open:
+        return _open_block(p, x, inputs, pages, config=config, window=window, backend=backend, tap=tap)
+    return _fast_block(p, x, inputs, pages, config=config, window=window, backend=backend)
+
+
+def _fast_block(
+    p: AttentionParams,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+) -> tuple[jax.Array, KVPages | None]:
+    """Computes the block by fused operations, which keep the values between them to themselves."""
+    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
+    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
+    qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
+    if isinstance(batch, Packed):
+        q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+        out, kept = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, batch.segments, **options), None
+    else:
+        assert pages is not None, "a Paged batch has a cache"
+        pages = with_row_map(pages, batch.row_map)
+        if p.q_norm is None:
+            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        else:
+            q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+            q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        out, kept = paged_attention(q, pages, inputs, **options), settle(pages)
+    return _output(p, out.reshape(x.shape[0], -1), x, config, backend), kept
+
+
+def _open_block(
     p: AttentionParams,
     x: jax.Array,
     inputs: AttentionInputs,
@@ -98,52 +147,49 @@ def _(
     backend: str | None,
     tap: Tap,
 ) -> tuple[jax.Array, KVPages | None]:
+    """Computes the block one operation at a time, with a name for each value."""
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
-    if tap.edits_any("attn_norm"):
-        rows = tap.pass_on("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-        qkv = linear(rows, p.qkv, p.qkv_bias, backend=backend)
+    scope: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window}
+    rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    qkv = tap("qkv", linear(rows, p.qkv, p.qkv_bias, backend=backend))
+    q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+    q = tap("q", fenced(backend, rotate, q, cos, sin))
+    k = tap("k", fenced(backend, rotate, k, cos, sin))
+    v = tap("v", v)
+    if isinstance(batch, Packed):
+        if tap.wants("weights"):
+            tap("weights", packed_weights(q, k, batch.segments, **scope))
+        out, kept = causal_attention(q, k, v, batch.segments, **scope, backend=backend), None
     else:
-        tap("attn_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-        qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
-    qkv = tap.pass_on("qkv", qkv)
-    edited = kept = None
-    split = partial(fenced, backend, lambda rows: _split_qkv(p, rows, config), qkv)
-    if tap.edits_any("q", "k", "v"):
-        q, k, v = split()
-        edited = tap.pass_on("q", rotate(q, cos, sin)), tap.pass_on("k", rotate(k, cos, sin)), tap.pass_on("v", v)
-    else:
-        tap("q", lambda: rotate(split()[0], cos, sin))
-        tap("k", lambda: rotate(split()[1], cos, sin))
-        tap("v", lambda: split()[2])
-    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
-    if pages is None:
-        assert isinstance(batch, Packed), "without a cache, the batch is Packed"
-        q, k, v = split() if edited is None else edited
-        if edited is None:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        tap("weights", lambda: packed_weights(q, k, batch.segments, scale=options["scale"], window=window))
-        out = causal_attention(q, k, v, batch.segments, **options)
-    else:
-        assert isinstance(batch, Paged), "with a cache, the batch is Paged"
+        assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
-        if edited is not None:
-            unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
-            q, pages = cache_update(*edited, *unturned, pages, batch.page, batch.offset, backend=backend)
-        elif p.q_norm is None:
-            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
-        else:
-            q, k, v = split()
-            q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
-        tap("weights", lambda: paged_weights(q, pages, batch, scale=options["scale"], window=window))
-        out = paged_attention(q, pages, inputs, **options)
-        kept = settle(pages)
-    out = tap.pass_on("attention", out.reshape(x.shape[0], -1))
+        unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
+        q, pages = cache_update(q, k, v, *unturned, pages, batch.page, batch.offset, backend=backend)
+        if tap.wants("weights"):
+            tap("weights", paged_weights(q, pages, batch, **scope))
+        out, kept = paged_attention(q, pages, inputs, **scope, backend=backend), settle(pages)
+    out = tap("attention", out.reshape(x.shape[0], -1))
+    return _output(p, out, x, config, backend), kept
+
+
+@shaped
+def _output(
+    p: AttentionParams,
+    rows: Float[Array, "T {config.num_heads*config.head_dim}"],
+    x: Float[Array, "T E"],
+    config: LlamaConfig,
+    backend: str | None,
+) -> Float[Array, "T E"]:
+    """Returns x plus the output projection of rows."""
     shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
-    return linear(out, p.o, p.o_bias, residual=x, backend=backend, **shared), kept
+    return linear(rows, p.o, p.o_bias, residual=x, backend=backend, **shared)
 
 
-def _split_qkv(p: AttentionParams, qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [T, H, D], k and v [T, K, D], before rotation."""
+@shaped
+def _split_qkv(
+    p: AttentionParams, config: LlamaConfig, qkv: Float[Array, "T _"]
+) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+    """Returns q, k and v, before rotation."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
     if p.q_norm is not None and p.k_norm is not None:
@@ -151,8 +197,11 @@ def _split_qkv(p: AttentionParams, qkv: jax.Array, config: LlamaConfig) -> tuple
     return q, k, v
 
 
-def paged_attention(q: jax.Array, pages: KVPages, inputs: AttentionInputs, **options: Any) -> jax.Array:
-    """Attention of queries [T, H, D] over pages: [T, H, D]. Decode rows and prompt chunks each go to their own kernel,
+@shaped
+def paged_attention(
+    q: Float[Array, "T H D"], pages: KVPages, inputs: AttentionInputs, **options: Any
+) -> Float[Array, "T H D"]:
+    """Returns attention of queries over pages. Decode rows and prompt chunks each go to their own kernel,
     which take all queries and write to one array; both take the options scale, window and backend."""
     batch = inputs.batch
     assert isinstance(batch, Paged), "with a cache, the batch is Paged"
@@ -168,7 +217,8 @@ def paged_attention(q: jax.Array, pages: KVPages, inputs: AttentionInputs, **opt
     return out
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+@shaped
+def rms_norm(x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*rows E"]:
     """Root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at least."""
     y = x.astype(compute_dtype(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))

@@ -5,20 +5,32 @@ import jax.numpy as jnp
 
 from jllm.batch import Paged, chunk_of_row
 from jllm.errors import EvaluationError
+from jllm.shapes import Array, Float, Int32, shaped
 from pallas_kernels.kv_pages import KVPages, gather
 from pallas_kernels.numerics import compute_dtype
 
 
-def packed_weights(q: jax.Array, k: jax.Array, segments: jax.Array, *, scale: float, window: int | None) -> jax.Array:
-    """Of queries [T, H, D] and keys [T, K, D] of segments i32[T]: [T, H, T], float32 at least."""
+@shaped
+def packed_weights(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    segments: Int32[Array, " T"],
+    *,
+    scale: float,
+    window: int | None,
+) -> Float[Array, "T H T"]:
+    """Returns the weights of queries over the keys of their segments, float32 at least."""
     row = jnp.arange(q.shape[0], dtype=jnp.int32)
     distance = row[:, None] - row[None, :]
     seen = _in_window(distance, window) & (segments[:, None] == segments[None, :])
     return _weights(q, k, seen, scale)
 
 
-def paged_weights(q: jax.Array, pages: KVPages, batch: Paged, *, scale: float, window: int | None) -> jax.Array:
-    """Of queries [T, H, D] over the keys as they are stored: [T, H, M P], by cache index. Rows that are not in use have
+@shaped
+def paged_weights(
+    q: Float[Array, "T H D"], pages: KVPages, batch: Paged, *, scale: float, window: int | None
+) -> Float[Array, "T H MP"]:
+    """Returns the weights of queries over the keys as they are stored, by cache index. Rows that are not in use have
     any. Raises EvaluationError for trees of drafts, and where the newest keys are not in the pages (KIVI)."""
     if pages.tail is not None:
         raise EvaluationError(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.sampling import Sampling, neutral_sampling, write_row
+from jllm.shapes import Array, Int32, shaped
 from pallas_kernels.kv_pages import RowMap
 from pallas_kernels.segments import Segments, depths
 
@@ -32,6 +33,18 @@ class RaggedBatch:
 
     A chunk carries its slot's whole set of sampling parameters, so that admission is nothing but a first chunk. Arrays
     are numpy's on the host and JAX's on the device, i32 but for those of `sampling`.
+
+    Here slot 0 decodes, and page 3 becomes the second of its pages. A prompt of three tokens begins in slot 1, on page
+    4. Slot 2 gets the next two tokens of a prompt, of which 16 are in its pages and more are to come:
+
+    >>> first, second = PromptChunk(1, [5, 6, 7], pages=[4]), PromptChunk(2, [8, 9], start=16, final=False)
+    >>> batch = ragged_batch([first, second], decodes=[0], deltas=[(0, 1, 3)])
+    >>> batch.decode_slot.tolist(), batch.deltas.tolist()
+    ([0], [[0, 1, 3], [1, 0, 4]])
+    >>> batch.tokens.tolist(), batch.chunk_slot.tolist(), batch.chunk_start.tolist(), batch.chunk_len.tolist()
+    ([5, 6, 7, 8, 9], [1, 2], [0, 16], [3, 2])
+    >>> batch.chunk_final.tolist()  # tokens are drawn for slots 0 and 1, not for 2
+    [1, 0]
     """
 
     decode_slot: Any  # [R] slots that decode
@@ -148,11 +161,11 @@ class Packed:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ShortSegments:
-    """Rows of R sequences that already have tokens in their pages: Q each, of which the first `rows` are in use."""
+    """Rows of R sequences that already have tokens in their pages: Q each, of which the first `used` count."""
 
     tokens: jax.Array  # i32[R, Q]
     start: jax.Array  # i32[R], committed tokens: the first row's cache index
-    rows: jax.Array  # i32[R], 0 .. Q
+    used: jax.Array  # i32[R], 0 .. Q
     pages: jax.Array  # i32[R, M]
     ancestors: jax.Array | None = None  # u32[R, Q, ceil(Q / 32)], as Segments has it; None: a chain
 
@@ -209,13 +222,13 @@ def paged_batch(
     *,
     num_pages: int,
     page_size: int,
-    slots: tuple[jax.Array, jax.Array] | None = None,
+    slots: tuple[Int32[Array, " R"], Int32[Array, " B"]] | None = None,
 ) -> Paged:
-    """Where each row of a step stands in its sequence and in the page pool of N pages of P tokens. slots: i32[R] and
-    i32[B], those of the segments and of the chunks, for a cache with tails; drafts are chains there."""
+    """Returns where each row of a step stands in its sequence and in the page pool of N pages of P tokens. `slots` are
+    those of the segments and of the chunks, for a cache with tails; drafts are chains there."""
     (R, Q), C = short.tokens.shape, chunks.tokens.shape[0]
     row = jnp.arange(Q, dtype=jnp.int32)[None, :]
-    in_use = row < short.rows[:, None]
+    in_use = row < short.used[:, None]
     index = jnp.where(in_use, short.start[:, None] + row, 0)
     depth = row if short.ancestors is None else depths(short.ancestors)
     position = jnp.where(in_use, short.start[:, None] + depth, 0).reshape(-1)
@@ -235,7 +248,7 @@ def paged_batch(
             return jnp.concatenate([jnp.repeat(of_short, Q), _at(of_chunk, chunk) if C else of_chunk[:0]])
 
         slot = jnp.where(writes, each(*slots), NOWHERE)
-        stop = each(short.start + short.rows, chunks.start + chunks.lengths)
+        stop = each(short.start + short.used, chunks.start + chunks.lengths)
         index = jnp.concatenate([index.reshape(-1), chunk_index])
         row_map = RowMap(slot, index, each(short.start, chunks.start), stop, R + chunks.lengths.shape[0])
         index = index[: R * Q].reshape(R, Q)
@@ -245,26 +258,30 @@ def paged_batch(
         page=jnp.where(writes, jnp.concatenate([short_page, chunk_page]), num_pages),
         offset=jnp.concatenate([index.reshape(-1), chunk_index]) % page_size,
         decode_pages=short.pages,
-        decode_lengths=jnp.where(short.rows > 0, short.start + short.rows, 0),
+        decode_lengths=jnp.where(short.used > 0, short.start + short.used, 0),
         chunk_pages=chunks.pages,
         chunk_cu=cu,
         chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
-        segments=None if Q == 1 else Segments(short.rows, short.ancestors),
+        segments=None if Q == 1 else Segments(short.used, short.ancestors),
         width=Q,
         row_map=row_map,
     )
 
 
-def chunk_of_row(ends: jax.Array, rows: int) -> jax.Array:
-    """Which chunk each of C rows is in, i32[C], for chunks that end before rows i32[B]; B for the unused tail."""
+@shaped
+def chunk_of_row(ends: Int32[Array, " B"], rows: int) -> Int32[Array, " {rows}"]:
+    """Returns which chunk each row is in, of chunks that end before the rows `ends`; B for the unused tail."""
     # Not by halves, which would be a loop of small kernels before anything else.
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all").astype(
         jnp.int32
     )
 
 
-def _page(table: jax.Array, sequence: jax.Array, index: jax.Array, page_size: int) -> jax.Array:
-    """The pages i32[rows] of cache indices i32[rows] of sequences i32[rows], by a page table [sequences, M]."""
+@shaped
+def _page(
+    table: Int32[Array, "sequences M"], sequence: Int32[Array, " rows"], index: Int32[Array, " rows"], page_size: int
+) -> Int32[Array, " rows"]:
+    """Returns the pages of cache indices of sequences, by their page table."""
     if not index.shape[0]:
         return index
     last = table.shape[1] - 1

@@ -17,6 +17,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.parallel.mesh import stored_kv_heads
 from jllm.parallel.ranks import HEADS
+from jllm.shapes import Array, Int32, shaped
 from pallas_kernels import kv_formats, kv_pages
 from pallas_kernels.kv_formats import Kivi, KVFormat
 from pallas_kernels.kv_pages import KVPages, Tail
@@ -91,10 +92,11 @@ def make_tails(
     dtype: Any,
     slots: int,
     page_size: int,
-    rows: int = 1,
+    width: int = 1,
 ) -> Tails | None:
-    """Empty tails of S slots, in a float dtype, where K is stored as Kivi; else None; on a mesh each device has those
-    of its KV heads. `rows`: of a short segment at most. ConfigError for pages that do not hold whole groups."""
+    """Returns empty tails of S slots, in a float dtype, where K is stored as Kivi; else None. On a mesh each device has
+    those of its KV heads. `width` is the most rows of a short segment. Raises ConfigError for pages that do not hold
+    whole groups."""
     k, _ = formats
     if not isinstance(k, Kivi):
         return None
@@ -104,7 +106,7 @@ def make_tails(
             f"{k.group}, not {page_size}"
         )
     fmt = KVFormat(jnp.dtype(dtype).name)
-    sizes = slots, stored_kv_heads(config), config.head_dim, k.residual + rows - 1
+    sizes = slots, stored_kv_heads(config), config.head_dim, k.residual + width - 1
     return _on_devices(lambda: tuple(allocate_tail(*sizes, fmt) for _ in range(config.num_layers)), config)
 
 
@@ -142,8 +144,9 @@ def cache_bytes(cache: Cache) -> int:
 COPIES = 16  # pages that one call of jit_copy_pages copies at most
 
 
-def copy_pages(cache: Cache, pages: jax.Array) -> Cache:
-    """Copies pages within every layer's pool: pages i32[COPIES, 2] (from, to), all read before any is written.
+@shaped
+def copy_pages(cache: Cache, pages: Int32[Array, "n 2"]) -> Cache:
+    """Copies pages within every layer's pool, each from one to another; all are read before any is written.
 
     Entries whose target is out of range are dropped. jit_copy_pages donates the cache; the host calls it before a step
     whose plan has copies, so that steps without any are what they were.

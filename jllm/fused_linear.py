@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.linear import Rows, column_parts, linear, multiply, straight_through, sum_parts, with_gradient
+from jllm.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
 from jllm.params import Weight
+from jllm.shapes import Array, Float, shaped
 from jllm.weight_inputs import rows_kind, takes_numbers, takes_plain_rows
 from pallas_kernels.all_reduce import MeshAxis
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
@@ -23,28 +25,35 @@ from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_swiglu
 
 
-def norm(x: jax.Array, weight: jax.Array, eps: float, reader: Weight, *, backend: str | None = None) -> Rows:
-    """RMSNorm of x [T, E], as the weight that reads it takes it."""
+@shaped
+def norm(
+    x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float, reader: Weight, *, backend: str | None = None
+) -> Float[Array, "T E"] | QuantizedRows:
+    """Returns RMSNorm of x, as the weight that reads it takes it."""
     return norm_quant(x, weight, eps=eps, kind=rows_kind(reader), backend=backend)[0]
 
 
-def silu_mul(gate_up: jax.Array, reader: Weight, *, backend: str | None = None) -> Rows:
-    """SiLU(gate) * up of gate_up [T, 2F], as the weight that reads it takes it: [T, F]."""
+@shaped
+def silu_mul(
+    gate_up: Float[Array, "T G"], reader: Weight, *, backend: str | None = None
+) -> Float[Array, "T G//2"] | QuantizedRows:
+    """Returns SiLU(gate) * up of their halves of G = 2F, as the weight that reads it takes it."""
     kind = rows_kind(reader)
     return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
 
 
+@shaped
 def norm_linear(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Float[Array, "T E"],
+    weight: Float[Array, " E"],
     w: Weight,
-    bias: jax.Array | None = None,
+    bias: Float[Array, " outputs"] | None = None,
     *,
     eps: float,
     out_dtype=None,
     backend: str | None = None,
-) -> jax.Array:
-    """linear of norm of x [T, E]: [T, out] in out_dtype (default: x's). Differentiable, which norm and then linear
+) -> Float[Array, "T outputs"]:
+    """Returns linear of norm of x in out_dtype (default: x's). Differentiable, which norm and then linear
     are not where codes lie between them."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if not isinstance(w, QuantizedWeight):
@@ -66,17 +75,18 @@ def norm_linear(
     return with_gradient(run, straight)(x, weight, w, bias)
 
 
+@shaped
 def silu_linear(
-    gate_up: jax.Array,
+    gate_up: Float[Array, "T G"],
     w: Weight,
-    bias: jax.Array | None = None,
+    bias: Float[Array, " outputs"] | None = None,
     *,
-    residual: jax.Array,
+    residual: Float[Array, "T outputs"],
     backend: str | None = None,
     axis: MeshAxis | None = None,
     parts: int = 1,
-) -> jax.Array:
-    """linear of silu_mul of gate_up [T, 2F], in the residual's dtype; axis and parts as linear has them."""
+) -> Float[Array, "T outputs"]:
+    """Returns linear of silu_mul of gate_up, in the residual's dtype; axis and parts as linear has them."""
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
         cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
@@ -110,8 +120,11 @@ def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight
     return one_kernel(x, w.values, gated=True, backend=backend) is not None
 
 
-def norm_swiglu(x: jax.Array, weight: jax.Array, w: Weight, *, eps: float, backend: str | None = None) -> jax.Array:
-    """swiglu of norm of x [T, E] with w [2F, E], where fuses_swiglu says so: [T, F]."""
+@shaped
+def norm_swiglu(
+    x: Float[Array, "T E"], weight: Float[Array, " E"], w: Weight, *, eps: float, backend: str | None = None
+) -> Float[Array, "T F"]:
+    """Returns swiglu of norm of x with w [2F, E], where fuses_swiglu says so."""
     if not isinstance(w, QuantizedWeight):
         return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
 

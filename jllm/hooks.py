@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.errors import ConfigError, EvaluationError
+from jllm.shapes import Array, Float, Int32, shaped
 from jllm.taps import resolve_taps
 
 Function = Callable[..., Any]
@@ -61,16 +62,18 @@ class Hooks:
         """State.user of S slots without sequences."""
         return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], slots, axis=0), self.user)
 
-    def process(self, logits: jax.Array, rows: HookRows, *, drafts: bool) -> jax.Array:
-        """Logits as the processor leaves them. drafts: whether rows come after others that are not drawn yet."""
+    @shaped
+    def process(self, logits: Float[Array, "rows V"], rows: HookRows, *, drafts: bool) -> Float[Array, "rows V"]:
+        """Returns logits as the processor leaves them. drafts: whether rows come after others that are not drawn."""
         if drafts and self.observe is not None:
             raise ConfigError("hooks.observe sees tokens once they are drawn, which is too late for drafts: use either")
         if self.logits_processor is None:
             return logits
         return Edits({"logits_processor": self.logits_processor}, rows).apply("logits_processor", logits)
 
-    def see(self, user: Any, slot: jax.Array, index: jax.Array, token: jax.Array) -> Any:
-        """State.user after these tokens; see `observe`. A sequence's first token begins its slot's anew."""
+    @shaped
+    def see(self, user: Any, slot: Int32[Array, " n"], index: Int32[Array, " n"], token: Int32[Array, " n"]) -> Any:
+        """Returns State.user after these tokens; see `observe`. A sequence's first token begins its slot's anew."""
         if self.observe is None:
             return user
         first = jnp.where(index == 0, slot, jnp.iinfo(jnp.int32).max)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.params import Weight
+from jllm.shapes import Array, Float, Int32, shaped
 from jllm.weight_inputs import input_blocks, part_outliers, rounded_inputs, row_codes, takes_plain_rows
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.backends import DETERMINISTIC, where_faster
@@ -37,21 +38,22 @@ from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
 from pallas_kernels.weight_formats import padded
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
-Rows = jax.Array | QuantizedRows
+Inputs = jax.Array | QuantizedRows
 
 
+@shaped
 def linear(
-    x: Rows,
+    x: Float[Array, "*rows inputs"] | QuantizedRows,
     w: Weight,
-    bias: jax.Array | None = None,
+    bias: Float[Array, " outputs"] | None = None,
     *,
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*rows outputs"] | None = None,
     out_dtype=None,
     backend: str | None = None,
     axis: MeshAxis | None = None,
     parts: int = 1,
-) -> jax.Array:
-    """x [..., in] times w [out, in] transposed, plus bias [out] and residual [..., out]: [..., out] in out_dtype
+) -> Float[Array, "*rows outputs"]:
+    """Returns x times w [outputs, inputs] transposed, plus bias and residual, in out_dtype
     (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
     of that mesh axis, and their products are summed; each device quantizes its part with scales of its own, but with
     those of whole rows where the backend is deterministic. `parts` quantizes the inputs on one device as that number of
@@ -61,18 +63,19 @@ def linear(
         each = zip(jnp.split(x, parts, axis=-1), column_parts(w, parts))
         return sum_parts([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
-        rows = axis.name if backend == DETERMINISTIC else None
+        name = axis.name if backend == DETERMINISTIC else None
         if isinstance(w, QuantizedWeight) and w.columns is not None:
-            x, w = _in_order(x, w, axis, rows, backend)
-        part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, rows=rows)
+            x, w = _in_order(x, w, axis, name, backend)
+        part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, axis=name)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
 
 
+@shaped
 def embed(
-    w: Weight, tokens: jax.Array, dtype, *, axis: MeshAxis | None = None, backend: str | None = None
-) -> jax.Array:
-    """Rows of an embedding [V, E]: i32[...] -> [..., E]. Token ids out of range are clipped. With `axis` each device of
+    w: Weight, tokens: Int32[Array, "*rows"], dtype, *, axis: MeshAxis | None = None, backend: str | None = None
+) -> Float[Array, "*rows E"]:
+    """Returns rows of an embedding [V, E]. Token ids out of range are clipped. With `axis` each device of
     that mesh axis has a part of the rows, and the one that has a token's gives it to all."""
     if axis is not None:
         own = tokens - jax.lax.axis_index(axis.name) * w.shape[0]
@@ -86,7 +89,7 @@ def embed(
 
 
 def _product(
-    x: Rows,
+    x: Inputs,
     w: Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -95,25 +98,26 @@ def _product(
     backend: str | None,
     **how: Any,
 ) -> jax.Array:
-    """linear of one device, and its gradient. how: rows and parts, as rounded_inputs has them."""
+    """linear of one device, and its gradient. how: axis and parts, as rounded_inputs has them."""
     run: Callable[..., jax.Array] = partial(multiply, out_dtype=out_dtype, backend=backend, **how)
     if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
         return with_gradient(run, partial(straight_through, out_dtype=out_dtype, **how))(x, w, bias, residual)
     return run(x, w, bias, residual)
 
 
+@shaped
 def multiply(
-    x: Rows,
+    x: Float[Array, "*rows inputs"] | QuantizedRows,
     w: Weight,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    bias: Float[Array, " outputs"] | None,
+    residual: Float[Array, "*rows outputs"] | None,
     *,
     out_dtype,
     backend: str | None,
-    rows: str | None = None,
+    axis: str | None = None,
     parts: int = 1,
-) -> jax.Array:
-    """linear of one device without a gradient of its own; rows and parts as rounded_inputs has them."""
+) -> Float[Array, "*rows outputs"]:
+    """Does what linear does on one device, without a gradient of its own; axis and parts: see rounded_inputs."""
     added: dict[str, Any] = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
         assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
@@ -126,16 +130,16 @@ def multiply(
             x, large = part_outliers(x, w.format.outliers)
             kept = weight_only_matmul(large, w, **added, out_dtype=out_dtype, backend=backend)
             added = {"bias": None, "residual": kept}
-        if takes_plain_rows(w) and rows is None:
+        if takes_plain_rows(w) and axis is None:
             flat = x.reshape(-1, w.shape[1])
             if added["residual"] is not None:
                 added["residual"] = added["residual"].reshape(-1, w.shape[0])
             y = of_plain_rows(flat, w.values, w.scales, **added, out_dtype=out_dtype, backend=backend)
             return y.reshape(*x.shape[:-1], w.shape[0])
-        codes = fenced(backend, partial(row_codes, fmt=w.format, scale=w.input_scale, rows=rows), x)
+        codes = fenced(backend, partial(row_codes, fmt=w.format, scale=w.input_scale, axis=axis), x)
         return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
-        x = fenced(backend, partial(input_blocks, fmt=w.format, scale=w.input_scale, rows=rows, parts=parts), x)
+        x = fenced(backend, partial(input_blocks, fmt=w.format, scale=w.input_scale, axis=axis, parts=parts), x)
         w = replace(w, format=replace(w.format, rotated=False))  # as x is now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
@@ -175,10 +179,17 @@ def with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Arr
     return function
 
 
+@shaped
 def straight_through(
-    x: jax.Array, w: QuantizedWeight, bias: jax.Array | None, residual: jax.Array | None, *, out_dtype, **how: Any
-) -> jax.Array:
-    """linear in plain jnp, of numbers instead of codes, with rounding of activations passing gradients."""
+    x: Float[Array, "*rows inputs"],
+    w: QuantizedWeight,
+    bias: Float[Array, " outputs"] | None,
+    residual: Float[Array, "*rows outputs"] | None,
+    *,
+    out_dtype,
+    **how: Any,
+) -> Float[Array, "*rows outputs"]:
+    """Does what linear does in plain jnp, on numbers instead of codes. Rounding of activations passes gradients."""
     x = rounded_inputs(x, w.format, w.input_scale, **how)
     w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
@@ -191,14 +202,14 @@ def straight_through(
 
 
 def _in_order(
-    x: Rows, w: QuantizedWeight, axis: MeshAxis, rows: str | None, backend: str | None
+    x: Inputs, w: QuantizedWeight, axis: MeshAxis, whole: str | None, backend: str | None
 ) -> tuple[jax.Array, QuantizedWeight]:
     """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
     of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats are
-    of inputs as they come, and rounded before; rows as rounded_inputs has it."""
+    of inputs as they come, and rounded before; `whole` is rounded_inputs' axis."""
     assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
     assert w.columns is not None
-    x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, rows=rows), x)
+    x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, axis=whole), x)
     every = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
     return jnp.take(every, w.columns, axis=-1), replace(w, columns=None, format=replace(w.format, activations=None))
 

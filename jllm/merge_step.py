@@ -21,7 +21,7 @@ from jllm.batch import RaggedBatch
 from jllm.config import LlamaConfig
 from jllm.hooks import Hooks
 from jllm.parallel.draws import draw_apart
-from jllm.parallel.ranks import WHOLE, per_rank
+from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
 from jllm.params import Params
 from jllm.sampling import sample as draw_tokens
 from jllm.speculative.drafter import Drafter
@@ -31,8 +31,10 @@ from jllm.step_forward import Logits, forward
 from jllm.step_sample import Draw, sample
 
 STATIC = ("config", "variant", "backend", "draw", "wanted")
+ARRAYS = {"params": STACKED, "state": SPREAD, "batch": WHOLE, "drafter": spread_drafter, "hooks": WHOLE}
 
 
+@on_mesh(ARRAYS | {"logits": WHOLE}, (SPREAD, WHOLE))
 def sample_step(
     params: Params,
     state: State,
@@ -48,10 +50,6 @@ def sample_step(
     wanted: bool = True,
 ) -> tuple[State, Outputs]:
     """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
-    if config.mesh is not None:
-        own = partial(sample_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        inputs = SPREAD, WHOLE, WHOLE, spread_drafter(drafter), WHOLE
-        return per_rank(own, config, inputs, (SPREAD, WHOLE))(params, state, batch, logits, drafter, hooks)
     state, outputs = sample(state, logits, hooks, variant=variant, backend=backend, draw=draw)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
@@ -62,6 +60,7 @@ def sample_step(
     return state, outputs
 
 
+@on_mesh(ARRAYS, (SPREAD, WHOLE))
 def eager_step(
     params: Params,
     state: State,
@@ -77,10 +76,6 @@ def eager_step(
 ) -> tuple[State, Outputs]:
     """One merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify drafts.
     `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
-    if config.mesh is not None:
-        own = partial(eager_step, variant=variant, backend=backend, draw=draw, wanted=wanted)
-        inputs = SPREAD, WHOLE, spread_drafter(drafter), WHOLE
-        return per_rank(own, config, inputs, (SPREAD, WHOLE))(params, state, batch, drafter, hooks)
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
     takes_rows = variant.takes_rows or variant.taps or hooks is not None
     parts = draw is draw_tokens and not takes_rows

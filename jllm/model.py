@@ -18,12 +18,13 @@ from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.fused_linear import norm_linear
-from jllm.hooks import Edits, HookRows, Hooks, make_edits
+from jllm.hooks import Edits, HookRows, make_edits
 from jllm.linear import embed, linear
 from jllm.mlp import mlp_block
-from jllm.parallel.ranks import HEADS, WHOLE, per_rank
+from jllm.parallel.ranks import HEADS, STACKED, WHOLE, on_mesh
 from jllm.params import LayerParams, Params
 from jllm.rope import angles
+from jllm.shapes import Array, Float, shaped
 from jllm.taps import Tap, of_layer, resolve_taps
 from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.kv_pages import KVPages
@@ -34,6 +35,7 @@ from pallas_kernels.one_order import fenced
 Taps = dict[str, jax.Array]  # by names of jllm.taps
 
 
+@shaped
 def packed_logits(
     params: Params,
     config: LlamaConfig,
@@ -41,30 +43,25 @@ def packed_logits(
     edit: Mapping[str, Callable] = MappingProxyType({}),
     *,
     backend: str = DIFFERENTIABLE,
-) -> jax.Array:
-    """Logits [T, V] of whole sequences without a cache, float32 at least: differentiable, and fit for vmap. `edit` is
+) -> Float[Array, "T {config.vocab_size}"]:
+    """Returns logits of whole sequences without a cache, float32 at least: differentiable, and fit for vmap. `edit` is
     that of jllm.hooks.Hooks; the slot of its rows is the segment. `backend` is one whose operations have gradients:
     XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
-    if config.mesh is not None:
-
-        def own(params: Params, batch: Packed, hooks: Hooks, config: LlamaConfig) -> jax.Array:
-            return packed_logits(params, config, batch, hooks.edit, backend=backend)
-
-        return per_rank(own, config, (WHOLE, WHOLE), WHOLE)(params, batch, Hooks(edit))
-    edits = None
-    if edit:
-        edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
+    edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
     hidden, _, _ = tapped_backbone(params, config, batch, None, backend=backend, edits=edits)
     return head(params, config, hidden, backend=backend, edits=edits)
 
 
+@shaped
 def backbone(
     params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """Hidden states [T, E] before the final norm, and the updated cache."""
+) -> tuple[Float[Array, "T {config.hidden_size}"], Cache | None]:
+    """Returns hidden states before the final norm, and the updated cache."""
     return tapped_backbone(params, config, batch, cache, backend=backend)[:2]
 
 
+@on_mesh({"params": STACKED, "batch": WHOLE, "cache": HEADS, "edits": WHOLE}, (WHOLE, HEADS, WHOLE))
+@shaped
 def tapped_backbone(
     params: Params,
     config: LlamaConfig,
@@ -74,19 +71,10 @@ def tapped_backbone(
     *,
     backend: str | None = None,
     edits: Edits | None = None,
-) -> tuple[jax.Array, Cache | None, Taps]:
-    """backbone, with edits of its values, and those of them that taps name (see jllm.taps). Raises EvaluationError for
-    names that the model doesn't have, or one of its layers."""
+) -> tuple[Float[Array, "T {config.hidden_size}"], Cache | None, Taps]:
+    """Returns what backbone does, with edits of its values, and the values that taps name (see jllm.taps). Raises
+    EvaluationError for names that the model doesn't have, or one of its layers."""
     taps = resolve_taps(taps, config.num_layers)
-    if config.mesh is not None:
-
-        def own(
-            params: Params, batch: Packed | Paged, cache: Cache | None, edits: Edits | None, config: LlamaConfig
-        ) -> tuple[jax.Array, Cache | None, Taps]:
-            return tapped_backbone(params, config, batch, cache, taps, backend=backend, edits=edits)
-
-        spread = per_rank(own, config, (WHOLE, HEADS, WHOLE), (WHOLE, HEADS, WHOLE))
-        return spread(params, batch, cache, edits)
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
     x = x if edits is None else edits.apply("embedding", x)
@@ -95,18 +83,20 @@ def tapped_backbone(
     return x, cache, found | inside
 
 
+@shaped
 def run_layers(
     layers: tuple[LayerParams, ...],
     config: LlamaConfig,
-    x: jax.Array,
+    x: Float[Array, "T E"],
     batch: Packed | Paged,
     cache: Cache | None,
     taps: tuple[str, ...] = (),
     *,
     backend: str | None = None,
     edits: Edits | None = None,
-) -> tuple[jax.Array, Cache | None, Taps]:
-    """tapped_backbone after the embedding: of inputs [T, E], with taps that are resolved. batch.tokens play no part."""
+) -> tuple[Float[Array, "T E"], Cache | None, Taps]:
+    """Does what tapped_backbone does after the embedding: x are its inputs, and taps are resolved. batch.tokens play no
+    part."""
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     found: Taps = {}
@@ -129,20 +119,19 @@ def run_layers(
     return x, None if cache is None else tuple(pools), found
 
 
+@on_mesh({"params": STACKED, "hidden": WHOLE, "edits": WHOLE}, WHOLE)
+@shaped
 def head(
     params: Params,
     config: LlamaConfig,
-    hidden: jax.Array,
+    hidden: Float[Array, "T E"],
     *,
     backend: str | None = None,
     edits: Edits | None = None,
     whole: bool = True,
-) -> jax.Array:
-    """Logits [T, V] of hidden states [T, E], float32 at least. Not `whole`: a device of a mesh has those of its part of
+) -> Float[Array, "T V"]:
+    """Returns logits of hidden states, float32 at least. Not `whole`: a device of a mesh has those of its part of
     the vocabulary."""
-    if config.mesh is not None:
-        own = lambda params, hidden, edits, config: head(params, config, hidden, backend=backend, edits=edits)  # noqa: E731
-        return per_rank(own, config, (WHOLE, WHOLE), WHOLE)(params, hidden, edits)
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
@@ -152,25 +141,27 @@ def head(
     return whole_rows(logits, config) if whole else logits
 
 
-def whole_rows(logits: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Logits [T, V], where each device of a mesh computed a part of every row; without a mesh as they are."""
+@shaped
+def whole_rows(logits: Float[Array, "T part"], config: LlamaConfig) -> Float[Array, "T {config.vocab_size}"]:
+    """Returns whole rows of logits, of which each device of a mesh computed a part; without a mesh they are whole."""
     if config.axis is None:
         return logits
     parts = jax.lax.all_gather(logits, config.axis.name, axis=1, tiled=True)
     return parts[:, : config.vocab_size]  # the last device's rows are padded
 
 
+@shaped
 def head_taps(
     params: Params,
     config: LlamaConfig,
-    hidden: jax.Array,
-    logits: jax.Array,
+    hidden: Float[Array, "rows E"],
+    logits: Float[Array, "rows V"],
     taps: tuple[str, ...],
     *,
     backend: str | None = None,
     edits: Edits | None = None,
 ) -> Taps:
-    """Those of the values that taps name which the head computes, of rows [rows, E]."""
+    """Returns the values of the head that taps name."""
     names, found = resolve_taps(taps, config.num_layers), {}
     if "norm" in names:
         weight = params.norm if config.mesh is None else params.norm[0]  # all devices have the same
@@ -181,9 +172,10 @@ def head_taps(
 
 # One trace and one lowering serve all layers of the same kinds and window.
 @partial(jax.jit, static_argnames=("config", "window", "backend", "taps"))
+@shaped
 def _layer(
     p: LayerParams,
-    x: jax.Array,
+    x: Float[Array, "T E"],
     inputs: AttentionInputs,
     pages: KVPages | None,
     edits: Edits | None = None,
@@ -192,13 +184,13 @@ def _layer(
     window: int | None,
     backend: str | None,
     taps: tuple[str, ...] = (),
-) -> tuple[jax.Array, KVPages | None, Taps]:
+) -> tuple[Float[Array, "T E"], KVPages | None, Taps]:
     tap = Tap(taps, edits, config)
     options: dict[str, Any] = {"config": config, "backend": backend, "tap": tap}
-    x = tap.pass_on("input", x)
+    x = tap("input", x)
     middle, pages = attention_block(p.attention, x, inputs, pages, window=window, **options)
-    middle = tap.pass_on("middle", middle)
+    middle = tap("middle", middle)
     y = mlp_block(p.mlp, middle, **options)
-    y = tap.pass_on("output", y)
+    y = tap("output", y)
     tap.check_edits()
     return y, pages, tap.found

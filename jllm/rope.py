@@ -2,11 +2,11 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jllm.config import LlamaConfig, RopeScaling
+from jllm.shapes import Array, Float, Int32, shaped
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -28,8 +28,11 @@ def _llama3(freq: np.ndarray, s: RopeScaling) -> np.ndarray:
     return keep * freq + (1 - keep) * freq / s.factor
 
 
-def angles(config: LlamaConfig, positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [T, D/2] at positions i32[T], in `dtype` (float32 or float64)."""
+@shaped
+def angles(
+    config: LlamaConfig, positions: Int32[Array, " T"], dtype
+) -> tuple[Float[Array, "T {config.head_dim//2}"], Float[Array, "T {config.head_dim//2}"]]:
+    """Returns cos and sin at positions, in `dtype` (float32 or float64)."""
     freq = jnp.asarray(inverse_frequencies(config), dtype)
     angle = positions.astype(dtype)[:, None] * freq[None, :]
     return jnp.cos(angle), jnp.sin(angle)

@@ -20,7 +20,7 @@ from jllm.state import Slots
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """The rows that the head runs on, R Q + B, and the R + B sequences that they are of."""
 
     slot: jax.Array  # i32[R + B], clipped into range
@@ -107,7 +107,7 @@ class Rows:
 
 def lay_out(
     slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int, tails: bool = False
-) -> tuple[Paged, Rows]:
+) -> tuple[Paged, HeadRows]:
     """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
     on. tails: whether the cache has tails, which are the slots' own."""
     S, Q = slots.token.shape[0], batch.width
@@ -139,7 +139,7 @@ def lay_out(
     )
     valid = jnp.concatenate([live, batch.chunk_final == 1])
     slot = jnp.concatenate([decode_slot, chunk_slot])
-    rows = Rows(
+    rows = HeadRows(
         slot=slot,
         target_slot=jnp.where(valid, slot, S),
         valid=valid,

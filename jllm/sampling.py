@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
+from jllm.shapes import Array, Bool, Float, Int32, UInt32, shaped
 from pallas_kernels import sample as kernels
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.sample import xla
@@ -113,20 +114,24 @@ def make_counts(slots: int, vocab: int) -> TokenCounts:
     return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
 
 
-def constrain(logits: Array, allowed: Array) -> Array:
-    """Logits [R, V], -inf for tokens that are not allowed: u32[R, ceil(V / 32)], token i being bit i % 32 of word
-    i // 32."""
+@shaped
+def constrain(logits: Float[Array, "R V"], allowed: UInt32[Array, "R words"]) -> Float[Array, "R V"]:
+    """Returns logits with -inf for tokens that are not allowed: token i is bit i % 32 of word i // 32."""
     bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
+@shaped
 def penalize(
-    logits: Array, penalties: Penalties | None, counts: TokenCounts | None, drafts: Array | None = None
-) -> Array:
-    """Penalties, then bias: [R, V] -> [R, V] in the compute dtype; None changes nothing.
+    logits: Float[Array, "R V"],
+    penalties: Penalties | None,
+    counts: TokenCounts | None,
+    drafts: Int32[Array, "R D"] | None = None,
+) -> Float[Array, "R V"]:
+    """Returns logits after penalties, then bias, in the compute dtype; None changes nothing.
 
     Repetition divides positive and multiplies other logits of seen tokens (Keskar et al. 2019, as Hugging Face has
-    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it). drafts i32[R, D] are tokens
+    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it). `drafts` are tokens
     of the output that each row comes after and that counts do not have, -1 pads.
     """
     if penalties is None or counts is None:
@@ -159,8 +164,11 @@ def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) 
     return jnp.where(seen, repeated, logits) - (times * frequency + (times > 0).astype(logits.dtype) * presence)
 
 
-def count_tokens(counts: TokenCounts, slot: Array, tokens: Array, is_output: Array) -> TokenCounts:
-    """Enters tokens i32[T] of slots i32[T] as seen and, where is_output bool[T], as output.
+@shaped
+def count_tokens(
+    counts: TokenCounts, slot: Int32[Array, " T"], tokens: Int32[Array, " T"], is_output: Bool[Array, " T"]
+) -> TokenCounts:
+    """Enters tokens of slots as seen and, where is_output, as output.
 
     A slot >= S drops its token; a token may come several times.
     """
@@ -169,9 +177,12 @@ def count_tokens(counts: TokenCounts, slot: Array, tokens: Array, is_output: Arr
     return TokenCounts(seen, output)
 
 
-def sample(logits: Array, params: Sampling, position: Array, *, backend: str | None = None) -> tuple[Array, Array]:
-    """One token a row: logits [R, V] (penalized), position i32[R] (the new token's index in its sequence) -> tokens
-    i32[R], and whether all of a row's logits are finite, bool[R], which the same pass tells.
+@shaped
+def sample(
+    logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"], *, backend: str | None = None
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    """Returns one token a row, and whether all of the row's logits are finite, which the same pass finds. Logits are
+    penalized; position is the new token's index in its sequence.
 
     Greedy rows take the most likely token, at ties the lowest id. A row's token depends on its logits, params and
     position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
@@ -180,19 +191,27 @@ def sample(logits: Array, params: Sampling, position: Array, *, backend: str | N
     return kernels.sample(logits, *_asked(logits, params), _keys(params, position), backend=backend)
 
 
+@shaped
 def sample_parts(
-    logits: Array, params: Sampling, position: Array, *, axis: str, vocabulary: int, draws: Draws
-) -> tuple[Array, Array]:
-    """sample of logits [R, V], of which device i of a mesh axis has W columns from i W on, f[R, W], and of which no row
-    has filters: draws is GREEDY or NOISE. vocabulary is V; columns past it may hold anything. All devices get tokens
-    i32[R] and flags bool[R] of whole rows, to the bit those of sample by xla."""
+    logits: Float[Array, "R W"],
+    params: Sampling,
+    position: Int32[Array, " R"],
+    *,
+    axis: str,
+    vocabulary: int,
+    draws: Draws,
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    """Does what sample does, of logits [R, V] of which device i of a mesh axis has W columns from i W on. No row has
+    filters: draws is GREEDY or NOISE. vocabulary is V; columns past it may hold anything. All devices get tokens and
+    flags of whole rows, to the bit those of sample by xla."""
     options: dict[str, Any] = {"axis": axis, "vocabulary": vocabulary, "noise": draws > Draws.GREEDY}
     return kernels.sample_parts(logits, _asked(logits, params)[0], _keys(params, position), **options)
 
 
-def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
-    """The scores of which `sample` takes the largest, for a drafter whose tree holds the best few: logits [R, V],
-    position i32[R] -> [R, V] in the compute dtype.
+@shaped
+def perturbed(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Float[Array, "R V"]:
+    """Returns the scores of which `sample` takes the largest, in the compute dtype, for a drafter whose tree holds the
+    best few.
 
     With a temperature T they are (logit - the row's largest) / T + noise, and -inf for tokens that top-k, top-p or
     min-p drop; without one they are the logits, NaN as -inf and +inf as the largest number. Where two scores are within
@@ -201,8 +220,9 @@ def perturbed(logits: Array, params: Sampling, position: Array) -> Array:
     return xla.perturbed(logits, *_asked(logits, params), _keys(params, position))
 
 
-def threshold(logits: Array, params: Sampling) -> Array:
-    """The lowest logit of each row [R, V] that top-k, top-p and min-p leave to be drawn -> [R]; -inf when all are off.
+@shaped
+def threshold(logits: Float[Array, "R V"], params: Sampling) -> Float[Array, " R"]:
+    """Returns the lowest logit of each row that top-k, top-p and min-p leave to be drawn; -inf when all are off.
 
     top-k keeps what reaches the k-th largest logit; top-p the smallest set of the most likely tokens whose
     probability, renormalized after top-k, reaches p; min-p what is at least min_p times as likely as the most likely
@@ -211,27 +231,31 @@ def threshold(logits: Array, params: Sampling) -> Array:
     return xla.threshold(logits, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-def token_logprobs(logits: Array, tokens: Array) -> Array:
-    """Log-softmax of raw logits [R, V] at tokens i32[R] -> [R] in the compute dtype; no [R, V] softmax is kept."""
+@shaped
+def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
+    """Returns log-softmax of raw logits at tokens in the compute dtype; no [R, V] softmax is kept."""
     logits = logits.astype(compute_dtype(logits.dtype))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=1)
 
 
-def token_ranks(logits: Array, tokens: Array) -> Array:
-    """Where tokens i32[R] stand among raw logits [R, V]: 1 for the most likely, which ties share -> i32[R]."""
+@shaped
+def token_ranks(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """Returns the tokens' ranks among raw logits: 1 for the most likely, which ties share."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")
     return 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
 
 
-def top_logprobs(logits: Array, n: int) -> tuple[Array, Array]:
-    """The n most likely tokens of raw logits [R, V], best first -> ids i32[R, n], log-probabilities [R, n]."""
+@shaped
+def top_logprobs(logits: Float[Array, "R V"], n: int) -> tuple[Int32[Array, "R {n}"], Float[Array, "R {n}"]]:
+    """Returns the n most likely tokens of raw logits, best first, and their log-probabilities."""
     logits = logits.astype(compute_dtype(logits.dtype))
     values, ids = lax.top_k(logits, n)
     return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
 
 
-def sample_reference(logits: Array, params: Sampling, position: Array) -> Array:
+@shaped
+def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Int32[Array, " R"]:
     """`sample` as one would first write it, by sorting each row: the reference in tests and a baseline for speed."""
     dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
     logits = logits.astype(dtype)

@@ -24,7 +24,18 @@ NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, a
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """What the device knows of each batch slot."""
+    """Holds what the device knows of each batch slot.
+
+    Here are three slots of at most four pages of 16 tokens. Slot 0 decodes, slot 1 has ended and slot 2 is empty:
+
+        token   [5, 2, 0]
+        length  [17, 6, 0]
+        done    [False, True, True]
+        pages   [[7, 3, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+    The next step of slot 0 takes token 5 and writes its K and V at cache index 17: page 3, offset 1. If it draws token
+    8, then token[0] is 8 and length[0] is 18.
+    """
 
     token: jax.Array  # i32[S] last sampled token: the next input
     length: jax.Array  # i32[S] tokens whose K and V are in the pages
@@ -45,8 +56,17 @@ class Guidance:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that the model remembers between steps. `user` is a pytree of the caller's own [S, ...], which hooks
-    read and observe."""
+    """Holds everything that the model remembers between steps. `user` is a pytree of the caller's own [S, ...], which
+    hooks read and observe.
+
+    Here is a model of two layers with K = 2 KV heads of D = 64, after init_state(config, slots=3, num_pages=8,
+    page_size=16, max_pages=4) in bf16:
+
+        cache   one KVPages for each of the two layers; its k and v have values bf16[8, 2, 16, 64]
+        slots   token i32[3], length i32[3], done bool[3], pages i32[3, 4]
+
+    The other fields are None. A step returns a state of the same shapes.
+    """
 
     cache: Cache
     slots: Slots

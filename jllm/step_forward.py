@@ -1,7 +1,6 @@
 """The first half of a merged step: what begins is admitted, K and V are written, and logits computed."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -14,9 +13,9 @@ from jllm.errors import EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Taps, head, head_taps, tapped_backbone
 from jllm.parallel.draws import leaves_parts
-from jllm.parallel.ranks import WHOLE, per_rank
+from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
 from jllm.params import Params
-from jllm.rows import Rows, lay_out
+from jllm.rows import HeadRows, lay_out
 from jllm.sampling import TokenCounts, count_tokens, token_logprobs, token_ranks
 from jllm.state import SPREAD, Guidance, Slots, State, Variant
 from pallas_kernels.one_order import fenced
@@ -32,7 +31,7 @@ class Logits:
     """What the forward half of a step yields and its sampling half takes."""
 
     values: jax.Array  # f[R Q + B, V], float32 at least, before penalties; in parts see jllm.parallel.draws
-    rows: Rows
+    rows: HeadRows
     prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
     prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
     prompt_best: jax.Array | None  # i32[C] the most likely token in each target's place
@@ -43,6 +42,7 @@ class Logits:
     hook_rows: HookRows | None = None  # of the values
 
 
+@on_mesh({"params": STACKED, "state": SPREAD, "batch": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
 def forward(
     params: Params,
     state: State,
@@ -57,9 +57,6 @@ def forward(
     """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
     row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts, as
     parallel.draws says."""
-    if config.mesh is not None:
-        own = partial(forward, variant=variant, backend=backend)
-        return per_rank(own, config, (SPREAD, WHOLE, WHOLE), (SPREAD, WHOLE))(params, state, batch, hooks)
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
@@ -126,7 +123,7 @@ def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
     return jax.tree.map(put, guidance)
 
 
-def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: Rows) -> HookRows:
+def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: HeadRows) -> HookRows:
     """Where all T rows of a step stand."""
     S, (R, Q), C = state.slots.token.shape[0], rows.tokens.shape, batch.tokens.shape[0]
     used = jnp.arange(Q, dtype=jnp.int32)[None, :] < rows.used[:, None]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.hooks import Hooks
 from jllm.model import Cache
-from jllm.parallel.ranks import WHOLE, per_rank
-from jllm.rows import Rows
+from jllm.parallel.ranks import WHOLE, on_mesh
+from jllm.rows import HeadRows
 from jllm.sampling import Sampling, constrain, count_tokens, penalize, token_logprobs, top_logprobs
 from jllm.sampling import sample as draw_tokens
 from jllm.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Outputs, Slots, State, Variant
@@ -23,6 +23,7 @@ from pallas_kernels.one_order import fenced
 Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
 
 
+@on_mesh({"state": SPREAD, "logits": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
 def sample(
     state: State,
     logits: Logits,
@@ -36,12 +37,6 @@ def sample(
     """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
     the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
     returns tokens and which rows are finite. The config is for models on a mesh alone."""
-    if config is not None and config.mesh is not None:
-
-        def own(_: tuple, *arguments: Any, config: LlamaConfig) -> tuple[State, Outputs]:
-            return sample(*arguments, variant=variant, backend=backend, draw=draw)
-
-        return per_rank(own, config, (SPREAD, WHOLE, WHOLE), (SPREAD, WHOLE))((), state, logits, hooks)
     raw, rows = logits.values, logits.rows
     S, counts = state.slots.token.shape[0], state.counts
     sampling: Sampling = rows.of_slots(state.slots.sampling)
@@ -105,7 +100,7 @@ def _end(
 
 
 def _logprobs(
-    rows: Rows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant, backend: str | None
+    rows: HeadRows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant, backend: str | None
 ) -> dict[str, Any]:
     if not variant.logprobs:
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
@@ -114,7 +109,7 @@ def _logprobs(
     return {name: rows.flat(rows.by_sequence(value, nodes)) for name, value in found.items()}
 
 
-def _advance(slots: Slots, rows: Rows, drawn: jax.Array, count: jax.Array, done: jax.Array) -> Slots:
+def _advance(slots: Slots, rows: HeadRows, drawn: jax.Array, count: jax.Array, done: jax.Array) -> Slots:
     """Lengths grow by what was written and stays; the last token drawn becomes the next input, and may have ended its
     sequence."""
     last = drawn[:, 0]
@@ -129,7 +124,7 @@ def _advance(slots: Slots, rows: Rows, drawn: jax.Array, count: jax.Array, done:
     )
 
 
-def _compact(state: State, rows: Rows, nodes: jax.Array, count: jax.Array, backend: str | None) -> Cache:
+def _compact(state: State, rows: HeadRows, nodes: jax.Array, count: jax.Array, backend: str | None) -> Cache:
     """The K and V of accepted nodes of a tree, moved to their places; those of a chain are there."""
     if rows.tree.is_chain:
         return state.cache

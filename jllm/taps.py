@@ -4,9 +4,12 @@ A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, 
 attention weights, which are large: they must be named. Where the
 reader of a value has quantized activations, it is the value before that rounding. Rows are those of the step: R decode
 rows, then C prompt tokens; for the head's they are the rows that it runs on.
+
+A layer with a tap or an edit inside of its blocks runs one operation at a time (Tap.open). In 16 bits it may round
+otherwise than the fused operations of a step without.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -39,12 +42,16 @@ TOP = {
     "norm": "[rows, E] what the head reads",
     "logits": "[rows, V]",
 }
+SEAMS = ("input", "middle", "output")  # of LAYER: these lie outside of a layer's two blocks
 NEAR = 4  # names that an error suggests
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Collects the values of one layer that `names` ask for, and changes those with edits, while it is traced."""
+    """Collects the values of one layer that `names` ask for, and changes those with edits, while it is traced.
+
+    `q = tap("q", q)` stands where a layer has a value of that name.
+    """
 
     names: tuple[str, ...]  # without the layer's prefix
     edits: "Edits | None" = None  # likewise
@@ -52,33 +59,33 @@ class Tap:
     found: dict[str, Any] = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
-    def wants(self, *names: str) -> bool:
-        return any(name in self.names for name in names)
+    @property
+    def open(self) -> bool:
+        """Says whether a value inside of a block is wanted or changed, so that no fused operation may hide it."""
+        return any(name not in SEAMS for name in (*self.names, *self._edits))
 
-    def edits_any(self, *names: str) -> bool:
-        """Whether one of these values is changed: then it cannot stay inside of a fused operation."""
-        return self.edits is not None and any(name in self.edits.functions for name in names)
+    @property
+    def _edits(self) -> dict[str, Any]:
+        return {} if self.edits is None else self.edits.functions
 
-    def pass_on(self, name: str, value: Any) -> Any:
-        """The value as the layer goes on with it, which is kept if it is wanted."""
-        if self.edits_any(name):
-            assert self.edits is not None
+    def wants(self, name: str) -> bool:
+        return name in self.names
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Returns the value as the layer goes on with it, and keeps it if it is wanted."""
+        if self.edits is not None and name in self._edits:
             whole = self.edits.apply(name, self._whole(name, value))
             value = whole if self.config is None else own_part(name, whole, self.config)
             self.edited.add(name)
-        self(name, lambda: value)
+        if self.wants(name):
+            self.found[name] = self._whole(name, value)
         return value
 
     def check_edits(self) -> None:
         """Raises EvaluationError for an edit of what this kind of layer does not have."""
-        for name in () if self.edits is None else self.edits.functions:
+        for name in self._edits:
             if name not in self.edited:
                 raise EvaluationError(f"edit of layers.*.{name}: one of these layers passes on no such value")
-
-    def __call__(self, name: str, value: Callable[[], Any]) -> None:
-        """Computes and keeps a value if it is wanted; XLA merges it with what the step computes anyway."""
-        if self.wants(name):
-            self.found[name] = self._whole(name, value())
 
     def _whole(self, name: str, value: Any) -> Any:
         return value if self.config is None else gathered(name, value, self.config)

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
-    "errors", "hf_fields", "config", "memory", "params", "param_specs", "linear", "fused_linear", "weight_inputs",
+    "errors", "hf_fields", "config", "memory", "shapes", "params", "param_specs", "linear", "fused_linear",
+    "weight_inputs",
     "rope", "taps", "sampling", "batch", "cache", "attention", "attention_weights", "hooks", "mlp", "model",
     "merge_step", "step_forward", "step_sample", "step_draft", "state", "rows", "parallel", "speculative",
 }  # fmt: skip

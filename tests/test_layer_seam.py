@@ -21,6 +21,7 @@ from jllm.pretrained import Model
 from jllm.quant import calibration
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import Scheme, find_scheme, scheme_of
+from jllm.taps import Tap
 from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.checkpoint_cases import assert_same_bits
 from tests.layer_kinds.experts import ExpertsConfig, ExpertsParams
@@ -63,7 +64,7 @@ def test_a_token_goes_to_one_expert():
     m = model(ExpertsConfig)
     rng = np.random.default_rng(0)
     x, p, eps = rng.normal(size=(40, 32)).astype(np.float32), m.params.layers[1].mlp, m.config.norm_eps
-    got = mlp_block(p, jnp.asarray(x), config=m.config, backend="xla", tap=lambda name, value: None)
+    got = mlp_block(p, jnp.asarray(x), config=m.config, backend="xla", tap=Tap(()))
     router, gate_up, down = (np.asarray(w, np.float64) for w in (p.router, p.gate_up, p.down))
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + eps)
     gate, up = gate_up.reshape(2, 2, -1, 32)

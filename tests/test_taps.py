@@ -115,7 +115,7 @@ def test_nothing_is_computed_unasked():
 
     plain = operations(())
     assert operations(("layers.0.output",)) == plain
-    assert operations(("layers.0.attn_norm",)) > plain
+    assert operations(("layers.0.weights",)) > plain
 
 
 def test_readers_of_eight_bits_show_what_they_round(first_layer, everything):

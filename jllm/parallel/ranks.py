@@ -3,8 +3,9 @@
 Weights are stacks of the ranks' shares, [ranks, ...] along the mesh (shares.py). KV pages [N, K, ...] are spread along
 their heads. All else is alike on all ranks, as are the numbers that they compute from it."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import jax
@@ -18,14 +19,43 @@ from jllm.parallel.mesh import AXIS, rank_config
 STACKED, HEADS, WHOLE = P(AXIS), P(None, AXIS), P()
 
 
-def per_rank(function: Callable, config: LlamaConfig, inputs: tuple, outputs: Any) -> Callable:
-    """function(params, *arguments, config=...), which every rank calls with its own params and config. inputs: what
-    holds of each argument after params (STACKED, HEADS, WHOLE, or a tree of these), outputs: of the result."""
-    run = partial(function, config=rank_config(config))
+def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> Callable[[F], F]:
+    """Returns a decorator for a function with the argument `config`. If it has a mesh, each rank calls the function
+    with its share of the arrays and with its own config.
+
+    `inputs` names the arguments with arrays and says how each lies on the mesh: STACKED, HEADS, WHOLE, a tree of these,
+    or a function from the argument to one. `outputs` says it of the result. Other arguments go to all ranks alike.
+    """
+
+    def decorate(function: F) -> F:
+        parameters = signature(function)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs).arguments
+            config = given.pop("config", None)
+            if config is None or config.mesh is None:
+                return function(*args, **kwargs)
+            names = [name for name in given if name in inputs]
+            arrays = [given.pop(name) for name in names]
+            specs = [spec(x) if callable(spec) else spec for spec, x in zip((inputs[name] for name in names), arrays)]
+
+            def own(*shares: Any) -> Any:
+                return function(**dict(zip(names, shares)), **given, config=rank_config(config))
+
+            return _per_rank(own, config.mesh, tuple(specs), outputs)(*arrays)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callable:
+    """Returns a function of whole arrays, for which each rank calls `run` with its share."""
 
     def everywhere(*arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
-        specs = jax.tree.leaves(jax.tree.broadcast((STACKED, *inputs), arguments))
+        specs = jax.tree.leaves(jax.tree.broadcast(inputs, arguments))
         some = [i for i, leaf in enumerate(leaves) if leaf.size]  # XLA crashes on empty ones (JAX 0.11.2)
 
         def one(*given: Any) -> Any:
@@ -36,14 +66,14 @@ def per_rank(function: Callable, config: LlamaConfig, inputs: tuple, outputs: An
 
         options: dict[str, Any] = {"in_specs": tuple(specs[i] for i in some), "out_specs": outputs}
         # Unchecked, since values that ranks compute alike are not marked as such.
-        spread = jax.shard_map(one, mesh=config.mesh, **options, check_vma=False)
+        spread = jax.shard_map(one, mesh=mesh, **options, check_vma=False)
         return spread(*(leaves[i] for i in some))
 
     return jax.jit(everywhere)  # shard_map would otherwise compile each operation by itself
 
 
 def place(tree: Any, config: LlamaConfig, spec: Any) -> Any:
-    """A tree of arrays where steps on the config's mesh want it (spec: as inputs of per_rank); without a mesh as it
+    """A tree of arrays where steps on the config's mesh want it (spec: as inputs of on_mesh); without a mesh as it
     is."""
     return tree if config.mesh is None else jax.device_put(tree, _shardings(tree, config.mesh, spec))
 

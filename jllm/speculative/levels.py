@@ -134,7 +134,7 @@ def draft_levels(
         segments = ShortSegments(
             tokens=drafts[:, first - 1 : end - 1],
             start=newest + first,
-            rows=jnp.clip(space - first, 0, end - first),
+            used=jnp.clip(space - first, 0, end - first),
             pages=advance.pages,
             ancestors=None if tree.is_chain else jnp.stack([_ancestors(tree, end)] * G),
         )

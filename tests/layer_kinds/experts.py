@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.fused_linear import norm_linear
 from jllm.linear import linear
 from jllm.mlp import mlp_block
 from jllm.param_specs import layer_types
@@ -48,12 +47,11 @@ def _(config: ExpertsConfig, layer: int) -> tuple[type, type]:
 
 @mlp_block.register
 def _(p: ExpertsParams, x: jax.Array, *, config: ExpertsConfig, backend: str | None, tap: Tap) -> jax.Array:
-    tap("mlp_norm", lambda: norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    likes = norm_linear(x, p.norm, p.router, eps=config.norm_eps, backend=backend)
+    normed = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    likes = linear(normed, p.router, backend=backend)
     chosen = jax.nn.one_hot(jnp.argmax(likes, axis=1), config.num_experts, dtype=x.dtype)
     shares = jax.nn.softmax(likes, axis=1) * chosen
-    gate_up = norm_linear(x, p.norm, p.gate_up, eps=config.norm_eps, backend=backend)
+    gate_up = linear(normed, p.gate_up, backend=backend)
     rows = silu_mul_quant(gate_up, backend=backend).reshape(x.shape[0], config.num_experts, -1)
-    rows = (rows * shares[:, :, None]).reshape(x.shape[0], -1)
-    tap("silu_mul", lambda: rows)
+    rows = tap("silu_mul", (rows * shares[:, :, None]).reshape(x.shape[0], -1))
     return linear(rows, p.down, residual=x, backend=backend)

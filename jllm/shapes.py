@@ -1,0 +1,33 @@
+"""Types of arrays in signatures, with dtype and shape: Float[Array, "T E"]. The letters are those of README's table.
+
+A name after a star stands for any number of axes. Where the environment has JLLM_CHECK_SHAPES, as one test has it,
+each call of a `shaped` function is checked. Otherwise the types are plain arrays, and nothing else is imported.
+Registered dataclasses have shapes in comments, since JAX rebuilds them from things that are no arrays.
+"""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jax import Array as Array
+
+CHECKED = bool(os.environ.get("JLLM_CHECK_SHAPES"))
+
+if TYPE_CHECKING or CHECKED:
+    from jaxtyping import Bool, Float, Int32, UInt32, jaxtyped
+else:
+
+    class _Plain:
+        def __class_getitem__(cls, item: tuple[type, str]) -> type:
+            return item[0]
+
+    Bool = Float = Int32 = UInt32 = _Plain
+
+
+def shaped[F: Callable[..., Any]](function: F) -> F:
+    """Returns the function, or one that also checks arguments and results against the signature."""
+    if not CHECKED:
+        return function
+    from beartype import beartype
+
+    return jaxtyped(typechecker=beartype)(function)
