@@ -52,6 +52,11 @@ class Snapshot:
         """T: tokens whose K and V are in it."""
         return self.cache[0].k.page_size
 
+    @property
+    def ready(self) -> bool:
+        """Returns True: it is here, while pages of another device may be on their way."""
+        return True
+
 
 def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int | None = None) -> Snapshot:
     """The first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this order.

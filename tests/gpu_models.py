@@ -69,6 +69,6 @@ def kernels_of_steps(engine: Engine) -> list[Counter[str]]:
     device = engine._device
     found = []
     for key in sorted(device.programs.used, key=lambda key: key[0].size):
-        traced = packed_step.trace(*device._arguments(*key), **device._static(*key))
+        traced = packed_step.trace(*device.shapes.arguments(*key), **device.shapes.static(*key))
         found.append(kernels_of(traced.jaxpr.jaxpr))
     return found

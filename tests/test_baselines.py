@@ -66,9 +66,9 @@ def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, mon
 
 def test_sorting_sorts_and_thresholds_do_not(model):
     for sampling in BASELINES["sampling"]:
-        device = engine_with(model, **OPTIONS, sampling=sampling)._device
+        shapes = engine_with(model, **OPTIONS, sampling=sampling)._device.shapes
         key = OPTIONS["buckets"][0], Variant(), WHOLE
-        text = packed_step.lower(*device._arguments(*key), **device._static(*key)).as_text()
+        text = packed_step.lower(*shapes.arguments(*key), **shapes.static(*key)).as_text()
         assert ("stablehlo.sort" in text) == (sampling == "sort")
 
 

@@ -2,6 +2,7 @@
 in place of its own (ABOUT)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from experiments.baselines.schedulers import (
@@ -11,7 +12,7 @@ from experiments.baselines.schedulers import (
     StaticBatches,
     StaticPadded,
 )
-from experiments.baselines.sorting import SortingDevice
+from experiments.baselines.sorting import draw_by_sorting
 from experiments.baselines.waiting import WaitingLoop
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
@@ -30,7 +31,7 @@ ABOUT = {
     "sampling": "sort: each row's logits are sorted",
     "host": "wait: a step's tokens are read before the next step is planned",
 }
-DEVICES: dict[str, type[Device]] = {"threshold": Device, "sort": SortingDevice}  # by the sampler
+DEVICES: dict[str, Callable[..., Device]] = {"threshold": Device, "sort": partial(Device, draw=draw_by_sorting)}
 SCHEDULERS: dict[tuple[str, str], type[Scheduler]] = {
     ("merge", "ragged"): Scheduler,
     ("static", "ragged"): StaticBatches,

@@ -36,8 +36,8 @@ DEVICE_BYTES = 139 << 30  # of an H200, where there is none
 class HostOnly(Device):
     """Takes no time and has no memory: what an Engine does on it is the host's work alone."""
 
-    def renew(self) -> None:
-        self._state = None
+    def fresh(self) -> None:
+        return None
 
     def run(self, buffer, layout, variant) -> Outputs:
         self.programs.used.add((layout.bucket, variant, WHOLE))
@@ -47,7 +47,7 @@ class HostOnly(Device):
     def copy_pages(self, copies) -> None:
         pass
 
-    def compile_ahead(self, variant) -> int:
+    def compile_ahead(self, variant, wait) -> int:
         return 0
 
 

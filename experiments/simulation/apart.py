@@ -3,13 +3,16 @@ does that gets each prompt's pages some time after its first token."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from experiments.simulation.replicas import added, serve
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation, Tally, _Live
-from jllm.engine.handover import DevicePages, Joining
+from jllm.engine.handover import JOINING
+from jllm.engine.moved import DevicePages
 from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sampled
 
 Make = Callable[..., Simulation]  # of the class, and what else is not as usual: an engine
@@ -45,7 +48,7 @@ class Decodes(Simulation):
     """An engine to which prompts come computed."""
 
     def __init__(self, *given: Any, **more: Any):
-        super().__init__(*given, scheduler=Joining, **more)
+        super().__init__(*given, scheduler=partial(Scheduler, most_joining=JOINING), **more)
 
     def add(self, arrival: Arrival, tokens: int = 0) -> None:
         assert isinstance(arrival, Prefilled)
@@ -55,8 +58,7 @@ class Decodes(Simulation):
         self.truth.outputs[number] = output
         params = SamplingParams(max_new_tokens=longest, stop=sample.stop, seed=number)
         seq = Sampled(number, 0, sample.prompt, params, number, len(sample.prompt) + longest, output=[1])
-        pages: Any = DevicePages(len(sample.prompt), ())
-        seq.snapshot = pages
+        seq.snapshot = DevicePages(len(sample.prompt), ())
         self._live[number] = _Live(seq, output, arrival.arrived, tokens, arrival.first, arrival.first)
         self.scheduler.add(seq)
         self.tally.requests += 1

@@ -1,42 +1,46 @@
 """The device side of the loop: the state, and the compiled steps that it goes through."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import batched, chain
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jllm import fingerprint
 from jllm.batch import NOWHERE, Bucket
-from jllm.cache import COPIES, jit_copy_pages, parse_kv_cache
+from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine import between_steps
-from jllm.engine.between_steps import MASKS, padded, put_masks
-from jllm.engine.compiling import Recipe
+from jllm.engine.between_steps import padded
 from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout, packed_step
+from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout
 from jllm.engine.model_checks import check_model
+from jllm.engine.moved import DevicePages, pack_pages, unpack_pages
 from jllm.engine.options import EngineOptions, drafter_of
+from jllm.engine.packing import pack_plan
+from jllm.engine.placement import Placement, on
+from jllm.engine.plan import StepPlan
 from jllm.engine.programs import Programs
-from jllm.engine.request import SamplingParams
-from jllm.engine.room import check_room, check_step, sizes_for
+from jllm.engine.room import check_room, sizes_for
+from jllm.engine.sequence import Sequence
+from jllm.engine.step_shapes import StepShapes
 from jllm.errors import EngineClosed, SnapshotError
 from jllm.memory import Memory
 from jllm.model import Cache
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, has_processes, rank_config
-from jllm.parallel.ranks import HEADS, place, placed_shapes
+from jllm.parallel.ranks import HEADS, place
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import Params
 from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
-from jllm.speculative.drafter import Drafter
-from jllm.speculative.tree import Tree, chain
-from jllm.state import SPREAD, Outputs, State, Variant, init_state, spread_drafter
+from jllm.state import Outputs, State, Variant, init_state, spread_drafter
 from jllm.step_forward import Logits
 
 
@@ -50,17 +54,44 @@ class Halfway:
     logits: Logits
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step whose outputs have not been read."""
+
+    plan: StepPlan
+    bucket: Bucket
+    outputs: Outputs | None  # None: its second half waits for masks
+    half: Halfway | None = None  # what that takes
+
+    def drawn(self, outputs: Outputs) -> Iterator[tuple[Sequence, int, int, tuple[int, ...]]]:
+        """Yields what the step drew of each sequence (ledger.Drawn), its outputs being on the host."""
+        plan, bucket = self.plan, self.bucket
+        short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
+        most = short // bucket.decodes if bucket.decodes else 1
+        tokens = batched(outputs.tokens[:short].tolist(), most)
+        decodes = zip(plan.decodes, plan.rows, range(0, short, most), tokens)
+        chunks = ((c.seq, 1, row, (int(outputs.tokens[row]),)) for row, c in enumerate(plan.chunks, short) if c.final)
+        return chain(decodes, chunks)
+
+
 class Device:
     """Owns the state, which every step takes and returns, and the compiled steps.
 
-    memory tells how many bytes are free once the weights are there; the device is asked by default. Raises NoRoomError,
-    before anything is allocated, where the options take more.
+    memory tells how many bytes are free once the weights are there; the device is asked by default. draw: what draws
+    tokens, in place of sampling.sample. Raises NoRoomError, before anything is allocated, where the options take more.
     """
 
-    def __init__(self, config: LlamaConfig, params: Params, options: EngineOptions, memory: Memory | None = None):
-        self._config, self._params, self._backend = config, params, options.kernels
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Params,
+        options: EngineOptions,
+        memory: Memory | None = None,
+        draw: Callable[..., Any] | None = None,
+    ):
+        self._config, self._params = config, params
         check_model(params, config, options)
-        self._formats = parse_kv_cache(options.kv_cache, config, params.dtype)
+        self.formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
         self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
         if config.mesh is None and isinstance(params.norm, jax.Array):
@@ -72,14 +103,22 @@ class Device:
         self._drafter = self._put(drafter, spread_drafter(drafter))
         self._hooks = self._put(options.hooks, EVERYWHERE)
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
-        self._left: int | None = None  # bytes free beside the state, before steps ran; None where that is unknown
+        self._state = self.fresh()
+        self.shapes = StepShapes(
+            config,
+            self.sizes,
+            params,
+            jax.eval_shape(lambda state: state, self._state),
+            self._drafter,
+            self._hooks,
+            options.kernels,
+            draw,
+            always_drafts=options.drafts is not None,
+            home=self._home,
+            chosen=self._chosen,
+        )
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
-        self.programs = Programs(
-            self.sizes.buckets, self._arguments, self._static, files, self._check, options.progress, self._masks,
-            options.compile_processes, has_processes(config), self._chosen,
-        )  # fmt: skip
-        self._state: State | None = None
-        self.renew()
+        self.programs = Programs(self.shapes, files, options.progress, options.compile_processes)
 
     def renew(self) -> None:
         """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
@@ -91,25 +130,26 @@ class Device:
             )
         self._state = None
         self.programs.forget_files()
+        self._state = self.fresh()
+
+    def fresh(self) -> State | None:
+        """Returns the state of an engine that has served nothing. None: the device runs no step."""
         check_room(self._options, rank_config(self._config), self._params, self._free)
         self._free = None  # later on there is as much as there was, but the device may not know it yet
-        with jax.default_device(self._home):
-            self._state = self._fresh()
-
-    def _fresh(self) -> State:
         limits = self.sizes.limits
-        state = init_state(
-            self._config,
-            slots=limits.max_slots,
-            num_pages=limits.num_pages,
-            page_size=limits.page_size,
-            max_pages=self.sizes.max_pages,
-            kv_cache=self._formats,
-            dtype=self._params.dtype,
-            drafter=self._drafter,
-        )
-        if self._hooks is not None:
-            state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, EVERYWHERE))
+        with jax.default_device(self._home):
+            state = init_state(
+                self._config,
+                slots=limits.max_slots,
+                num_pages=limits.num_pages,
+                page_size=limits.page_size,
+                max_pages=self.sizes.max_pages,
+                kv_cache=self.formats,
+                dtype=self._params.dtype,
+                drafter=self._drafter,
+            )
+            if self._hooks is not None:
+                state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, EVERYWHERE))
         return state
 
     def free(self) -> None:
@@ -119,45 +159,54 @@ class Device:
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()
-        del self._params
+        del self._params, self.shapes
         self._state = None
 
-    def layout(self, bucket: Bucket, variant: Variant) -> Layout:
-        """A step's. Drafts are wanted of steps that verify some, and of those that begin sequences, if few decode."""
-        limits = self.sizes.limits
-        wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
-        bias = SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0
-        return Layout(bucket, limits.max_deltas, bias, wanted)
+    def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
+        """Dispatches a planned step, and before it what the plan copies and loads, without waiting for any of them.
+        Of a guided step it is the first half: complete() dispatches the rest."""
+        bucket, variant = self.programs.choose(need, *plan.size, plan.most_rows)
+        layout = self.shapes.layout(bucket, variant)
+        buffer = pack_plan(layout, plan, self._page_size, self._config.vocab_size)
+        for seq in plan.loads:
+            assert seq.snapshot is not None
+            self.load(seq.pages[: -(-seq.snapshot.length // self._page_size)], seq.snapshot)
+        if plan.copies:
+            self.copy_pages(plan.copies)
+        remembers = self._drafter is not None or (self._hooks is not None and self._hooks.observe is not None)
+        for seq, skipped in plan.skips if remembers else ():
+            if self._state is not None and seq.slot is not None:
+                known = seq.slot, seq.slice(0, skipped)
+                self._state = between_steps.remember(self._state, self._drafter, self._hooks, *known)
+        if variant.guided:
+            logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
+            return InFlight(plan, bucket, None, Halfway(buffer, layout, variant, logits))
+        return InFlight(plan, bucket, self.run(buffer, layout, variant))
+
+    def complete(self, step: InFlight) -> InFlight:
+        """Dispatches the second half of a guided step."""
+        half = step.half
+        assert half is not None
+        more = self.shapes.drafter_in(step.bucket), self._hooks, half.logits
+        return InFlight(step.plan, step.bucket, self._run(SAMPLE, half.buffer, half.layout, half.variant, *more))
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
-        return self._run(WHOLE, buffer, layout, variant, self._drafter_in(layout.bucket), self._hooks)
+        return self._run(WHOLE, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
 
-    def forward(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Halfway:
-        """Dispatches the first half of a guided step."""
-        return Halfway(buffer, layout, variant, self._run(FORWARD, buffer, layout, variant, None, self._hooks))
+    def wants_drafts(self, step: InFlight) -> bool:
+        """Returns whether the step after a guided one may verify drafts."""
+        return self._drafter is not None and step.half is not None and step.half.layout.wanted
 
-    def tree(self, bucket: Bucket | None = None) -> Tree:
-        """The shape of each sequence's drafts in a step of this size; by default of the largest."""
-        if self._drafter is None or (bucket is not None and bucket.rows == 1):
-            return chain(0)
-        return self._drafter.tree
-
-    def guide(self, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> None:
+    def guide(self, slots: List[int], allowed: np.ndarray, coming: np.ndarray) -> None:
         """Before the second half of a step: what its guided slots may draw at the nodes that it has, and what probably
         comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
         assert self._state is not None
         self._state = between_steps.guide(self._state, slots, allowed, coming)
 
-    def sample(self, half: Halfway) -> Outputs:
-        """Dispatches the second half of a guided step."""
-        layout = half.layout
-        more = self._drafter_in(layout.bucket), self._hooks, half.logits
-        return self._run(SAMPLE, half.buffer, layout, half.variant, *more)
-
     def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any) -> Any:
         assert self._state is not None
-        self._state = self._as_asked(self._state, variant)
+        self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
         self._state, found = self.programs.run(key, self._params, self._state, buffer, *more)
         if part != FORWARD:
@@ -165,33 +214,53 @@ class Device:
                 leaf.copy_to_host_async()
         return found
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, copies: List[tuple[int, int]]) -> None:
         """Dispatches copies of pages (from, to), none of them both; they come after all steps dispatched so far."""
         assert self._state is not None
         self._state = between_steps.copy_pages(self._state, copies)
 
-    @property
-    def remembers(self) -> bool:
-        """Whether a drafter or hooks want to know the tokens that no step computes."""
-        return self._drafter is not None or (self._hooks is not None and self._hooks.observe is not None)
-
-    def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Tells the drafter and hooks the first tokens of a slot's sequence, which no step computes."""
-        if self._state is not None:
-            self._state = between_steps.remember(self._state, self._drafter, self._hooks, slot, tokens)
-
-    def read_pages(self, pages: Sequence[int]) -> Cache:
+    def read_pages(self, pages: List[int]) -> Cache:
         """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
         assert self._state is not None
         return distinct(jax.device_get(gather_pages(self._state.cache, padded(pages, 0))), self._config)
 
-    def load(self, pages: Sequence[int], snapshot: Snapshot) -> None:
+    def pack(self, pages: List[int], length: int, to: Placement) -> DevicePages:
+        """Sends the first `length` tokens of these pages, after all steps dispatched so far, to an engine's place."""
+        assert self._state is not None
+        arrays = pack_pages(self._state.cache, padded(pages, 0))
+        return DevicePages(length, jax.device_put(arrays, on(to, P(None, *HEADS))))
+
+    def warm_up(self, tokens: int, to: Placement | None) -> None:
+        """Compiles what moves up to that many tokens: to an engine there, or from one (None)."""
+        assert self._state is not None
+        # As steps will leave it: jit tells apart arrays that are on a device by default and those that were put there.
+        self._state = replace(self._state, cache=jax.device_put(self._state.cache, self._home))
+        count, most = 1, -(-tokens // self._page_size)
+        while True:
+            if to is not None:
+                jax.block_until_ready(self.pack([0] * count, 0, to).arrays)
+            else:
+                arrays = pack_pages(self._state.cache, padded([0] * count, 0))
+                self.load([NOWHERE] * count, DevicePages(0, arrays))
+            if count >= most:
+                return
+            count *= 2
+
+    def load(self, pages: List[int], snapshot: Snapshot | DevicePages) -> None:
         """Dispatches the writing of a snapshot's first tokens to these pages, after all steps dispatched so far."""
         assert self._state is not None
         to = padded(pages, NOWHERE)
+        if isinstance(snapshot, DevicePages):
+            self._state = replace(self._state, cache=unpack_pages(self._state.cache, to, snapshot.arrays))
+            return
         rows = split(cut(snapshot, min(snapshot.length, len(pages) * self._page_size)), self._page_size, len(to))
         rows = repeated(rows, self._config)
         self._state = replace(self._state, cache=scatter_pages_donated(self._state.cache, to, rows))
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of all that K and V depend on besides tokens and their formats."""
+        return fingerprint.of_model(self._params, self._config)
 
     @cached_property
     def weights(self) -> str:
@@ -210,85 +279,17 @@ class Device:
                 "its K and V mean nothing here (to try it all the same: dataclasses.replace(snapshot, weights=None))"
             )
 
-    def compile_ahead(self, variant: Variant) -> int:
-        """Compiles a variant of every bucket, and what copies pages; returns how many buckets there are. Raises
-        NoRoomError for a step that takes more memory than is left."""
-        self._left = self._memory()
-        self.programs.compile_ahead(variant, self._copying())
+    def compile_ahead(self, variant: Variant, wait: bool) -> int:
+        """Compiles a variant of every bucket, and what copies pages; returns how many buckets there are, without wait
+        once the one that holds every step is there. Raises NoRoomError for a step that takes more memory than is left.
+        """
+        compiles = self.programs.compile_ahead if wait else self.programs.start
+        compiles(variant, self._memory())
         return len(self.sizes.buckets)
-
-    def start_compiling(self, variant: Variant) -> None:
-        """The same in the background: returns once the bucket that holds every step is there."""
-        self._left = self._memory()
-        self.programs.start(variant, self._copying())
-
-    def _copying(self) -> Recipe:
-        assert self._state is not None
-        pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        pools, own = jax.eval_shape(between_steps.pools, self._state), len(self._state.cache)
-        pools = self._placed(pools, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
-        return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
-
-    def _masks(self, variant: Variant) -> list[Recipe]:
-        """What puts masks into the state between the halves of a variant's steps."""
-        guidance = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state).guidance
-        if guidance is None:
-            return []
-        guidance, found = self._placed(guidance, EVERYWHERE), []
-        for size, nodes in product(MASKS, {1, self.tree().size}):
-            where, *new = (
-                jax.ShapeDtypeStruct((size, *shape), dtype)
-                for shape, dtype in (
-                    ((), np.int32),
-                    ((nodes, guidance.allowed.shape[2]), np.uint32),
-                    (guidance.coming.shape[1:], np.int32),
-                )
-            )
-            found.append(Recipe(partial(put_masks.lower, guidance, where, *new), name=f"{size} masks"))
-        return found
-
-    def _check(self, top: jax.stages.Compiled) -> None:
-        assert self._state is not None
-        check_step(top, self._state, self.sizes, self._left)
-
-    def _arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
-        """A program's, by shape where nothing but the shape matters."""
-        state = jax.eval_shape(lambda s: self._as_asked(s, variant), self._state)
-        state = self._placed(state, SPREAD)
-        buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
-        first = self._params, state, buffer
-        if part == FORWARD:
-            return *first, None, self._hooks
-        if part == WHOLE:
-            return *first, self._drafter_in(bucket), self._hooks
-        _, logits = packed_step.eval_shape(*first, None, self._hooks, **self._static(bucket, variant, FORWARD))
-        return *first, self._drafter_in(bucket), self._hooks, self._placed(logits, EVERYWHERE)
 
     def _put(self, tree: Any, spec: Any) -> Any:
         """Arrays that may be elsewhere, where steps want them; spec: as place has it."""
         return jax.device_put(tree, self._home) if self._chosen else place(tree, self._config, spec)
-
-    def _placed(self, shapes: Any, spec: Any) -> Any:
-        """Shapes of arrays where steps want them; spec: as placed_shapes has it."""
-        if not self._chosen:
-            return placed_shapes(shapes, self._config, spec)
-        on = jax.sharding.SingleDeviceSharding(self._home)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes)
-
-    def _drafter_in(self, bucket: Bucket) -> Drafter | None:
-        """The drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for one that
-        has some: it would cost time even where drafts never pay. What it lacks then costs acceptance alone."""
-        drafts = None if self._state is None else self._state.drafts
-        rests = self._options.drafts is None and drafts is not None and bool(drafts.cache)
-        return None if rests and bucket.rows == 1 and not bucket.tokens else self._drafter
-
-    def _static(self, bucket: Bucket, variant: Variant, part: str) -> dict[str, Any]:
-        layout = self.layout(bucket, variant)
-        static = {"config": self._config, "layout": layout, "variant": variant, "backend": self._backend}
-        return static if part == WHOLE else static | {"part": part}
-
-    def _as_asked(self, state: State, variant: Variant) -> State:
-        return between_steps.as_asked(state, variant, self._config, self.tree(), self._home)
 
 
 def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from jllm.engine.engine import Engine
-from jllm.engine.handover import DecodeEngine, Handover, PrefillEngine, joining_buckets
+from jllm.engine.handover import DecodeEngine, PrefillEngine, joining_buckets
 from jllm.engine.metrics import Metrics
+from jllm.engine.moved import Handover
 from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
 from jllm.engine.placement import Placement, devices_of, find_placements
 from jllm.engine.remote import RemotePrefill, identity
@@ -59,7 +60,8 @@ class Disaggregated(Replicas):
 
         def make(here: "Model", **given: Any) -> PrefillEngine | DecodeEngine:
             if here.params.norm.devices() == {*devices_of(chosen[0])}:
-                return PrefillEngine(here, to=chosen[1], **{**given, **prefill})
+                own = {**given, **prefill}
+                return PrefillEngine(here, to=chosen[1], room=self._reserve, likely=self._has_room, **own)
             slots = given.get("max_slots") or MAX_SLOTS
             tokens = given.get("max_step_tokens") or max(256, 2 * slots)
             return DecodeEngine(here, **{**given, "buckets": given.get("buckets") or joining_buckets(slots, tokens)})
@@ -75,7 +77,7 @@ class Disaggregated(Replicas):
         for name, theirs in prefill.identity.items():
             if theirs != ours[name]:
                 prefill.close()
-                what = {"model": "another model", "formats": f"K and V in {theirs}", "shape": "another shape"}[name]
+                what = "another model" if name == "model" else f"K and V in {theirs}"
                 raise RemoteError(f"{prefill.address} has {what} than this engine ({ours[name]}): load the same there")
         self = cls.__new__(cls)
         self._begin_empty(decode.has_text)
@@ -90,9 +92,6 @@ class Disaggregated(Replicas):
         self._prefill, self._decode = self._all
         self._reserved = 0  # samples that were let go, and are not yet known to go on
         self._moved: dict[int, int] = {}  # those that went on, by request
-        self._prefill.engine.room = self._reserve  # type: ignore[attr-defined]
-        if isinstance(self._prefill.engine, PrefillEngine):  # another process sends nothing ahead
-            self._prefill.engine.expect(self._has_room)
 
     @property
     def sizes(self) -> EngineSizes:
@@ -169,7 +168,7 @@ class Disaggregated(Replicas):
             return ends
         self._decode.load.tokens += request.tokens
         self._requests[request.id] = request, self._decode
-        self._decode.submit(replace(request, snapshot=given))  # type: ignore[arg-type]
+        self._decode.submit(replace(request, snapshot=given))
         return ends
 
     def _move(self, replica: Replica, error: BaseException) -> list[Event]:

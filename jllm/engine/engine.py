@@ -13,9 +13,10 @@ from jllm.engine.device import Device
 from jllm.engine.drafters import with_drafter
 from jllm.engine.drafting import DraftCounts
 from jllm.engine.guides import Guides
-from jllm.engine.live import variant_for
-from jllm.engine.loop import DeviceLost, Loop, first_line
+from jllm.engine.live import Live
+from jllm.engine.loop import Beside, DeviceLost, Loop, first_line
 from jllm.engine.metrics import Metrics
+from jllm.engine.moved import Handover
 from jllm.engine.options import EngineKeywords, EngineSizes, make_options
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -35,7 +36,7 @@ class Engine:
     submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
     nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
     runs the steps, `scheduler` what plans them, and `loop` what does one after the other: experiments put others in
-    their place.
+    their place. `beside` is a part of the loop that does something beside its steps.
 
     Threads: one thread steps, with step() or run(); a second one inside step() gets EngineBusy. All other methods may
     be called from any thread, while a step runs too: they wait for its end, in the order of the calls.
@@ -48,12 +49,13 @@ class Engine:
         device: Callable[..., Device] = Device,
         scheduler: Callable[..., Scheduler] = Scheduler,
         loop: Callable[..., Loop] = Loop,
+        beside: Beside | None = None,
         **options: Unpack[EngineKeywords],
     ):
         self._config, self._tokenizer = model.config, model.tokenizer
         self._options = make_options(with_drafter(options, model))
         self._device = device(model.config, model.params, self._options)
-        self._loop = loop(model, self._options, self._device, scheduler)
+        self._loop = loop(model, self._options, self._device, scheduler, beside)
         self._scheduler, self._ledger = self._loop.scheduler, self._loop.ledger
         self._next_id = 0
         self._closed: str | None = None
@@ -90,6 +92,17 @@ class Engine:
         return self._config.vocab_size
 
     @property
+    def kv_formats(self) -> tuple[str, str]:
+        """The names of the formats that K and V are stored in."""
+        k, v = self._device.formats
+        return k.name, v.name
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model: engines with the same one go on with each other's requests."""
+        return self._device.fingerprint
+
+    @property
     def guides(self) -> Guides:
         """Compiles guides, and keeps those that were asked for last. Any thread may use it at any time."""
         return self._loop.guides
@@ -110,11 +123,8 @@ class Engine:
         rest is. metrics() has seconds, programs and hits of the persistent cache.
         """
         self._check_open()
-        variant = variant_for(list(samplings), by_draws=self._loop.by_draws)
-        if wait:
-            return self._device.compile_ahead(variant)
-        self._device.start_compiling(variant)
-        return len(self.sizes.buckets)
+        variant = self._loop.gate.wants(list(samplings))
+        return self._device.compile_ahead(variant, wait)
 
     def submit(
         self,
@@ -145,20 +155,43 @@ class Engine:
     ) -> int:
         self._check_open()
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        first = None
+        request_id, longest = self._new_id(), self._max_length(ids, sampling)
+        guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
+        seqs = [Sequence(request_id, sample, ids, sampling, seed, longest) for sample in range(sampling.n)]
+        for seq in seqs if snapshot is not None and snapshot.length else ():
+            seq.snapshot, seq.private = snapshot, private
+        self._add(seqs, guided, priority, deadline)
+        self._ledger.submitted(len(ids))
+        return request_id
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _add(self, seqs: list[Sequence], guided: int, priority: int, deadline: float | None) -> list[Live]:
+        """Adds the samples of a new request, of which all begin as the first one does."""
         with self._loop.all_or_none() as added:
-            for sample in range(sampling.n):
-                seq = Sequence(request_id, sample, ids, sampling, seed, self._max_length(ids, sampling))
-                seq.origin, seq.common, seq.priority = first, len(ids), priority
-                if snapshot is not None and snapshot.length:
-                    seq.snapshot, seq.private = snapshot, private
-                seq.guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
-                first = first or seq
+            for seq in seqs:
+                seq.origin, seq.common = None if seq is seqs[0] else seqs[0], len(seq.prompt)
+                seq.priority, seq.guided = priority, guided
                 added.append(self._loop.add(seq))
         if deadline is not None:
-            self._ledger.end_after(request_id, deadline)
-        self._ledger.submitted(len(ids))
+            self._ledger.end_after(seqs[0].request_id, deadline)
+        return added
+
+    @in_turn
+    def take_in(self, given: Handover, *, priority: int = 0, deadline: float | None = None) -> int:
+        """Goes on with a request that another engine has let go; returns its id here."""
+        self._check_open()
+        if isinstance(given.kv, Snapshot):
+            self._device.check_snapshot(given.kv)
+        own = given.prompt, given.sampling, given.seed, self._max_length(given.prompt, given.sampling)
+        request_id = self._new_id()
+        seqs = [Sequence(request_id, begun.sample, *own, list(begun.output), moved=True) for begun in given.samples]
+        seqs[0].snapshot = given.kv
+        for live, begun in zip(self._add(seqs, given.guided, priority, deadline), given.samples):
+            live.carry_on(begun)
+        self._ledger.request(request_id).started = given.started
         return request_id
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
@@ -189,7 +222,7 @@ class Engine:
         twin.priority, twin.guided = seq.priority, seq.guided
         with self._loop.all_or_none() as added:
             added.append(self._loop.add(twin))
-            added[0].carry_on(seq.output, live.logprobs, live.submitted, live.first_token, live.last_token)
+            added[0].carry_on(live.begun())
         return index
 
     @in_turn
@@ -250,7 +283,10 @@ class Engine:
             self._check_open()
             try:
                 self._loop.advance()
-                return self._ledger.news(at_once=self._loop.in_flight is None)
+                events = self._ledger.news(at_once=self._loop.in_flight is None)
+                if self._loop.beside:
+                    self._loop.beside.stepped(self._loop)
+                return events
             except DeviceLost as lost:
                 self._close(str(lost), "error")
                 raise self._refusal() from lost

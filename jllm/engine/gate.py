@@ -14,12 +14,15 @@ once, and their first steps wait (Programs.in_step).
 import logging
 import time
 from collections import Counter
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import fields, replace
 from functools import reduce
 from operator import or_
 
 from jllm.engine.live import variant_for
+from jllm.engine.plan import StepPlan
 from jllm.engine.programs import Programs
+from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.sampling import Draws
@@ -44,10 +47,27 @@ class Gate:
         """What steps of the sequences inside may have to do."""
         return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._by_draws else Draws.FILTERED))
 
+    def need(self, plan: StepPlan) -> Variant:
+        """Returns what a step has to do: of penalties and guides what any sequence inside asks for, else what its own
+        ask for."""
+        inside, sampled = self.inside, []
+        if inside.breadth or self._by_draws:  # else there is no need to ask each
+            sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
+        return replace(
+            self.wants(sampled),
+            penalties=inside.penalties,
+            guided=inside.guided,
+            prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
+        )
+
+    def wants(self, samplings: Collection[SamplingParams]) -> Variant:
+        """Returns the step that serves all of these at once."""
+        return variant_for(samplings, by_draws=self._by_draws)
+
     def add(self, seq: Sequence) -> None:
         """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
         self._scheduler.arrive(seq)
-        wants = self._wants(seq)
+        wants = self.wants([seq.params])
         if self._may_enter(wants):
             self._let_in(seq, wants)
         else:
@@ -98,7 +118,7 @@ class Gate:
         if self.waiting.pop(seq, None) is not None:
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
             return
-        wants = self._wants(seq)
+        wants = self.wants([seq.params])
         self._inside[wants] -= 1
         self._inside += Counter()  # drops entries whose count is 0
         self._scheduler.finish(seq, reason)
@@ -116,9 +136,6 @@ class Gate:
     def _let_in(self, seq: Sequence, wants: Variant) -> None:
         self._inside[wants] += 1
         self._scheduler.add(seq)
-
-    def _wants(self, seq: Sequence) -> Variant:
-        return variant_for([seq.params], by_draws=self._by_draws)
 
 
 def _asked(variant: Variant) -> list[str]:

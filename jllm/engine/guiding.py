@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+from jllm.engine.device import InFlight
 from jllm.engine.guides import Guided
 from jllm.engine.live import Live
-from jllm.engine.plan import StepPlan
 from jllm.engine.sequence import Sequence
 
 Proposed = tuple[Any, Any]  # Outputs.drafts on the host
 
 
 def guided_samples(
-    plan: StepPlan, most_rows: int, live: Callable[[Sequence], Live | None], proposed: Proposed | None
+    step: InFlight, live: Callable[[Sequence], Live | None], proposed: Proposed | None
 ) -> tuple[list[Live], list[Guided]]:
-    """The samples with guides that a planned step draws of, once the step before it was read, which proposed drafts.
-    most_rows: of a decode, in the compiled size that the step takes: it may be one of fewer rows than were planned."""
+    """Returns the samples with guides that a step draws of, once the step before it was read, which proposed drafts."""
+    plan, most_rows = step.plan, step.bucket.rows  # which may be fewer than were planned
     rows = {**dict(zip(plan.decodes, plan.rows)), **{chunk.seq: 1 for chunk in plan.chunks if chunk.final}}
     lives, samples = [], []
     for seq, most in rows.items():

@@ -50,7 +50,8 @@ class Ledger:
     def add(self, seq: Sequence, matcher: Matcher | None) -> Live:
         """A new sample; its request is a new one, or has others."""
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
-        live = Live(seq, OutputText(decoder, seq.params.stop), self._stop_ids(seq.params), time.perf_counter(), matcher)
+        seq.stop_ids = self._stop_ids(seq.params)
+        live = Live(seq, OutputText(decoder, seq.params.stop), time.perf_counter(), matcher)
         self._owed[seq.request_id, seq.sample] = live
         request = self._requests.setdefault(seq.request_id, Samples())
         request.started = max(request.started, seq.sample + 1)

@@ -1,26 +1,15 @@
 """What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-from jllm.batch import Bucket
-from jllm.engine.device import Halfway
 from jllm.engine.guides import Matcher
+from jllm.engine.moved import Begun
 from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
 from jllm.state import NOT_FINITE, Outputs, Variant
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A dispatched step whose outputs have not been read."""
-
-    plan: StepPlan
-    bucket: Bucket
-    outputs: Outputs | None
-    half: Halfway | None = None  # of a guided step whose second half was not dispatched yet
 
 
 @dataclass
@@ -29,7 +18,6 @@ class Live:
 
     seq: Sequence
     output: OutputText
-    stop_ids: frozenset[int]
     submitted: float
     matcher: Matcher | None = None  # of a guide
     first_token: float | None = None
@@ -43,20 +31,18 @@ class Live:
 
     def __post_init__(self):
         self.plain = not self.output.stops and self.seq.params.logprobs is None
-        self.ends = self.stop_ids | {-1, NOT_FINITE}
+        self.ends = self.seq.stop_ids | {-1, NOT_FINITE}
 
-    def carry_on(
-        self,
-        tokens: Iterable[int],
-        logprobs: Iterable[TokenLogprob],
-        submitted: float,
-        first_token: float | None,
-        last_token: float,
-    ) -> None:
+    def begun(self) -> Begun:
+        """Returns it as far as it has come."""
+        times, seq = (self.submitted, self.first_token, self.last_token), self.seq
+        return Begun(seq.sample, tuple(seq.output), tuple(self.logprobs), self.prompt_scores, *times)
+
+    def carry_on(self, begun: Begun) -> None:
         """It goes on from the tokens of another sample, whose times are its own from now on."""
-        self.output.extend(tokens)
-        self.logprobs = list(logprobs)
-        self.submitted, self.first_token, self.last_token = submitted, first_token, last_token
+        self.output.extend(begun.output)
+        self.logprobs, self.prompt_scores = list(begun.logprobs), dict(begun.scores)
+        self.submitted, self.first_token, self.last_token = begun.submitted, begun.first_token, begun.last_token
 
     def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
         """The sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
@@ -87,7 +73,7 @@ class Live:
         for kept, token in enumerate(tokens, 1):
             if token < 0:
                 return tokens[: kept - 1], "error" if token == NOT_FINITE else None
-            if token in self.stop_ids:
+            if token in seq.stop_ids:
                 return tokens[:kept], "stop"
             if outputs.logprobs is not None and seq.params.logprobs is not None:
                 self.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
@@ -119,7 +105,7 @@ class Samples:
 
 def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False) -> Variant:
     """The step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer ways are
-    programs of their own (Loop.by_draws)."""
+    programs of their own (see gate.py)."""
     variant = Variant(
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),

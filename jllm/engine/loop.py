@@ -5,24 +5,22 @@ Step t + 1 is dispatched before the tokens of step t are read, so the host works
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import batched, chain
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 
-from jllm.engine.device import Device, Halfway
+from jllm.engine.device import Device, InFlight
 from jllm.engine.drafting import drafting_of
 from jllm.engine.gate import Gate
 from jllm.engine.guides import guides_of
 from jllm.engine.guiding import Proposed, guided_samples
 from jllm.engine.ledger import Ledger
-from jllm.engine.live import InFlight, Live, Samples, take_prompt_scores, variant_for
+from jllm.engine.live import Live, Samples, take_prompt_scores
 from jllm.engine.options import EngineOptions
-from jllm.engine.packing import pack_plan
 from jllm.engine.plan import StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
@@ -38,18 +36,35 @@ class DeviceLost(Exception):
     """The device failed, and there is no going on; the text says why."""
 
 
+class Beside(Protocol):
+    """A part that does something beside a loop's steps, in the turn of whoever steps."""
+
+    def dispatched(self, loop: "Loop", plan: StepPlan) -> None:
+        """Is called right behind the dispatch of a step, before the tokens of the one before it are read."""
+
+    def stepped(self, loop: "Loop") -> None:
+        """Is called once all is told that is new."""
+
+    def close(self) -> None:
+        """Drops what it has on devices."""
+
+
 class Loop:
     """The steps of one engine: what it runs, and what it has to tell of them. One caller at a time.
 
     `device` runs the steps and `scheduler` makes what plans them; `ledger` has the samples, `gate` lets them in, and
-    `guides` say what they may draw. `by_draws`: steps that draw in fewer ways (Draws) are programs of their own.
+    `guides` say what they may draw.
     """
 
     def __init__(
-        self, model: "Model", options: EngineOptions, device: Device, scheduler: Callable[..., Scheduler] = Scheduler
+        self,
+        model: "Model",
+        options: EngineOptions,
+        device: Device,
+        scheduler: Callable[..., Scheduler] = Scheduler,
+        beside: Beside | None = None,
     ):
         config, sizes = model.config, device.sizes
-        self._vocab_size = config.vocab_size
         self.device, self.drafting = device, drafting_of(options, sizes.limits)
         self.scheduler = scheduler(
             sizes.limits,
@@ -60,12 +75,12 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        self.by_draws = config.mesh is not None
-        self.gate = Gate(device.programs, self.scheduler, by_draws=self.by_draws)
+        self.gate = Gate(device.programs, self.scheduler, by_draws=config.mesh is not None)
         self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)
+        self.beside = beside
         self.in_flight: InFlight | None = None
         self._proposed: Proposed | None = None  # drafts of the step in flight, for guided samples
         self._failures = 0  # device errors since the last step that was read
@@ -135,56 +150,33 @@ class Loop:
             self.read(before)
         elif plan is None:
             self.gate.wait()
-        if self.in_flight is not None and self.in_flight.half is not None:
-            self.in_flight = self._complete(self.in_flight, self.in_flight.half)
+        if self.in_flight is not None and self.in_flight.outputs is None:
+            self.in_flight = self._complete(self.in_flight)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        inside, sampled = self.gate.inside, []
-        if inside.breadth or self.by_draws:  # else there is no need to ask each
-            sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
-        need = replace(
-            variant_for(sampled, by_draws=self.by_draws),
-            penalties=inside.penalties,
-            guided=inside.guided,
-            prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
-        )
-        pool = self.scheduler.pool
-        bucket, variant = self.device.programs.choose(need, *plan.size, plan.most_rows)
-        layout = self.device.layout(bucket, variant)
-        buffer = pack_plan(layout, plan, pool.page_size, self._vocab_size, self._stop_ids)
-        for seq in plan.loads:
-            assert seq.snapshot is not None
-            self.device.load(seq.pages[: pool.pages_for(seq.snapshot.length)], seq.snapshot)
-        if plan.copies:
-            self.device.copy_pages(plan.copies)
-        if self.device.remembers:
-            for seq, skipped in plan.skips:
-                assert seq.slot is not None
-                self.device.remember(seq.slot, seq.slice(0, skipped))
-        half = self.device.forward(buffer, layout, variant) if variant.guided else None
-        outputs = None if variant.guided else self.device.run(buffer, layout, variant)
+        step, pages = self.device.dispatch(plan, self.gate.need(plan)), self.scheduler.pool.num_used
         if self.trace:
-            self.trace.dispatched(plan, bucket, pool.num_used)
-        decoded = sum(plan.rows) if bucket.rows > 1 else len(plan.rows)
-        self.ledger.step_dispatched(plan.prompt_tokens, decoded, bucket.size, pool.num_used)
-        return InFlight(plan, bucket, outputs, half)
+            self.trace.dispatched(plan, step.bucket, pages)
+        decoded = sum(plan.rows) if step.bucket.rows > 1 else len(plan.rows)
+        self.ledger.step_dispatched(plan.prompt_tokens, decoded, step.bucket.size, pages)
+        _forget_moved(plan.loads)
+        if self.beside:
+            self.beside.dispatched(self, plan)
+        return step
 
-    def _complete(self, step: InFlight, half: Halfway) -> InFlight:
+    def _complete(self, step: InFlight) -> InFlight:
         """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
         guided sample may draw depends on its tokens up to then."""
-        lives, samples = guided_samples(step.plan, step.bucket.rows, self.ledger.sample, self._proposed)
+        lives, samples = guided_samples(step, self.ledger.sample, self._proposed)
+        shapes = self.device.shapes
         if samples:
-            allowed = self.guides.masks(samples, self.device.tree(step.bucket))
-            wanted = half.layout.wanted and self.drafting is not None
-            coming = self.guides.coming(samples, self.device.tree(), wanted)
+            allowed = self.guides.masks(samples, shapes.tree(step.bucket))
+            coming = self.guides.coming(samples, shapes.tree(), self.device.wants_drafts(step))
             self.device.guide([live.seq.slot for live in lives if live.seq.slot is not None], allowed, coming)
             for live, possible in zip(lives, allowed[:, 0].any(axis=1).tolist(), strict=True):
                 if not possible:
                     self._abandon(live, "its guide allows none of the model's tokens")
-        return InFlight(step.plan, step.bucket, self.device.sample(half))
-
-    def _stop_ids(self, seq: Sequence) -> frozenset[int]:
-        return self.ledger.find(seq.request_id, seq.sample).stop_ids
+        return self.device.complete(step)
 
     def read(self, step: InFlight) -> None:
         """Takes in what a step drew, and waits for it."""
@@ -193,24 +185,19 @@ class Loop:
         self._failures, self._proposed = 0, outputs.drafts
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs, self.ledger.sample)
-        plan, bucket, now = step.plan, step.bucket, time.perf_counter()
-        short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
-        most = short // bucket.decodes if bucket.decodes else 1
-        tokens = list(batched(outputs.tokens[:short].tolist(), most))
-        decodes = zip(plan.decodes, plan.rows, range(0, short, most), tokens)
-        chunks = ((c.seq, 1, row, (int(outputs.tokens[row]),)) for row, c in enumerate(plan.chunks, short) if c.final)
-        for live, rows, kept, reason in self.ledger.take(chain(decodes, chunks), outputs, now):
+        now = time.perf_counter()
+        for live, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, now):
             if kept:
                 self.scheduler.on_tokens(live.seq, kept, rows)
             if reason is not None:
                 self._finish(live, reason, now, kept[:-1] if reason == "stop" else kept)
         if self.drafting is not None:
-            self._learn(step, outputs, tokens, now)
+            self._learn(step, outputs, now)
         self.scheduler.step_read(step.plan.step)
         if self.trace:
             self.trace.read(step.plan.step)
 
-    def _learn(self, step: InFlight, outputs: Outputs, tokens: list[tuple[int, ...]], now: float) -> None:
+    def _learn(self, step: InFlight, outputs: Outputs, now: float) -> None:
         """Tells what a step with drafts gained and cost. Its time is known where the device had no pause before it."""
         assert self.drafting is not None
         seconds, self._last_read = (None if self._last_read is None else now - self._last_read), now
@@ -218,8 +205,8 @@ class Loop:
             self._last_read = None
         if step.plan.chunks:
             return
-        drafts = [0] * len(tokens) if outputs.drafted is None else outputs.drafted.tolist()
-        advanced = [(n, sum(token >= 0 for token in some)) for n, some in zip(drafts, tokens)]
+        drafts = repeat(0) if outputs.drafted is None else outputs.drafted.tolist()
+        advanced = [(n, sum(token >= 0 for token in some)) for n, (*_, some) in zip(drafts, step.drawn(outputs))]
         self.drafting.observe(step.bucket, [each for each in advanced if each[1]], seconds)
 
     def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
@@ -248,6 +235,8 @@ class Loop:
             hint = "; take fewer pages (num_pages), so that steps have room" if out_of_memory(error) else ""
             raise DeviceLost(f"the device failed again right after recovery: {first_line(error)}{hint}")
         error.__traceback__ = None  # its frames hold what was on the device
+        # A copy from another device that has failed would make this one fail again.
+        _forget_moved((*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting))
         try:
             self.device.renew()
         except jax.errors.JaxRuntimeError as again:
@@ -259,10 +248,19 @@ class Loop:
     def close(self) -> None:
         """Drops the device state, and ends what runs beside the loop."""
         self.in_flight = None
+        if self.beside:
+            self.beside.close()
         self.device.close()
         self.ledger.close()
         if self.trace:
             self.trace.close()
+
+
+def _forget_moved(sequences: Iterable[Sequence]) -> None:
+    """Drops K and V that came from another engine: whoever loses their pages computes them."""
+    for seq in sequences:
+        if seq.moved:
+            seq.snapshot = None
 
 
 def first_line(error: BaseException) -> str:

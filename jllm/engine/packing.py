@@ -1,6 +1,5 @@
 """A plan of the scheduler as the packed buffer that the device reads."""
 
-from collections.abc import Callable, Collection
 from dataclasses import fields
 
 import numpy as np
@@ -9,19 +8,16 @@ from jllm.batch import PromptChunk, fill_batch
 from jllm.engine.layout import Layout
 from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
-from jllm.engine.sequence import Sequence
 from jllm.sampling import STOP_IDS, Penalties, Sampling
 
 # What users set and the device acts on; other fields of SamplingParams are the host's.
 NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}
 
 
-def pack_plan(
-    layout: Layout, plan: StepPlan, page_size: int, vocab_size: int, stop_ids: Callable[[Sequence], Collection[int]]
-) -> np.ndarray:
-    """The buffer of a planned step; stop_ids gives the tokens that end a sequence."""
+def pack_plan(layout: Layout, plan: StepPlan, page_size: int, vocab_size: int) -> np.ndarray:
+    """Returns the buffer of a planned step."""
     buffer, batch = layout.pack()
-    chunks = [_chunk(chunk, page_size, vocab_size, stop_ids(chunk.seq)) for chunk in plan.chunks]
+    chunks = [_chunk(chunk, page_size, vocab_size) for chunk in plan.chunks]
     R = len(plan.decodes)
     batch.decode_rows[:R] = plan.rows
     batch.decode_room[:R] = [seq.mapped * page_size for seq in plan.decodes]
@@ -29,7 +25,7 @@ def pack_plan(
     return buffer
 
 
-def _chunk(chunk: Chunk, page_size: int, vocab_size: int, stop_ids: Collection[int]) -> PromptChunk:
+def _chunk(chunk: Chunk, page_size: int, vocab_size: int) -> PromptChunk:
     seq, p, stop = chunk.seq, chunk.seq.params, chunk.start + len(chunk.tokens)
     assert seq.slot is not None
     bias = p.logit_bias or {}
@@ -38,7 +34,7 @@ def _chunk(chunk: Chunk, page_size: int, vocab_size: int, stop_ids: Collection[i
         "seed": seq.seed,
         "sample": seq.sample,
         "max_length": seq.max_length,
-        "stop_ids": sorted(stop_ids)[:STOP_IDS],
+        "stop_ids": sorted(seq.stop_ids)[:STOP_IDS],
         "bias_ids": list(bias),
         "bias_values": list(bias.values()),
     }

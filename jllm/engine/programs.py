@@ -5,7 +5,6 @@ a wider variant and a larger bucket, which costs time only. So what is missing c
 steps take what there is.
 """
 
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -19,6 +18,9 @@ from jllm.batch import Bucket, choose_bucket
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, packed_step
+from jllm.engine.room import check_step
+from jllm.engine.step_shapes import StepShapes
+from jllm.parallel.mesh import has_processes
 from jllm.state import Variant
 
 Step = tuple[Bucket, Variant]
@@ -29,35 +31,23 @@ class Programs:
     """Programs live in packed_step's own cache, which engines over the same shapes share; or, where there are files or
     `processes` that trace, here, and in the files as well.
 
-    arguments(bucket, variant, part) gives a program's arguments, by shape where nothing but the shape matters,
-    static(bucket, variant, part) its static ones. between(variant) has what runs between steps of a variant. check
-    raises where a program that holds every step takes more memory than there is. in_step: steps take what is asked of
-    them alone, and wait for it, whatever is there by now, so that several processes take the same. keeps: programs live
-    here, since jit does not find what was compiled ahead where a device was chosen for arguments.
+    in_step: steps take what is asked of them alone, and wait for it, whatever is there by now, so that several
+    processes take the same.
     """
 
     def __init__(
-        self,
-        buckets: tuple[Bucket, ...],
-        arguments: Callable[[Bucket, Variant, str], tuple],
-        static: Callable[[Bucket, Variant, str], dict[str, Any]],
-        files: Executables | None,
-        check: Callable[[jax.stages.Compiled], None],
-        progress: bool | None = None,
-        between: Callable[[Variant], list[Recipe]] = lambda variant: [],
-        processes: int = 0,
-        in_step: bool = False,
-        keeps: bool = False,
+        self, shapes: StepShapes, files: Executables | None = None, progress: bool | None = None, processes: int = 0
     ):
-        self.in_step = in_step
+        self.in_step = has_processes(shapes.config)
         self.compiled = Compiled()
         self.used: set[Key] = set()  # those that steps took
         self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
-        self._buckets = most_needed_first(buckets)
-        self._arguments, self._static, self._files, self._check = arguments, static, files, check
-        self._between = between
+        self._buckets = most_needed_first(shapes.sizes.buckets)
+        self._shapes, self._files = shapes, files
         self._progress, self._processes = progress, processes
-        self._keeps = keeps or files is not None or processes > 0  # packed_step's cache lacks what others traced
+        # packed_step's cache lacks what others traced, and what was compiled ahead for a device that was chosen.
+        self._keeps = shapes.chosen or files is not None or processes > 0
+        self._free: int | None = None  # bytes beside weights and state; None where that is unknown
         self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
         self._made: set[Key] = set()
         self._permitted: set[Key] = set()  # those that a step may wait for
@@ -108,25 +98,27 @@ class Programs:
         if self._keeps:
             assert program is not None
             return program(*arguments)
-        return packed_step(*arguments, **self._static(*key))
+        return packed_step(*arguments, **self._shapes.static(*key))
 
     # How programs come to be
 
-    def compile_ahead(self, variant: Variant, *others: Recipe) -> None:
-        """All sizes of a variant, what runs between its steps, and others besides."""
-        jobs = self.start(variant, *others)
+    def compile_ahead(self, variant: Variant, free: int | None) -> None:
+        """Compiles all sizes of a variant, and what runs between its steps. NoRoomError where the program that holds
+        every step takes more than `free` bytes."""
+        jobs = self.start(variant, free)
         try:
             self._compiling().wait(jobs)
         finally:
             self.stop()
 
-    def start(self, variant: Variant, *others: Recipe) -> list[Future]:
-        """The same in the background: returns once the others, and the program that holds every step, are there, with
-        all that was begun."""
+    def start(self, variant: Variant, free: int | None) -> list[Future]:
+        """The same in the background: returns once what runs between steps, and the program that holds every step, are
+        there, with all that was begun."""
+        self._free = free
         if self.in_step:
             self.permit(variant)
         try:
-            jobs = [self._compiling().add(other) for other in (*others, *self._between(variant))]
+            jobs = [self._compiling().add(other) for other in (self._shapes.copying(), *self._shapes.masking(variant))]
             for bucket in self._buckets:
                 self._begin(bucket, variant)
             first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]
@@ -146,7 +138,7 @@ class Programs:
         """Begins to compile, in the background, what it takes to serve a variant: what runs between its steps, and the
         program that holds every step."""
         if self._jobs.keys().isdisjoint(keys := _parts(self._buckets[0], variant)) and not self._made.issuperset(keys):
-            self._beside += [(variant, self._compiling().add(recipe)) for recipe in self._between(variant)]
+            self._beside += [(variant, self._compiling().add(recipe)) for recipe in self._shapes.masking(variant)]
         self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:
@@ -186,12 +178,14 @@ class Programs:
         """Drops all that holds device memory."""
         self.stop()
         self._kept.clear()
+        del self._shapes
 
     def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
         """The path of a program's file; None where there is to be none."""
         if self._files is None:
             return None
-        return self._files.path(self._arguments(bucket, variant, part), self._static(bucket, variant, part))
+        key = bucket, variant, part
+        return self._files.path(self._shapes.arguments(*key), self._shapes.static(*key))
 
     def _narrowest(self, need: Variant) -> Variant | None:
         covers = [variant for variant in self._open if variant.covers(need)]
@@ -223,7 +217,7 @@ class Programs:
     def _recipe(self, key: Key) -> Recipe:
         """For the thread whose settings count."""
         path = self.path(*key)
-        arguments, static = self._arguments(*key), self._static(*key)
+        arguments, static = self._shapes.arguments(*key), self._shapes.static(*key)
         lower = partial(packed_step.lower, *arguments, **static)
         files = partial(self._find, key, path), partial(self._keep, key, path)
         return Recipe(lower, *files, _name(key[0]), (arguments, static))
@@ -256,7 +250,7 @@ class Programs:
                 if error is not None:
                     raise error
                 if bucket == self._buckets[0]:
-                    self._check(job.result())
+                    check_step(job.result(), self._shapes.sizes, self._shapes.pool_bytes, self._free)
                 self._made.add(key)
                 if self._made.issuperset(_parts(self._buckets[0], variant)):
                     self._open.add(variant)

@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from jllm import fingerprint
 from jllm.engine.channel import Channel, connect, encoded
+from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
-from jllm.engine.handover import Begun, Handover, PrefillEngine
+from jllm.engine.handover import PrefillEngine
+from jllm.engine.moved import Begun, DevicePages, Handover
 from jllm.engine.options import EngineSizes
 from jllm.engine.plan import Limits
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
@@ -90,8 +91,8 @@ def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known
                 event = [known[one.id], *one[1:4], _logprobs(one.logprobs)]
                 channel.send({"event": event, "completion": _plain(one.completion)})
             else:
-                kv: Snapshot | None = one.kv
-                arrays, metadata = ({}, {}) if kv is None else as_arrays(kv)
+                assert not isinstance(one.kv, DevicePages)
+                arrays, metadata = ({}, {}) if one.kv is None else as_arrays(one.kv)
                 left = {"id": known[one.id], "seed": one.seed, "started": one.started}
                 left["samples"] = [_begun(begun) for begun in one.samples]
                 channel.send({"left": left, "about": metadata}, arrays)
@@ -112,12 +113,9 @@ def _asked(message: dict[str, Any]) -> tuple[list[int], SamplingParams, int]:
         raise RemoteError(f"the other process says what is no message: {error!r}") from error
 
 
-def identity(engine: Any) -> dict[str, Any]:
+def identity(engine: Engine) -> dict[str, Any]:
     """What two engines must have alike for the one to go on with what the other began."""
-    layer = engine._device._state.cache[0]
-    shape = [len(engine._device._state.cache), engine._config.num_kv_heads, layer.k.head_dim]
-    model = fingerprint.of_model(engine._device._params, engine._config)
-    return {"model": model, "formats": [layer.k.format.name, layer.v.format.name], "shape": shape}
+    return {"model": engine.fingerprint, "formats": list(engine.kv_formats)}
 
 
 class RemotePrefill:
@@ -134,12 +132,12 @@ class RemotePrefill:
         hello, _ = self._channel.receive()
         try:
             self.sizes = EngineSizes(Limits(**hello.pop("limits")), hello.pop("max_pages"), ())
-            self.identity = {name: hello[name] for name in ("model", "formats", "shape")}
+            self.identity = {name: hello[name] for name in ("model", "formats")}
         except (KeyError, TypeError, ValueError) as error:
             raise RemoteError(f"{address} is no process that computes prompts: {error}") from None
         self.closed = False
         self.most_tokens = self.sizes.limits.num_pages * self.sizes.limits.page_size + 1
-        self.slots, self.room = self.sizes.limits.max_slots, lambda samples: True
+        self.slots = self.sizes.limits.max_slots
         self._known: dict[int, tuple[tuple[int, ...], SamplingParams, float]] = {}
         self._left: dict[int, int] = {}  # samples that have not ended
         self._next_id = 0

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jllm.engine.engine import Engine
+from jllm.engine.moved import Handover
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
 from jllm.engine.routing import Load
 from jllm.errors import EngineClosed, RequestError
@@ -61,7 +62,7 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams  # with its seed
-    snapshot: Snapshot | None
+    snapshot: Snapshot | Handover | None
     share: bool  # whether other requests may have what is in it
     submitted: float
     left: set[int]  # samples that have not ended
@@ -184,6 +185,8 @@ class Replica:
     def _submit(self, request: Request) -> None:
         if request.snapshot is None:
             local = self.engine.submit(request.prompt, request.sampling, **request.urgency())
+        elif isinstance(request.snapshot, Handover):
+            local = self.engine.take_in(request.snapshot, **request.urgency())
         else:
             snapshot, share = request.snapshot, request.share
             local = self.engine.resume(snapshot, request.sampling, share=share, **request.urgency())

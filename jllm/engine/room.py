@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jllm.batch import Bucket
-from jllm.cache import cache_bytes, make_tails, parse_kv_cache
+from jllm.cache import make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.guides import words
 from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
@@ -18,7 +18,7 @@ from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import chain
-from jllm.state import State, make_slots
+from jllm.state import make_slots
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here
@@ -67,14 +67,13 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
     )
 
 
-def check_step(step: jax.stages.Compiled, state: State, sizes: EngineSizes, free: int | None) -> None:
+def check_step(step: jax.stages.Compiled, sizes: EngineSizes, held: int, free: int | None) -> None:
     """NoRoomError where a compiled step takes more than is free beside weights and state: exactly, what check_room can
-    only reckon. free: bytes, None where that is unknown."""
+    only reckon. held: bytes of a device's KV pages. free: bytes, None where that is unknown."""
     needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
     if free is None or needs is None or needs <= free:
         return
     limits, bucket = sizes.limits, largest(sizes.buckets)
-    held = cache_bytes(state.cache) // len(state.slots.length.devices())  # of one device
     fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // held)
     found = [f"num_pages={fewer}"] if fewer >= limits.max_slots else []
     raise NoRoomError(

@@ -53,6 +53,9 @@ class Scheduler(PageTables):
 
     draft_rows tells how many rows a decode may have at most, of limits.short_rows, in a step of some decodes, with
     prompts or without; by default all.
+
+    most_joining: prompt tokens, at most, of a step in which nobody prefills but sequences that come with their K and V:
+    so those that run hardly wait for them. None: as many as of others.
     """
 
     PATIENCE = 8
@@ -67,9 +70,10 @@ class Scheduler(PageTables):
         policy: Policy = PAGED,
         prefix_cache: bool = False,
         draft_rows: Callable[[int, bool], int] | None = None,
+        most_joining: int | None = None,
     ):
         super().__init__(limits, policy, prefix_cache)
-        self.draft_rows = draft_rows
+        self.draft_rows, self.most_joining = draft_rows, most_joining
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
         self.turn = 0  # round-robin offset of decodes that sit out
         self.held = 0  # steps since prompts first waited for others to fill a step with
@@ -237,6 +241,8 @@ class Scheduler(PageTables):
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
         """How many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little waste."""
+        if self.most_joining is not None and self._joins(prefills):
+            return min(budget, self.most_joining)
         ready = sum(s.prefill_end - s.computed for s in prefills)
         if not self.prompt_sizes or not (ready or (self.waiting and self.free_slots)):
             return budget
@@ -250,6 +256,11 @@ class Scheduler(PageTables):
             return 0
         self.held = 0
         return full[-1] if full else budget
+
+    def _joins(self, prefills: list[Sequence]) -> bool:
+        """Returns whether nobody prefills but sequences that come with their K and V."""
+        few = all(s.prefill_end - s.computed < self.limits.block for s in prefills)
+        return few and bool(prefills or (self.waiting and self.waiting[0].snapshot is not None))
 
     def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
         """The decodes without those few that would make the step a size larger."""
@@ -272,7 +283,10 @@ class Scheduler(PageTables):
 
     def _admit(self, seq: Sequence, parts: PlanParts) -> bool:
         """Gives seq a slot, the tokens that it need not compute, and what the policy gives it to begin with; False if
-        it must wait. Whom the policy refused is not looked at again before pages were given back."""
+        it must wait. Whom the policy refused is not looked at again before pages were given back. Those that run don't
+        wait for pages that are on their way here."""
+        if self.running and seq.snapshot is not None and not seq.snapshot.ready:
+            return False
         if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
             return False
         for reused in self.sharing.candidates(seq, not self.running):

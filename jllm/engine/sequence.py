@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Optional
 from jllm.engine.request import SamplingParams
 
 if TYPE_CHECKING:
+    from jllm.engine.moved import DevicePages
     from jllm.snapshot import Snapshot
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Mutable, and changed by the scheduler alone; compared by identity.
+    """Mutable, and once the ledger has it changed by the scheduler alone; compared by identity.
 
     It waits (slot is None), runs (it has a slot and stands in Scheduler.running) or has ended (finish_reason is set;
     slot and pages stay its own until the last step that may write them has been read). While it runs, it prefills
@@ -45,8 +46,10 @@ class Sequence:
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
     common: int = 0  # tokens that both begin with
     guided: int = 0  # the index of the first token that its guide is of, if it has one
-    snapshot: "Snapshot | None" = None  # K and V of its first tokens, on the host: these are taken as they are
+    snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens: these are taken as they are
+    moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
     private: bool = False  # these may be edited, so that its pages are no other request's
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it: the ledger gives them
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None

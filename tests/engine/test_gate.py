@@ -9,13 +9,15 @@ from jllm.engine.compiling import Compiler, Recipe
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
+from jllm.engine.options import EngineSizes
 from jllm.engine.plan import Limits
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.engine.step_shapes import StepShapes
 from jllm.state import Variant
-from tests.tiny import greedy, serve, tiny_model
+from tests.tiny import CONFIG, greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(2, 6, 2),)}
 PLAIN, LOGPROBS, PENALTIES, BOTH = (
@@ -195,7 +197,7 @@ def test_what_runs_between_steps_and_cannot_be_compiled_ends_who_asked(engine, m
         return behind(compiler, recipe, settings) if recipe.name == "masks" else opened.wait(60)
 
     monkeypatch.setattr(Compiler, "_behind", held)
-    monkeypatch.setattr(engine._device.programs, "_between", lambda variant: [Recipe(broken, name="masks")])
+    monkeypatch.setattr(StepShapes, "masking", lambda shapes, variant: [Recipe(broken, name="masks")])
     asking = engine.submit([9, 8], greedy(3, logprobs=0))
     with pytest.warns(UserWarning, match=r"could not be compiled \(ValueError: the compiler fell over\)"):
         done = run(engine, lambda done: done)
@@ -212,7 +214,8 @@ SMALL, MIDDLE, TOP = Bucket(1, 0, 0), Bucket(4, 0, 0), Bucket(4, 12, 4)
 @pytest.fixture
 def programs(monkeypatch) -> Programs:
     """With all sizes of two variants, and the largest of a third; nothing is really compiled."""
-    programs = Programs((SMALL, MIDDLE, TOP), None, None, None, None)
+    limits = Limits(4, 16, 12, 4, page_size=8, num_pages=32, max_deltas=16)
+    programs = Programs(StepShapes(CONFIG, EngineSizes(limits, 32, (SMALL, MIDDLE, TOP)), None, None))
     programs._open = {PLAIN, PENALTIES, BOTH}
     programs._made = {(bucket, v, WHOLE) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)}
     programs._made.add((TOP, BOTH, WHOLE))
@@ -405,7 +408,7 @@ def test_where_nothing_was_compiled_ahead_only_a_lone_step_waits_for_the_compile
 
 def test_processes_take_the_same_programs_however_slow_the_compiler_of_one_is(model, monkeypatch):
     """Two engines in place of two processes: threads of the one compile nothing until all has run."""
-    monkeypatch.setattr("jllm.engine.device.has_processes", lambda config: True)
+    monkeypatch.setattr("jllm.engine.programs.has_processes", lambda config: True)
     sizes = OPTIONS | {"num_pages": 20, "buckets": (Bucket(2, 6, 2), Bucket(2, 0, 0), Bucket(1, 0, 0))}
     taken = []
     for held in (False, True):

@@ -23,9 +23,9 @@ def test_a_plan_as_the_device_reads_it():
     second = Sequence(0, 1, (30, 31), SamplingParams(temperature=0.0), 5, 9, slot=0, mapped=1)
     decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot, mapped=slot) for slot in (3, 1))
     chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
-    stops = {first: range(40, 40 + STOP_IDS + 3), second: {9, 2}}
+    first.stop_ids, second.stop_ids = frozenset(range(40, 40 + STOP_IDS + 3)), frozenset({9, 2})
     plan = StepPlan(0, decodes, (2, 1), chunks, ((2, 1, 6), (0, 0, 4)))
-    buffer = pack_plan(LAYOUT, plan, 8, 97, lambda seq: stops[seq])
+    buffer = pack_plan(LAYOUT, plan, 8, 97)
     batch = LAYOUT.unpack(buffer)
     assert buffer.dtype == np.int32
     want = {

@@ -229,7 +229,7 @@ def test_masks_are_reckoned_with_as_the_state_has_them(drafter):
     model = tiny_model()
     options = make_options({"max_slots": 5, "num_pages": 16, "speculate": drafter})
     device = Device(model.config, model.params, options)
-    masks = device._as_asked(device._state, Variant(guided=True)).guidance
+    masks = device.shapes.as_asked(device._state, Variant(guided=True)).guidance
     rest = jax.eval_shape(lambda: make_slots(5, device.sizes.max_pages))
     rest = rest if drafter is None else (rest, device._state.drafts.memory)
     reckoned = room._slot_bytes(options, model.config, model.params.dtype, device.sizes.max_pages)

@@ -21,10 +21,12 @@ from jllm.batch import Bucket
 from jllm.engine.channel import Channel, encoded
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.guide import Guide
-from jllm.engine.handover import DecodeEngine, DevicePages, Handover, Joining, PrefillEngine
+from jllm.engine.handover import JOINING, DecodeEngine, PrefillEngine
+from jllm.engine.moved import DevicePages, Handover
 from jllm.engine.plan import Limits
 from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
+from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
 from jllm.quant.quantize import quantize
@@ -117,25 +119,25 @@ def test_pages_are_on_their_way_before_the_step_after_that_of_their_prompt(model
     engine.submit(list(range(3, 30)), params)
     engine.submit(list(range(3, 20)), replace(params, presence_penalty=0.5))  # stays where its prompt is
     steps, dispatch = [], engine._loop.device.run
-    engine._loop.device.run = lambda *given: (steps.append({**engine._loop.sent}), dispatch(*given))[1]
+    engine._loop.device.run = lambda *given: (steps.append({**engine.leaving.sent}), dispatch(*given))[1]
     moves, sent = [], {}
     while not moves:
         moves = [one for one in engine.step() if isinstance(one, Handover)]
-        sent = sent or {**engine._loop.sent}
+        sent = sent or {**engine.leaving.sent}
     assert len(steps) > 1, "a step was dispatched behind that of the prompts"
     assert (len(sent), [one.id for one in moves]) == (1, list(sent))
     assert steps[-1] == sent, "and pages before it"
     assert moves[0].kv is sent[moves[0].id]
     assert moves[0].kv.arrays[0].devices() == {jax.devices()[1]}
-    assert not engine._loop.sent
+    assert not engine.leaving.sent
     engine.close()
 
 
 def test_pages_of_a_request_that_stays_are_not_kept_where_it_does_not_go(model):
     engine = PrefillEngine(model, to=jax.devices()[1], **SIZES)
-    engine.room = lambda samples: False
+    engine.leaving.room = lambda samples: False
     engine.submit(list(range(3, 30)), SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
-    sent = [bool(engine._loop.sent) for _ in iter(lambda: engine.has_work and engine.step() is not None, False)]
+    sent = [bool(engine.leaving.sent) for _ in iter(lambda: engine.has_work and engine.step() is not None, False)]
     assert sent.count(True) == 1, "until its first token is read, which says that it stays"
     engine.close()
 
@@ -151,8 +153,8 @@ def test_pages_of_a_request_that_stays_are_not_kept_where_it_does_not_go(model):
 )
 def test_pages_are_sent_once_and_where_they_are_wanted(model, monkeypatch, n, prompt, options, likely, times):
     engine = PrefillEngine(model, to=jax.devices()[1], **(SIZES | options))
-    engine.expect(lambda samples: likely)
-    engine.room = lambda samples: likely
+    engine.leaving.likely = lambda samples: likely
+    engine.leaving.room = lambda samples: likely
     packed, pack = [], engine._device.pack
     monkeypatch.setattr(engine._device, "pack", lambda *given: (packed.append(given), pack(*given))[1])
     engine.submit(list(range(3, 3 + prompt)), SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True, n=n))
@@ -167,11 +169,11 @@ def test_pages_are_sent_once_and_where_they_are_wanted(model, monkeypatch, n, pr
 def test_nothing_is_sent_to_a_device_that_has_failed(model):
     engine = apart(model)
     first, second = (replica.engine for replica in engine._all)
-    assert first._loop.likely(1)
-    assert not first._loop.likely(second.slots + 1)
+    assert first.leaving.likely(1)
+    assert not first.leaving.likely(second.slots + 1)
     assert engine._reserved == 0, "who asks takes no room"
     second.close()
-    assert not first._loop.likely(1)
+    assert not first.leaving.likely(1)
     engine.close()
 
 
@@ -185,7 +187,7 @@ def test_who_runs_does_not_wait_for_pages_that_are_on_their_way():
     limits = Limits(
         max_slots=3, max_step_tokens=32, max_prompt_tokens=29, max_chunks=3, page_size=8, num_pages=9, max_deltas=9
     )
-    scheduler, array = Joining(limits), Array()
+    scheduler, array = Scheduler(limits, most_joining=JOINING), Array()
     runs, comes = (Sequence(i, 0, (5,) * 9, SamplingParams(), 0, 30) for i in range(2))
     scheduler.add(runs)
     comes.output.append(7)
@@ -202,7 +204,7 @@ def test_who_runs_does_not_wait_for_pages_that_are_on_their_way():
     assert (third.decodes, third.loads) == ((runs,), (comes,))
     assert [(chunk.start, chunk.tokens) for chunk in third.chunks] == [(9, (7,))]
     assert third.size == (1, 1, 1)
-    alone = Joining(limits)
+    alone = Scheduler(limits, most_joining=JOINING)
     alone.add(Sequence(2, 0, (5,) * 9, SamplingParams(), 0, 30, output=[7], snapshot=DevicePages(9, (Array(),))))
     assert alone.schedule().chunks, "with nothing else to do the device waits"
 
@@ -280,7 +282,7 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
 
 def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model):
     engine = apart(model)
-    engine._prefill.engine.room = lambda samples: False
+    engine._prefill.engine.leaving.room = lambda samples: False
     params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=60, ignore_eos=True)
     name = engine.submit([5, 6, 7], params)
     while not any(event.token_ids for event in engine.step()):
@@ -288,7 +290,7 @@ def test_a_fork_that_comes_to_a_device_that_has_failed_ends_with_an_error(model)
     fork = engine.fork(name)
     engine._decode.failed = True  # just now
     room = iter([True])
-    engine._prefill.engine.room = lambda samples: next(room, False)
+    engine._prefill.engine.leaving.room = lambda samples: next(room, False)
     engine._decode.engine.close()
     ends = until(engine, (name, 0))
     assert not engine.has_work
@@ -319,7 +321,7 @@ def hand_overs(engine, count):
 
 def rest_of(engine, given):
     """The end of a request of one sample that an engine goes on with."""
-    name = engine.resume(given)
+    name = engine.take_in(given)
     return rest(engine)[name, 0]
 
 
@@ -333,8 +335,7 @@ def pair(request, model):
         yield first, second, first
         engine.close()
         return
-    first.room = lambda samples: True
-    first._to = first._loop._to = None
+    first.leaving.room, first.leaving.to = lambda samples: True, None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve_prefills, args=(first, listener), daemon=True).start()
         prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
@@ -354,7 +355,7 @@ def test_a_fork_gets_an_index_that_no_sample_of_its_request_ever_had(model, pair
     first.submit((5, 6, 7), replace(params, seed=seed, stop_token_ids=tuple(stop)))
     (given,) = hand_overs(first, 1)
     assert ([begun.sample for begun in given.samples], given.started) == ([0], 3)
-    assert second.fork(second.resume(given)) == 3
+    assert second.fork(second.take_in(given)) == 3
 
 
 def test_a_guide_goes_on_where_it_began(model, pair):
@@ -369,11 +370,11 @@ def test_a_guide_goes_on_where_it_began(model, pair):
     first.submit(prompt, params)
     assert rest_of(second, *hand_overs(first, 1)).token_ids == wanted.token_ids
     if first is computing:  # and a snapshot's begins before the end of what is its prompt
-        name, computing.room = first.submit(prompt, params), lambda samples: False
+        name, computing.leaving.room = first.submit(prompt, params), lambda samples: False
         while not any(len(event.token_ids) and event.id == name for event in first.step()):
             pass
         first.step()
-        value, computing.room = first.snapshot(name), lambda samples: True
+        value, computing.leaving.room = first.snapshot(name), lambda samples: True
         first.abort(name)
         assert value.guided == len(prompt) < len(value.tokens)
         more = len(value.tokens) - len(prompt)
@@ -386,7 +387,7 @@ def test_times_and_urgency_go_along(pair):
     for _ in range(2):
         first.submit((5, 6, 7), GREEDY)
     late, given = hand_overs(first, 2)
-    name = second.resume(late, priority=-3, deadline=0.0)
+    name = second.take_in(late, priority=-3, deadline=0.0)
     assert second._ledger.find(name, 0).seq.priority == -3
     end = rest(second)[name, 0]
     assert (end.finish_reason, end.token_ids) == ("deadline", late.samples[0].output)
@@ -404,7 +405,7 @@ def test_what_is_asked_of_the_one_engine_is_asked_of_the_other(model, pair):
         engine = Disaggregated.over(first, second)
     else:
         computing, second = (replica.engine for replica in engine._all)
-    for one, method in ((computing, "submit"), (second, "resume")):
+    for one, method in ((computing, "submit"), (second, "take_in")):
         call = getattr(one, method)
         setattr(one, method, lambda *args, to=call, **more: asked.append(more) or to(*args, **more))
     name = engine.submit((5, 6, 7), GREEDY, priority=-2, deadline=900.0)
@@ -422,14 +423,14 @@ def test_no_more_first_tokens_of_one_step_go_on_than_there_is_room_for(model):
     prefill = {name: SIZES[name] for name in ("max_slots", "num_pages", "buckets")}
     engine = Disaggregated(model, jax.devices()[2:4], prefill=prefill, **(SIZES | LITTLE))
     first, second = (replica.engine for replica in engine._all)
-    most, resume = [], second.resume
+    most, take_in = [], second.take_in
 
     def count(*args, **more):
-        name = resume(*args, **more)
+        name = take_in(*args, **more)
         most.append(len(second._scheduler.waiting) + len(second._scheduler.running))
         return name
 
-    second.resume = count
+    second.take_in = count
     with first._turns.take():  # so that all three are there before its first step
         names = [engine.submit((5, 6, token), GREEDY) for token in (7, 8, 9)]
     ends = in_time(lambda: finish(engine))
@@ -438,18 +439,16 @@ def test_no_more_first_tokens_of_one_step_go_on_than_there_is_room_for(model):
     engine.close()
 
 
-@pytest.mark.parametrize("what", ["resume", "second sample", "abort"])
+@pytest.mark.parametrize("what", ["take in", "second sample", "abort"])
 def test_what_the_decoding_engine_cannot_do_ends_that_request_alone(model, what):
     jobs = [((5, 6, 7), replace(GREEDY, n=2, max_new_tokens=60)), ((8, 9), GREEDY)]
     engine = apart(model)
     second = engine._decode.engine
-    resume, add, step = second.resume, second._loop.add, second.step
+    take_in, add, step = second.take_in, second._loop.add, second.step
     second.step = lambda: (time.sleep(0.02), step())[1]  # so that it runs when it is aborted
     bad, good = (engine.submit(*job) for job in jobs)
-    if what == "resume":
-        second.resume = lambda given, *args, **more: (
-            broken() if isinstance(given, Handover) and len(given.samples) == 2 else resume(given, *args, **more)
-        )
+    if what == "take in":
+        second.take_in = lambda given, **more: broken() if len(given.samples) == 2 else take_in(given, **more)
     elif what == "second sample":
         second._loop.add = lambda seq: broken() if seq.sample == 1 else add(seq)
     else:
@@ -638,7 +637,7 @@ def other_end():
         def greet():
             met.append(Channel(listener.accept()[0]))
             limits = Limits(1, 9, 8, 1, 8, 9, 9)
-            met[0].send({"limits": asdict(limits), "max_pages": 9, "model": "", "formats": [], "shape": []})
+            met[0].send({"limits": asdict(limits), "max_pages": 9, "model": "", "formats": []})
 
         greeting = threading.Thread(target=greet)
         greeting.start()

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jllm.batch import Bucket
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.drafters import find_drafter
-from jllm.engine.handover import PrefillEngine, _pack
+from jllm.engine.handover import PrefillEngine
+from jllm.engine.moved import pack_pages
 from jllm.engine.placement import copy_to
 from jllm.engine.replicas import Replicas
 from jllm.errors import ConfigError
@@ -136,7 +137,7 @@ def test_each_device_sends_its_heads_alone(model):
     pages = engine._device.pack([3, 5], 16, pair(2))
     for array in pages.arrays:
         assert array.sharding == NamedSharding(pair(2), P(None, None, "model"))
-    packed = _pack(engine._device._state.cache, np.asarray([3, 5], np.int32))
+    packed = pack_pages(engine._device._state.cache, np.asarray([3, 5], np.int32))
     for here, there in zip(packed, pages.arrays, strict=True):
         assert here.addressable_shards[0].data.shape == there.addressable_shards[0].data.shape
     engine.close()

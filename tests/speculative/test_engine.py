@@ -294,11 +294,11 @@ def test_plain_steps_of_the_automatic_choice_compute_no_drafter_s_keys(model64, 
     with jax.enable_x64(True):
         drafter = EVERY[name]()
         engine = Engine(model64, max_slots=2, page_size=8, speculate=drafter)
-        plain, prompts = (engine._device._drafter_in(Bucket(2, tokens, 1)) for tokens in (0, 8))
+        plain, prompts = (engine._device.shapes.drafter_in(Bucket(2, tokens, 1)) for tokens in (0, 8))
         fixed = Engine(model64, max_slots=2, page_size=8, speculate=drafter, drafts=drafter.tree.size - 1)
         options = COMPANY["pages of 32, whole prompts"] | {"speculate": drafter}
         for completion, want in zip(play(model64, jobs, options, seen), alone(model64, jobs), strict=True):
             assert_same(completion, want, False)
     assert (plain is None, prompts is None) == (name in ("draft", "eagle tree"), False)
-    assert fixed._device._drafter_in(Bucket(2, 0, 0)) is not None
+    assert fixed._device.shapes.drafter_in(Bucket(2, 0, 0)) is not None
     assert seen["draft_segments"] > 3

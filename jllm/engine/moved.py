@@ -1,0 +1,83 @@
+"""A request that changes engines while it runs, as a value: its samples as far as they have come, and their K and V.
+
+K and V of the prompt go along, as pages that are copied from device to device, on meshes of one size from each device
+to the one that has the same heads, or as a snapshot on the host, which may go anywhere and to pages of any size. What
+was generated so far is few tokens: the engine that goes on computes their K and V itself, with the next token. So
+nothing is drawn twice, and tokens are those that one engine would have given.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jllm.engine.request import SamplingParams, TokenLogprob
+from jllm.model import Cache
+from jllm.snapshot import Snapshot, gather_pages
+
+
+class Begun(NamedTuple):
+    """An unfinished sample, as far as it has come, by the clock of whoever has it: see live.Live."""
+
+    sample: int
+    output: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    scores: dict[int, Any]  # of prompt tokens: see live.Live
+    submitted: float
+    first_token: float | None
+    last_token: float
+
+
+@dataclass(frozen=True)
+class DevicePages:
+    """K and V of the first `length` tokens of a sequence, in pages that are on their way to a device: what takes the
+    place of a Snapshot between engines whose pages are alike. Layers of one shape and dtype are one array, [layers,
+    pages, ...]: a copy costs the host as much as a large one."""
+
+    length: int
+    arrays: tuple[jax.Array, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether they have arrived."""
+        return all(array.is_ready() for array in self.arrays)  # type: ignore[attr-defined]
+
+
+class Handover(NamedTuple):
+    """A request that an engine has let go. kv: of the prompt's tokens; None: of none."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    samples: tuple[Begun, ...]
+    started: int  # samples that it ever had
+    guided: int  # where the text of its guide begins
+    kv: Snapshot | DevicePages | None
+
+
+@jax.jit
+def pack_pages(cache: Cache, page: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns these pages of all layers, i32[n]."""
+    leaves = jax.tree.leaves(gather_pages(cache, page))
+    return tuple(jnp.stack([leaves[i] for i in group]) for group in _alike(leaves))
+
+
+@partial(jax.jit, donate_argnums=0)
+def unpack_pages(cache: Cache, page: jax.Array, arrays: tuple[jax.Array, ...]) -> Cache:
+    """Returns the cache with what pack_pages took at other pages, i32[n]; a page outside of the cache is dropped."""
+    leaves, tree = jax.tree.flatten(cache)
+    for group, array in zip(_alike(leaves), arrays, strict=True):
+        for i, rows in zip(group, array):
+            leaves[i] = leaves[i].at[page].set(rows, mode="drop")
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _alike(leaves: list[jax.Array]) -> list[list[int]]:
+    """Places of the leaves that differ in their first axis alone."""
+    found: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        found.setdefault((leaf.shape[1:], leaf.dtype), []).append(i)
+    return list(found.values())
