@@ -40,8 +40,9 @@ from jllm.analysis.protocols import encode, find_protocol
 from jllm.engine.request import Completion
 from jllm.errors import ConfigError
 from jllm.model import Packed, packed_logits
+from jllm.model_value import Model
 from jllm.params import linears
-from jllm.pretrained import BUNDLED, Model
+from jllm.pretrained import BUNDLED
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.bench.bars import bar

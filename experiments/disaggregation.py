@@ -41,7 +41,7 @@ from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
 from experiments.steps.links import read_link
 from experiments.steps.timer import model_config, random_params
-from jllm.batch import Bucket, make_buckets
+from jllm.buckets import Bucket, make_buckets
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.engine import Engine
 from jllm.engine.handover import joining_buckets
@@ -49,7 +49,7 @@ from jllm.engine.options import EngineOptions
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from jllm.analysis.protocols import Window
 from jllm.analysis.scoring import Reader, Sizes, lay_out, read_states
-from jllm.batch import Chunks, no_segments
 from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.model import backbone
-from jllm.pretrained import Model
+from jllm.model_value import Model
+from jllm.paged import Chunks, no_segments
 from jllm.rope import angles
 from pallas_kernels.kv_pages import KVPages, Pages
 from pallas_kernels.rotary import rotate

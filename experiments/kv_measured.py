@@ -24,10 +24,10 @@ from experiments.serving.engines import make_model
 from experiments.serving.workload import Request, read_workload
 from experiments.simulate import Case, Costs, make_costs, simulate
 from experiments.simulation.requests import Sample, Workload
+from jllm.engine.kv_policy import KV_POLICIES
 from jllm.errors import ConfigError
 from jllm.kv_policies.length import Oracle
-from jllm.kv_policies.names import KV_POLICIES
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, natural, positive
 

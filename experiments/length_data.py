@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, OutputError, RequestError
 from jllm.fingerprint import of_params
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from jllm.run_identity import differing, digest, of_machine
 from jllm.tokenizer import Tokenizer
 from pallas_kernels.one_writer import open_alone

@@ -24,7 +24,8 @@ import numpy as np
 from experiments.arguments import dtype_name
 from experiments.result_file import Row, bar, command_line, record
 from jllm.checkpoint import load_params
-from jllm.config import LlamaConfig, to_hf
+from jllm.config import LlamaConfig
+from jllm.hf_config import to_hf
 from jllm.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import DTYPES, encode_header

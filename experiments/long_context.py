@@ -39,7 +39,8 @@ from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
 from jllm.errors import ConfigError, between
 from jllm.model import head
-from jllm.pretrained import BUNDLED, Model
+from jllm.model_value import Model
+from jllm.pretrained import BUNDLED
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, seed_number

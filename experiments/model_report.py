@@ -34,13 +34,15 @@ from experiments.steps.floors import step_work, token_bytes
 from experiments.steps.sheets import floor_on
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.checkpoint_files import find_model
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError, OutputError
-from jllm.fit import tree_bytes
+from jllm.hf_config import load_config
+from jllm.model_value import Model
 from jllm.param_specs import init_params
-from jllm.pretrained import BUNDLED, Model
+from jllm.pretrained import BUNDLED
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
+from jllm.tree_bytes import tree_bytes
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 

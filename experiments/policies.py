@@ -3,13 +3,12 @@
 from typing import Any
 
 from experiments.training.learned_length import Learned, load_learned
-from jllm.engine.kv_policy import Policy
+from jllm.engine.kv_policy import Policy, policy_of
 from jllm.errors import ConfigError
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Predictor, Quantile
-from jllm.kv_policies.names import policy_of
 from jllm.kv_policies.predicted import Predicted
-from jllm.pretrained import Model
+from jllm.model_value import Model
 
 LEARNED = "learned:"  # a file's path follows
 PREDICTORS = {"longest": Longest, "quantile": Quantile}

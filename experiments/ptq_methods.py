@@ -39,8 +39,9 @@ from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, EvaluationError
+from jllm.model_value import Model
 from jllm.params import Params
-from jllm.pretrained import BUNDLED, Model
+from jllm.pretrained import BUNDLED
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats

@@ -43,10 +43,10 @@ from experiments.steps import peers
 from experiments.steps.bars import OWN, of_own_kernels
 from experiments.steps.floors import make_floor, token_bytes, workload_seconds
 from experiments.steps.words import ENDLESS
+from jllm.engine.kv_policy import KV_POLICIES
 from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError
-from jllm.kv_policies.names import KV_POLICIES
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options

@@ -65,9 +65,10 @@ from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.checkpoint_files import find_model
-from jllm.config import load_config
 from jllm.errors import ConfigError, JllmError
-from jllm.pretrained import BUNDLED, Model
+from jllm.hf_config import load_config
+from jllm.model_value import Model
+from jllm.pretrained import BUNDLED
 from jllm.quant.schemes import PLAIN, Scheme, wide_rules
 from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible

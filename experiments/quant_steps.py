@@ -50,9 +50,9 @@ from experiments.steps.timer import (
 )
 from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.fit import tree_bytes
 from jllm.params import Params
 from jllm.quant.quantize import quantize
+from jllm.tree_bytes import tree_bytes
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options

@@ -42,8 +42,9 @@ from jllm.analysis.evaluate import Recorded, evaluate, record
 from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.cache import least_page
+from jllm.model_value import Model
 from jllm.params import Params
-from jllm.pretrained import BUNDLED, Model
+from jllm.pretrained import BUNDLED
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate

@@ -40,11 +40,12 @@ from experiments.simulation.trace import load_trace
 from experiments.steps.cost_model import CONFIGS, CostModel, Shares, calibrated, make_cost_model, model_shapes
 from experiments.steps.floors import token_bytes
 from experiments.training.learned_length import Learned
+from jllm.engine.kv_policy import KV_POLICIES
 from jllm.engine.options import PAGE_SIZES, EngineOptions
 from jllm.errors import ConfigError
 from jllm.kv_policies.extent import OVERFLOWS
-from jllm.kv_policies.names import KV_POLICIES
-from jllm.pretrained import BUNDLED, Model, load
+from jllm.model_value import Model
+from jllm.pretrained import BUNDLED, load
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive, positive_number, seed_number
 

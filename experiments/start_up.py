@@ -24,10 +24,10 @@ from experiments.arguments import claim_memory, dtype_name, known_scheme, scheme
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.serving.engines import make_model
 from jllm.cache import parse_kv_cache
-from jllm.config import load_config
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
+from jllm.hf_config import load_config
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive
 

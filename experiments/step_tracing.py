@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments.arguments import config_of, known_scheme, scheme_name
 from experiments.result_file import command_line, record
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, packed_step

@@ -46,9 +46,10 @@ from jllm.config import LlamaConfig
 from jllm.drafter_files import DRAFTS, save_heads
 from jllm.engine.options import MOST_DRAFTS
 from jllm.errors import ConfigError, OutputError
+from jllm.model_value import Model
 from jllm.param_specs import init_params
 from jllm.params import Params
-from jllm.pretrained import BUNDLED, Model, load
+from jllm.pretrained import BUNDLED, load
 from jllm.sampling import Sampling, neutral_sampling
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa

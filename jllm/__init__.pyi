@@ -40,9 +40,9 @@ from jllm.errors import UnknownParameterError as UnknownParameterError
 from jllm.hooks import HookRows as HookRows
 from jllm.hooks import Hooks as Hooks
 from jllm.merge_step import step as step
+from jllm.model_value import Model as Model
 from jllm.param_specs import init_params as init_params
 from jllm.params import Params as Params
-from jllm.pretrained import Model as Model
 from jllm.pretrained import load as load
 from jllm.state import Outputs as Outputs
 from jllm.state import State as State

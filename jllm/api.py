@@ -14,7 +14,7 @@ from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError, counted
-from jllm.pretrained import Model
+from jllm.model_value import Model
 
 
 @dataclass(frozen=True)

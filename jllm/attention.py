@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jllm.attention_weights import packed_weights, paged_weights
-from jllm.batch import Packed, Paged
 from jllm.config import LlamaConfig
 from jllm.fused_linear import norm_linear
 from jllm.linear import linear
+from jllm.paged import Packed, Paged
 from jllm.params import AttentionParams
 from jllm.shapes import Array, Float, shaped
 from jllm.taps import Tap

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Paged, chunk_of_row
 from jllm.errors import EvaluationError
+from jllm.paged import Paged, chunk_of_row
 from jllm.shapes import Array, Float, Int32, shaped
 from pallas_kernels.kv_pages import KVPages, gather
 from pallas_kernels.numerics import compute_dtype

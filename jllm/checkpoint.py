@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jllm.checkpoint_files import BLOCK, stored_tensors
-from jllm.config import LlamaConfig, load_quantization
+from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, QuantizationError, counted
 from jllm.fit import check_weights
+from jllm.hf_config import load_quantization
 from jllm.parallel.mesh import ranks_of
 from jllm.parallel.shares import share
 from jllm.param_specs import LeafSpec, param_dtype, param_specs, weight_specs

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.checkpoint_files import BLOCK, INDEX, WEIGHTS, all_or_nothing
-from jllm.config import DTYPES, LlamaConfig, to_hf
+from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import CheckpointError, TokenizerError
+from jllm.hf_config import to_hf
 from jllm.parallel.mesh import has_processes, ranks_of
 from jllm.parallel.shares import share_shape, whole
 from jllm.param_specs import LeafSpec, param_specs

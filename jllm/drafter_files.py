@@ -26,7 +26,7 @@ from jllm.speculative.weights import named
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 KINDS = {"draft": "a directory", "medusa": "a file", "eagle": "a file"}
 DRAFTS = 4  # of a draft model, by default

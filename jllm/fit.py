@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import KVCache, cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
@@ -18,14 +18,10 @@ from jllm.param_specs import abstract_params, weight_specs
 from jllm.params import matrix_modules
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
+from jllm.tree_bytes import tree_bytes
 
 SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate one first
 LEAST = Bucket(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
-
-
-def tree_bytes(tree: Any) -> int:
-    """Counts the bytes of a pytree of arrays or jax.ShapeDtypeStruct."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def would_fit(found: list[str], otherwise: str) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jllm.config import MOST
 from jllm.errors import ConfigError
-
-MOST = (1 << 31) - 1  # of any integer: the device has 32 bits for it
 
 
 @dataclass(frozen=True)

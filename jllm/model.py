@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jllm.attention import AttentionInputs, attention_block, attention_inputs
-from jllm.batch import Packed, Paged
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
@@ -21,6 +20,7 @@ from jllm.fused_linear import norm_linear
 from jllm.hooks import Edits, HookRows, make_edits
 from jllm.linear import embed, linear
 from jllm.mlp import mlp_block
+from jllm.paged import Packed, Paged
 from jllm.parallel.ranks import HEADS, STACKED, WHOLE, on_mesh
 from jllm.params import LayerParams, Params
 from jllm.rope import angles

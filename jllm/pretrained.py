@@ -1,8 +1,7 @@
 """A model as people hold it: config, weights and tokenizer together."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,59 +10,17 @@ from jax.sharding import Mesh
 
 from jllm.checkpoint import load_params
 from jllm.checkpoint_files import count_layers, find_model, stored_tensors
-from jllm.config import LlamaConfig, load_config
 from jllm.errors import ConfigError, TokenizerError
-from jllm.fit import tree_bytes
+from jllm.hf_config import load_config
 from jllm.memory import Memory
+from jllm.model_value import Model
 from jllm.parallel.mesh import free_of, make_mesh, spread
-from jllm.parallel.shares import share_params
-from jllm.params import Params
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
-from jllm.tokenizer import Tokenizer, end_ids, load_tokenizer
-from pallas_kernels.quantized_weights import QuantizedWeight
+from jllm.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parent / "assets" / "fairytale"
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What load returns. A plain value: pass params to jllm.step, or the whole to generate and Engine. Raises
-    QuantizationError for weights whose groups the config's activation_parts would cut."""
-
-    config: LlamaConfig
-    params: Params
-    tokenizer: Tokenizer | None = None
-
-    def __post_init__(self) -> None:
-        if self.config.activation_parts > 1:
-            share_params(self.params, self.config)  # which checks them
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Returns the tokens that end an answer: those of the config, then those that the tokenizer names."""
-        return end_ids(self.config, self.tokenizer)
-
-    def memory_footprint(self) -> dict[str, int]:
-        """Bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
-        "linears"), "codes" and "scales" of those that are (with zero points and all else that decoding takes), "norms",
-        "biases"."""
-        sizes: Counter[str] = Counter()
-        leaves = jax.tree_util.tree_flatten_with_path(self.params, lambda leaf: isinstance(leaf, QuantizedWeight))[0]
-        for path, leaf in leaves:
-            if isinstance(leaf, QuantizedWeight):
-                sizes["codes"] += tree_bytes(leaf.values)
-                sizes["scales"] += tree_bytes(leaf) - tree_bytes(leaf.values)
-            else:
-                sizes[_kind(path[-1].name)] += tree_bytes(leaf)
-        return {**sizes, "total": sum(sizes.values())}
-
-
-def _kind(field: str) -> str:
-    if field.endswith(("norm", "bias")):
-        return "norms" if field.endswith("norm") else "biases"
-    return {"embed": "embedding", "head": "head"}.get(field, "linears")
 
 
 def load(

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Chunks, Paged, RaggedBatch, ShortSegments, paged_batch
+from jllm.batch import RaggedBatch
+from jllm.paged import Chunks, Paged, ShortSegments, paged_batch
 from jllm.speculative.accept import accept, drafts_before
 from jllm.speculative.drafter import Drafts
 from jllm.speculative.tree import Tree, chain

@@ -24,6 +24,8 @@ from pallas_kernels.sample.noise import gumbel
 
 STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
 
+MAX_LOGIT_BIAS = 512  # entries of a request
+
 
 class Draws(enum.IntEnum):
     """How rows are drawn at most, in the order of what that takes."""
@@ -289,3 +291,8 @@ def _keys(params: Sampling, position: Array) -> Array:
     """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
     parts = (params.seed, params.sample, position, jnp.zeros_like(position))  # all draws have one purpose
     return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)
+
+
+def words(vocab_size: int) -> int:
+    """Returns how many words of 32 bits a mask of a vocabulary has."""
+    return -(-vocab_size // 32)

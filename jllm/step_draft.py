@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jllm.batch import Chunks, RaggedBatch
+from jllm.batch import RaggedBatch
 from jllm.config import LlamaConfig
+from jllm.paged import Chunks
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafter
 from jllm.speculative.forced import with_forced

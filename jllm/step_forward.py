@@ -6,12 +6,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Paged, RaggedBatch, chunk_of_row
+from jllm.batch import RaggedBatch
 from jllm.cache import with_tails, without_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model import Taps, head, head_taps, tapped_backbone
+from jllm.paged import Paged, chunk_of_row
 from jllm.parallel.draws import leaves_parts
 from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
 from jllm.params import Params

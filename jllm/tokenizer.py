@@ -29,7 +29,7 @@ from jllm.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from jllm.config import LlamaConfig
+    pass
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHERS = ("extra_special_tokens", "additional_special_tokens")  # lists, or objects of further roles
@@ -192,12 +192,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         tool_template=find_chat_template(directory, config, "tool_use"),
         folder=directory,
     )
-
-
-def end_ids(config: "LlamaConfig", tokenizer: object) -> tuple[int, ...]:
-    """Returns the end tokens that a model can draw: those of its config, then those of its tokenizer."""
-    named = tokenizer.eos_ids if isinstance(tokenizer, Tokenizer) else ()  # an experiment's own may lack them
-    return tuple(id for id in dict.fromkeys([*config.eos_ids, *named]) if id < config.vocab_size)
 
 
 def _read_named(directory: Path, config: Mapping[str, Any]) -> Named:

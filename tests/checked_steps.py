@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import TypeCheckError
 
 from jllm.attention import rms_norm
-from jllm.batch import Packed, PromptChunk, ragged_batch
+from jllm.batch import PromptChunk, ragged_batch
 from jllm.cache import COPIES, copy_pages
 from jllm.hooks import Hooks
 from jllm.merge_step import eager_step
 from jllm.model import head, packed_logits
+from jllm.paged import Packed
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize

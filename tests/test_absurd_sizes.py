@@ -13,8 +13,8 @@ import pytest
 import jllm
 from jllm import checkpoint
 from jllm.checkpoint_saving import save
-from jllm.config import from_hf, to_hf
 from jllm.errors import CheckpointError, ConfigError, NoRoomError
+from jllm.hf_config import from_hf, to_hf
 from jllm.param_specs import init_params
 from jllm.quant.quantize import quantize
 from tests.tiny import tiny_model

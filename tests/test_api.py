@@ -9,7 +9,7 @@ import pytest
 
 import jllm
 from jllm import SamplingParams, api, step_forward
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import compiling, executables
 from jllm.engine.engine import Engine
 from jllm.engine.one_run import options_for_run

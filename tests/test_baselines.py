@@ -6,7 +6,7 @@ import pytest
 
 from experiments.baselines import BASELINES, PaddedPrefill, StaticBatches, engine_with
 from experiments.serving.engines import HostOnly
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.layout import WHOLE, packed_step
 from jllm.engine.loop import Loop as EngineLoop

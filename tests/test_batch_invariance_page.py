@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jllm.config import load_config
+from jllm.hf_config import load_config
 from pallas_kernels.backends import choose
 from pallas_kernels.matmul.api import BACKENDS as PRODUCT
 from pallas_kernels.swiglu.api import BACKENDS as GATED

@@ -27,8 +27,9 @@ from jllm.chat_template import find_chat_template, read_json
 from jllm.checkpoint import load_params
 from jllm.checkpoint_files import find_model
 from jllm.checkpoint_saving import save
-from jllm.config import RopeScaling, load_config
+from jllm.config import RopeScaling
 from jllm.errors import CheckpointError, ConfigError, OutputError, TokenizerError
+from jllm.hf_config import load_config
 from jllm.param_specs import abstract_params, init_params
 from jllm.quant.schemes import find_scheme
 from jllm.safetensors_io import encode_header, read_header

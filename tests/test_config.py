@@ -9,8 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jllm.config import LlamaConfig, RopeScaling, from_hf, load_config, to_hf
+from jllm.config import LlamaConfig, RopeScaling
 from jllm.errors import ConfigError
+from jllm.hf_config import from_hf, load_config, to_hf
 from jllm.param_specs import abstract_params
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -78,7 +79,7 @@ def test_every_shipped_shape_has_the_published_parameter_count(file):
 
 
 def test_there_is_one_way_to_read_a_config():
-    with pytest.raises(AttributeError, match="use jllm.config.from_hf"):
+    with pytest.raises(AttributeError, match="use jllm.hf_config.from_hf"):
         LlamaConfig.from_hf({})
 
 

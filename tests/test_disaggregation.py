@@ -10,9 +10,9 @@ from experiments.simulation.apart import Decodes, Prompts, apart, merged
 from experiments.simulation.requests import Arrival, Sample
 from jllm.engine.handover import joining_buckets
 from jllm.engine.options import EngineOptions
-from jllm.engine.plan import Limits
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
+from jllm.sizes import Limits
 from tests.test_simulate import LONG, SECOND
 
 SIZES = {"max_slots": 4, "page_size": 8, "num_pages": 64, "max_step_tokens": 64}

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.engine.request import SamplingParams
+from jllm.hf_config import load_config
+from jllm.model_value import Model
 from jllm.param_specs import init_params
-from jllm.pretrained import Model
 from jllm.state import State, make_slots
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import kernels_of, of_step

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play

@@ -10,13 +10,14 @@ from jax.tree_util import Partial
 
 import jllm
 from jllm.analysis.activations import tap
-from jllm.batch import Packed, PromptChunk, ragged_batch
+from jllm.batch import PromptChunk, ragged_batch
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError
 from jllm.hooks import Hooks
 from jllm.merge_step import step
 from jllm.model import packed_logits
+from jllm.paged import Packed
 from jllm.speculative.ngram import NGram
 from jllm.state import NOT_FINITE, init_state
 from jllm.taps import LAYER, TOP

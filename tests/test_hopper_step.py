@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.config import load_config
 from jllm.engine.layout import Layout, packed_step
+from jllm.hf_config import load_config
 from jllm.param_specs import abstract_params
 from jllm.quant.quantize import quantize
 from jllm.state import State, make_slots

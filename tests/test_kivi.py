@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jllm.attention import AttentionInputs, paged_attention
-from jllm.batch import Chunks, ShortSegments, paged_batch
+from jllm.paged import Chunks, ShortSegments, paged_batch
 from pallas_kernels import decode_attention
 from pallas_kernels.cache_update import cache_update
 from pallas_kernels.kv_formats import Kivi, KVFormat, bytes_per_token, decode, dim_of, encode, parse_format

@@ -12,16 +12,17 @@ from jllm.analysis.activations import tap
 from jllm.checkpoint import load_params
 from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
-from jllm.fit import tree_bytes, weight_bytes
+from jllm.fit import weight_bytes
 from jllm.mlp import mlp_block
 from jllm.model import Packed, packed_logits
+from jllm.model_value import Model
 from jllm.param_specs import init_params, param_specs
 from jllm.params import AttentionParams, LayerParams, MLPParams, matrices, matrix_modules
-from jllm.pretrained import Model
 from jllm.quant import calibration
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import Scheme, find_scheme, scheme_of
 from jllm.taps import Tap
+from jllm.tree_bytes import tree_bytes
 from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.checkpoint_cases import assert_same_bits
 from tests.layer_kinds.experts import ExpertsConfig, ExpertsParams

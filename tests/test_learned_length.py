@@ -38,7 +38,7 @@ from experiments.training.learned_length import (
     load_learned,
     save_learned,
 )
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.errors import ConfigError, EvaluationError
 from jllm.pretrained import load
 from tests.lm_eval_cases import CONTEXT, EXPECTED, kept, write_checkpoint, write_tasks

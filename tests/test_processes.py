@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from tests.tiny import one_size, serve, tiny_model
 

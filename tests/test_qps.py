@@ -16,7 +16,7 @@ from experiments.serving.workload import WORKLOAD, Request, Served, half_interva
 from experiments.simulation.trace import load_trace
 from experiments.steps.floors import schedule
 from experiments.steps.words import words_tokenizer
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits

@@ -10,10 +10,10 @@ from experiments.simulation.replay import recorded, replay, traced_work
 from experiments.simulation.trace import Trace, TracedStep, load_trace
 from experiments.steps.cost_model import CostModel, Shares
 from experiments.steps.floors import Floor, Matrix, Work
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
-from jllm.engine.plan import Limits
 from jllm.errors import InputFileError
+from jllm.sizes import Limits
 from tests.tiny import greedy, tiny_model
 
 FLOOR = Floor(((Matrix(2_000_000, 1000, 1000, 1e9), 2),), Matrix(20_000, 10, 1000, 1e9), 4000, 1e9, 1e9)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jllm.analysis.activations import tap
-from jllm.batch import Chunks, ShortSegments, no_chunks, no_segments, paged_batch
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.errors import EvaluationError
 from jllm.model import backbone, head
+from jllm.paged import Chunks, ShortSegments, no_chunks, no_segments, paged_batch
 from tests.tiny import CONFIG, full_logits, tiny_model
 
 TOKENS = np.random.default_rng(5).integers(2, 97, 37).tolist()

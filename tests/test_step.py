@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jllm import step_forward
-from jllm.batch import Bucket, PromptChunk, choose_bucket, make_buckets, ragged_batch
+from jllm.batch import PromptChunk, ragged_batch
+from jllm.buckets import Bucket, choose_bucket, make_buckets
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
-from jllm.config import load_config
 from jllm.engine.layout import Layout, pack_chunks, packed_step
+from jllm.hf_config import load_config
 from jllm.merge_step import step
 from jllm.model import head
 from jllm.param_specs import abstract_params

@@ -13,7 +13,7 @@ from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import StepTimer, page_bytes
 from experiments.throughput import Bench, bars, main, milliseconds, parse_args, parse_case, read_table
-from jllm.config import load_config
+from jllm.hf_config import load_config
 from jllm.param_specs import init_params
 from jllm.quant.quantize import quantize
 

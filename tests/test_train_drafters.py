@@ -26,11 +26,11 @@ from experiments.training.drafters import (  # noqa: E402
 )
 from experiments.training.drafters_fit import Recipe, fit  # noqa: E402
 from experiments.training.drafters_texts import Continuation, continue_prompts, cut_prompts, know_rows  # noqa: E402
-from jllm.batch import Packed  # noqa: E402
 from jllm.checkpoint_saving import save  # noqa: E402
 from jllm.drafter_files import load_drafter  # noqa: E402
 from jllm.errors import InputFileError  # noqa: E402
 from jllm.model import head, packed_logits  # noqa: E402
+from jllm.paged import Packed  # noqa: E402
 from jllm.pretrained import BUNDLED, load  # noqa: E402
 from jllm.sampling import neutral_sampling, sample  # noqa: E402
 from jllm.speculative.eagle import eagle_hidden, init_eagle  # noqa: E402

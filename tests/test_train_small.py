@@ -13,8 +13,9 @@ import pytest
 
 import jllm
 from jllm.checkpoint import load_params
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
 from jllm.errors import InputFileError
+from jllm.hf_config import load_config
 from jllm.model import Packed, packed_logits
 from jllm.param_specs import init_params
 from jllm.pretrained import BUNDLED

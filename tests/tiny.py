@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.model import Packed, packed_logits
+from jllm.model_value import Model
 from jllm.params import AttentionParams, LayerParams, MLPParams, Params
-from jllm.pretrained import Model
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM",

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from jllm.errors import ConfigError
+from jllm.model_value import Model
 from jllm.params import map_linears
-from jllm.pretrained import Model
 from jllm.quant.schemes import Scheme
 from jllm.run_identity import digest
 from pallas_kernels.kv_formats import KVFormat

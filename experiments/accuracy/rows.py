@@ -18,8 +18,8 @@ from jllm.analysis.evaluate import Evaluation, Part, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.protocols import find_protocol
 from jllm.cache import KVCache, cache_bytes, least_page, make_cache, parse_kv_cache
+from jllm.model_value import Model
 from jllm.params import Params, linears
-from jllm.pretrained import Model
 from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels import quantized_weights

@@ -12,7 +12,7 @@ from experiments.accuracy.rows import AnyScheme, kv_taken, rounded_by
 from jllm.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.errors import ConfigError, JllmError
 from jllm.model import Paged, backbone
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.kv_pages import RowMap
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from jllm.engine.plan import Limits, PlanParts, StepPlan
+from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.sizes import Limits
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from experiments.claims.serving import make_model, workload
 from experiments.serving.workload import half_interval
 from experiments.steps.timer import StepTimer, chunk_of, layout_of, pool_for
 from jllm.engine.layout import pack_chunks
-from jllm.pretrained import Model
+from jllm.model_value import Model
 
 BATCHES = (4, 16, 64)  # prompts in a step
 GROUPED = 512  # prompts of the workload that are put into groups

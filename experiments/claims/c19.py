@@ -30,8 +30,8 @@ from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
+from jllm.model_value import Model
 from jllm.params import Params
-from jllm.pretrained import Model
 from jllm.sampling import sample
 from jllm.state import Outputs
 from jllm.tokenizer import Tokenizer

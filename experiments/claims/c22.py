@@ -23,7 +23,8 @@ import numpy as np
 from experiments.claims.c5 import NOISE
 from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, microseconds, spread
 from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
+from jllm.hf_config import load_config
 from jllm.param_specs import init_params
 from jllm.params import Params
 from pallas_kernels.kv_pages import gather

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
+from jllm.hf_config import load_config
 from jllm.param_specs import init_params
 from jllm.params import Params
 

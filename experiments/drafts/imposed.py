@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.steps.timer import Pool, StepTimer
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, packed_step
 from jllm.params import Params

@@ -14,7 +14,6 @@ from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
 from experiments.steps.timer import random_params
 from experiments.steps.words import words_tokenizer
-from jllm.config import load_config
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.kv_policy import Policy
@@ -24,10 +23,12 @@ from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError
-from jllm.fit import tree_bytes
+from jllm.hf_config import load_config
+from jllm.model_value import Model
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.pretrained import Model, load
+from jllm.pretrained import load
 from jllm.state import Outputs
+from jllm.tree_bytes import tree_bytes
 
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options that make the engine's KV policy
 DEVICE_BYTES = 139 << 30  # of an H200, where there is none

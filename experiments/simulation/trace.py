@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jllm.batch import Bucket
-from jllm.engine.plan import Limits
+from jllm.buckets import Bucket
 from jllm.engine.trace import Sink, read_trace
 from jllm.errors import InputFileError
+from jllm.sizes import Limits
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import numpy as np
 
 from experiments.steps.devices import REFERENCE, device_sheet
 from experiments.steps.floors import Floor, Work, make_floor, step_work, token_bytes
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
 from jllm.errors import InputFileError
+from jllm.hf_config import load_config
+from jllm.model_value import Model
 from jllm.param_specs import init_params
-from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 
 Row = dict[str, Any]

@@ -17,15 +17,16 @@ import jax
 from experiments.steps.devices import Ceilings
 from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.plan import Limits, StepPlan
+from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
-from jllm.fit import tree_bytes
+from jllm.model_value import Model
 from jllm.parallel.mesh import ranks_of
 from jllm.parallel.shares import whole_params
 from jllm.params import Params, linears
-from jllm.pretrained import Model
+from jllm.sizes import Limits
+from jllm.tree_bytes import tree_bytes
 from pallas_kernels.quantized_weights import QuantizedWeight
 
 

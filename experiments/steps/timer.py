@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Bucket, PromptChunk
+from jllm.batch import PromptChunk
+from jllm.buckets import Bucket
 from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
-from jllm.config import LlamaConfig, load_config
+from jllm.config import LlamaConfig
 from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.errors import ConfigError
+from jllm.hf_config import load_config
 from jllm.parallel.ranks import WHOLE, place, placed_shapes
 from jllm.parallel.shares import random_share
 from jllm.param_specs import init_params, param_specs

@@ -21,12 +21,12 @@ from jax import lax
 
 from experiments.training.data import Rows
 from jllm.attention import rms_norm
-from jllm.batch import Packed
 from jllm.config import LlamaConfig
 from jllm.fused_linear import norm_linear
 from jllm.linear import embed, linear
 from jllm.mlp import mlp_block
 from jllm.model import backbone, head, packed_logits
+from jllm.paged import Packed
 from jllm.params import Params
 from jllm.rope import angles
 from jllm.sampling import Sampling, sample

@@ -20,8 +20,8 @@ from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, OutputError
 from jllm.fingerprint import of_params
+from jllm.model_value import Model
 from jllm.params import Params
-from jllm.pretrained import Model
 from jllm.run_identity import differing, digest, of_machine
 
 SLOTS = 64

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
 from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Taps, backbone, head, head_taps, tapped_backbone
+from jllm.model_value import Model
+from jllm.paged import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
 from jllm.params import Params
-from jllm.pretrained import Model
 from jllm.taps import resolve_taps
 from pallas_kernels.numerics import compute_dtype
 from pallas_kernels.segments import MOST_ROWS

@@ -24,7 +24,7 @@ from jllm.analysis.scoring import Reader, Scores, Sizes, read_states, score_wind
 from jllm.cache import KVCache
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from jllm.run_identity import of_machine
 
 Text = str | Sequence[int]

@@ -13,8 +13,8 @@ from jllm.analysis.scoring import score_rows
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import Packed, backbone
+from jllm.model_value import Model
 from jllm.params import LayerParams, Params
-from jllm.pretrained import Model
 
 
 def divergence_by_layer(

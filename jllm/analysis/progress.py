@@ -18,7 +18,7 @@ import numpy as np
 from jllm.analysis.scoring import Scores
 from jllm.errors import EvaluationError
 from jllm.fingerprint import of_params
-from jllm.pretrained import Model
+from jllm.model_value import Model
 from pallas_kernels.one_writer import open_alone
 
 Key = dict[str, Any]

@@ -18,13 +18,13 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.analysis.protocols import Window
-from jllm.batch import Chunks, Paged, no_segments, paged_batch
 from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import backbone, head
+from jllm.model_value import Model
+from jllm.paged import Chunks, Paged, no_segments, paged_batch
 from jllm.params import Params
-from jllm.pretrained import Model
 from jllm.sampling import token_logprobs
 from jllm.step_forward import PROMPT_LOGPROB_ROWS
 

@@ -16,7 +16,7 @@ from jllm.errors import JllmError, counted
 if TYPE_CHECKING:
     from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 BROKEN_PIPE = 141  # what shells report for SIGPIPE
 

@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import NOWHERE
 from jllm.cache import COPIES, jit_copy_pages
 from jllm.config import LlamaConfig
-from jllm.engine.guides import words
-from jllm.engine.request import SamplingParams
 from jllm.hooks import Hooks
 from jllm.model import Cache
-from jllm.sampling import make_counts
+from jllm.paged import NOWHERE
+from jllm.sampling import MAX_LOGIT_BIAS, make_counts, words
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
@@ -125,7 +123,7 @@ def _with_penalties(state: State, wanted: bool, config: LlamaConfig, home: jax.D
         return state
     S = state.slots.token.shape[0]
     with jax.default_device(home):
-        neutral = make_slots(S, 0, SamplingParams.MAX_LOGIT_BIAS).sampling.penalties if wanted else None
+        neutral = make_slots(S, 0, MAX_LOGIT_BIAS).sampling.penalties if wanted else None
         counts = make_counts(S, config.vocab_size) if wanted else None
     slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
     return place_state(replace(state, slots=slots, counts=counts), config)

@@ -19,7 +19,7 @@ import jax
 from jax._src import config as jax_config
 from tqdm import tqdm
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.tracing import Tracers, TracingFailed
 from jllm.errors import NoRoomError
 from jllm.memory import out_of_memory

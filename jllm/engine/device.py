@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jllm import fingerprint
-from jllm.batch import NOWHERE, Bucket
+from jllm.buckets import Bucket
 from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine import between_steps
@@ -34,6 +34,7 @@ from jllm.engine.step_shapes import StepShapes
 from jllm.errors import EngineClosed, SnapshotError
 from jllm.memory import Memory
 from jllm.model import Cache
+from jllm.paged import NOWHERE
 from jllm.parallel.kv_heads import distinct, repeated
 from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, place

@@ -15,16 +15,17 @@ from jllm.engine.engine import Engine
 from jllm.engine.handover import DecodeEngine, PrefillEngine, joining_buckets
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
-from jllm.engine.options import MAX_SLOTS, EngineKeywords, EngineSizes
+from jllm.engine.options import MAX_SLOTS, EngineKeywords
 from jllm.engine.placement import Placement, devices_of, find_placements
 from jllm.engine.remote import RemotePrefill, identity
 from jllm.engine.replica import Replica, Request
 from jllm.engine.replicas import Replicas
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
+from jllm.sizes import EngineSizes
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 class Disaggregated(Replicas):

@@ -14,7 +14,7 @@ from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.options import EngineOptions, drafter_of
-from jllm.engine.plan import Limits
+from jllm.sizes import Limits
 from jllm.speculative.tree import Tree
 
 

@@ -17,17 +17,18 @@ from jllm.engine.live import Live
 from jllm.engine.loop import Beside, DeviceLost, Loop, first_line
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
-from jllm.engine.options import EngineKeywords, EngineSizes, make_options
+from jllm.engine.options import EngineKeywords, make_options
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import known_tokens
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
+from jllm.sizes import EngineSizes
 from jllm.snapshot import Snapshot, join
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 class Engine:

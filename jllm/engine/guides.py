@@ -22,6 +22,7 @@ from jllm.engine.grammars import make_matcher
 from jllm.engine.guide import Guide
 from jllm.engine.guide_trials import Trials, Words
 from jllm.errors import RequestError, how_to_install
+from jllm.sampling import words
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
 
@@ -233,8 +234,3 @@ def guides_of(tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[
 
 _SHARING = threading.Lock()
 _SHARED: WeakValueDictionary[tuple[int, int, tuple[int, ...]], Guides] = WeakValueDictionary()
-
-
-def words(vocab_size: int) -> int:
-    """Of 32 bits that a mask of a vocabulary has."""
-    return -(-vocab_size // 32)

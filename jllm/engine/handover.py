@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jllm.batch import Bucket, make_buckets
+from jllm.buckets import Bucket, make_buckets
 from jllm.engine.engine import Engine
 from jllm.engine.loop import Loop
 from jllm.engine.moved import DevicePages, Handover
@@ -19,7 +19,7 @@ from jllm.engine.turns import in_turn
 from jllm.snapshot import Snapshot, join
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 JOINING = 16  # tokens of a step that requests from elsewhere may have together: each has one, or a few
 MOVED = "moved"  # the finish reason of a sample that goes on elsewhere: no completion ever says so

@@ -11,6 +11,7 @@ seq.pages, whose tokens count as computed: a policy takes what is missing behind
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from copy import copy
+from importlib import import_module
 from numbers import Real
 from typing import Protocol, Self, runtime_checkable
 
@@ -152,3 +153,21 @@ def checked_share(name: str, value: float, *, open_at_0: bool = False) -> float:
 
 
 PAGED = OnDemand()
+
+
+KV_POLICIES = {  # what options take by name, and where it is: the engine itself imports none of jllm/kv_policies
+    "paged": "jllm.engine.kv_policy:OnDemand",
+    "reserve": "jllm.kv_policies.reserve:Reserve",
+    "extent": "jllm.kv_policies.extent:Extent",
+}
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """Returns the policy that an option gives, by its name or as an object. Raises ConfigError for neither."""
+    if isinstance(policy, str) and policy in KV_POLICIES:
+        module, name = KV_POLICIES[policy].split(":")
+        return getattr(import_module(module), name)()
+    if not isinstance(policy, Policy) or isinstance(policy, type):
+        names = ", ".join(KV_POLICIES)
+        raise ConfigError(f"kv_policy must be one of {names}, or an object like kv_policy.Policy, not {policy!r}")
+    return policy

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jllm.batch import Bucket, PromptChunk, RaggedBatch, empty_batch, fill_batch
+from jllm.batch import PromptChunk, RaggedBatch, empty_batch, fill_batch
+from jllm.buckets import Bucket
 from jllm.hooks import Hooks
 from jllm.merge_step import STATIC, eager_step, sample_step
 from jllm.params import Params

@@ -16,8 +16,9 @@ from jllm.engine.request import Event, SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.engine.texts import PendingEvent, Texts
 from jllm.errors import RequestError
+from jllm.model_value import end_ids
 from jllm.state import Outputs
-from jllm.tokenizer import Tokenizer, end_ids
+from jllm.tokenizer import Tokenizer
 
 Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence, its number of rows in a step, the first, their tokens
 CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on

@@ -29,7 +29,7 @@ from jllm.memory import out_of_memory
 from jllm.state import Outputs
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 class DeviceLost(Exception):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from numbers import Integral
 from typing import Any
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.options import MAX_SLOTS
 from jllm.engine.request import SamplingParams
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
 
-from jllm.batch import FEW_SLOTS, Bucket, make_buckets
+from jllm.buckets import Bucket, make_buckets
 from jllm.cache import KVCache, shared_block
 from jllm.config import LlamaConfig
-from jllm.engine.kv_policy import Policy
-from jllm.engine.plan import Limits, most_deltas
+from jllm.engine.kv_policy import Policy, policy_of
+from jllm.engine.plan import most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.hf_fields import MOST
 from jllm.hooks import Hooks
-from jllm.kv_policies.names import policy_of
+from jllm.sizes import EngineSizes, Limits
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import MOST_NODES
 from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
@@ -170,35 +170,6 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
         if name not in names:
             raise ConfigError(f"unknown engine option {name!r}; known are {', '.join(names)}")
     return EngineOptions(**{name: value for name, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class EngineSizes:
-    """The options made definite."""
-
-    limits: Limits
-    max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
-    buckets: tuple[Bucket, ...]
-
-    def most_tokens(self, context: int) -> int:
-        """Returns how many tokens one sample may have: the context, or fewer that the pool has room for.
-
-        The last token of all never gets K and V.
-        """
-        return min(context, self.limits.num_pages * self.limits.page_size + 1)
-
-    @property
-    def prompt_sizes(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where rows that
-        only fill up cost nothing."""
-        if self.limits.max_slots <= FEW_SLOTS:
-            return ()
-        return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
-
-    @property
-    def decode_sizes(self) -> tuple[int, ...]:
-        """Numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
-        return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))
 
 
 def drafter_of(options: EngineOptions) -> Drafter | None:

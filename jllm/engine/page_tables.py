@@ -7,9 +7,10 @@ or is preempted.
 """
 
 from jllm.engine.kv_policy import Policy
-from jllm.engine.plan import Limits, PlanParts, ScheduleCounts
+from jllm.engine.plan import PlanParts, ScheduleCounts
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import Sharing
+from jllm.sizes import Limits
 
 
 class PageTables:

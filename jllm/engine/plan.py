@@ -2,50 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from jllm.engine.pages import PagePool
 from jllm.engine.sequence import Sequence
-from jllm.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes that no plan exceeds.
-
-    A step has rows for a short segment and at most one new page that is not for drafts from each decoding slot, hence
-    max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots: the decodes always fit,
-    and a slot that prefills can always add a token.
-    """
-
-    max_slots: int  # sequences that run at once
-    max_step_tokens: int  # decodes and prompt tokens in a step
-    max_prompt_tokens: int  # prompt tokens in a step
-    max_chunks: int  # prompt chunks in a step
-    page_size: int  # tokens a page
-    num_pages: int
-    max_deltas: int  # page table changes in a step
-    short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
-    short_decodes: int | None = None  # most decodes of a step in which they have more than one; None: max_slots
-    block: int = 1  # tokens of which what a sequence takes from elsewhere is a whole multiple
-
-    def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{f.name} must be at least 1, not {value}")
-        for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
-            if getattr(self, name) < self.max_slots:
-                least = f"max_slots = {self.max_slots} (one {unit} a slot)"
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.max_step_tokens < self.most_short * self.short_rows:
-            least = f"{self.most_short} decodes of {self.short_rows} rows"
-            raise ConfigError(f"max_step_tokens must be at least {least}, not {self.max_step_tokens}")
-
-    @property
-    def most_short(self) -> int:
-        """short_decodes, made definite."""
-        return self.max_slots if self.short_decodes is None else self.short_decodes
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Bucket, choose_bucket
+from jllm.buckets import Bucket, choose_bucket
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.executables import Executables, jax_cache_is_on
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, packed_step
-from jllm.engine.room import check_step
 from jllm.engine.step_shapes import StepShapes
 from jllm.parallel.mesh import has_processes
 from jllm.state import Variant
+from jllm.step_room import check_step
 
 Step = tuple[Bucket, Variant]
 Key = tuple[Bucket, Variant, str]  # with the part of the step that the program is

@@ -27,10 +27,9 @@ from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.handover import PrefillEngine
 from jllm.engine.moved import Begun, DevicePages, Handover
-from jllm.engine.options import EngineSizes
-from jllm.engine.plan import Limits
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.errors import EngineClosed, JllmError, RemoteError, RequestError, TooLongError
+from jllm.sizes import EngineSizes, Limits
 from jllm.snapshot import Snapshot, as_arrays, from_arrays
 
 POLL = 0.005  # seconds that a step waits for news

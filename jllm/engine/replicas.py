@@ -17,16 +17,17 @@ from jllm.engine.drafters import with_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.guides import Guides
 from jllm.engine.metrics import Metrics
-from jllm.engine.options import EngineKeywords, EngineSizes
+from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
 from jllm.engine.replica import News, Refused, Replica, Request
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.routing import route
 from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.sizes import EngineSizes
 from jllm.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 class Replicas:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllm.engine.guide import Guide
 from jllm.errors import RequestError, UnknownParameterError
+from jllm.sampling import MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
     from jllm.sampling import Draws
@@ -63,7 +64,6 @@ class SamplingParams:
     guide: Guide | None = None
 
     MAX_LOGPROBS = 20
-    MAX_LOGIT_BIAS = 512
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -92,7 +92,7 @@ class SamplingParams:
         self._check("presence_penalty", _is_real(self.presence_penalty), "a finite number")
         self._check("frequency_penalty", _is_real(self.frequency_penalty), "a finite number")
         bias = self.logit_bias or {}
-        self._check("logit_bias", len(bias) <= self.MAX_LOGIT_BIAS, f"at most {self.MAX_LOGIT_BIAS} entries")
+        self._check("logit_bias", len(bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
         good = all(_is_int(i) and i >= 0 and (_is_real(b) or b == -math.inf) for i, b in bias.items())
         self._check("guide", self.guide is None or isinstance(self.guide, Guide), "a Guide, such as Guide.json(schema)")
         if self.guide is not None and self.ignore_eos:

@@ -6,19 +6,22 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.guides import words
-from jllm.engine.options import EngineOptions, EngineSizes, drafter_of, resolve
+from jllm.engine.options import EngineOptions, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
-from jllm.fit import SCHEMES, page_bytes, step_bytes, tree_bytes, would_fit
+from jllm.fit import SCHEMES, page_bytes, step_bytes, would_fit
 from jllm.memory import gib, is_host
 from jllm.params import Params
 from jllm.quant.quantize import quantize, weight_formats
+from jllm.sampling import words
+from jllm.sizes import EngineSizes
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import chain
 from jllm.state import make_slots
+from jllm.step_room import largest
+from jllm.tree_bytes import tree_bytes
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here
@@ -36,11 +39,6 @@ class Need:
     @property
     def total(self) -> int:
         return self.pool + self.slots + self.step
-
-
-def largest(buckets: tuple[Bucket, ...]) -> Bucket:
-    """As large as any bucket of plain decoding in each of its sizes: one of them is."""
-    return Bucket(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in buckets if r.rows == 1))))
 
 
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
@@ -64,22 +62,6 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
     raise NoRoomError(
         f"{pool}, {step}: {gib(need.total)} in all, and the device has {gib(free)} free beside the weights; "
         f"{would_fit(found, otherwise)}"
-    )
-
-
-def check_step(step: jax.stages.Compiled, sizes: EngineSizes, held: int, free: int | None) -> None:
-    """NoRoomError where a compiled step takes more than is free beside weights and state: exactly, what check_room can
-    only reckon. held: bytes of a device's KV pages. free: bytes, None where that is unknown."""
-    needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
-    if free is None or needs is None or needs <= free:
-        return
-    limits, bucket = sizes.limits, largest(sizes.buckets)
-    fewer = limits.num_pages - -(-(needs - free) * limits.num_pages // held)
-    found = [f"num_pages={fewer}"] if fewer >= limits.max_slots else []
-    raise NoRoomError(
-        f"a step of {bucket.decodes} decodes and {bucket.tokens} prompt tokens needs {gib(needs)}, and the device has "
-        f"{gib(free)} free beside the weights and {limits.num_pages} KV pages; "
-        f"{would_fit(found, 'fewer pages are not enough: lower max_slots or max_step_tokens')}"
     )
 
 

@@ -32,10 +32,11 @@ from operator import attrgetter
 
 from jllm.engine.kv_policy import PAGED, Policy
 from jllm.engine.page_tables import PageTables
-from jllm.engine.plan import Chunk, Limits, PlanParts, ScheduleCounts, StepPlan
+from jllm.engine.plan import Chunk, PlanParts, ScheduleCounts, StepPlan
 from jllm.engine.sequence import Sequence
 from jllm.engine.sharing import ReusedPrefix
 from jllm.errors import RequestError
+from jllm.sizes import Limits
 
 
 class Scheduler(PageTables):

@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import COPIES, cache_bytes, jit_copy_pages
 from jllm.config import LlamaConfig
 from jllm.engine import between_steps
 from jllm.engine.between_steps import MASKS, put_masks
 from jllm.engine.compiling import Recipe
 from jllm.engine.layout import FORWARD, WHOLE, Layout, packed_step
-from jllm.engine.options import EngineSizes
-from jllm.engine.request import SamplingParams
 from jllm.hooks import Hooks
 from jllm.parallel.ranks import HEADS, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.params import Params
+from jllm.sampling import MAX_LOGIT_BIAS
+from jllm.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import Tree, chain
 from jllm.state import SPREAD, State, Variant
@@ -52,7 +52,7 @@ class StepShapes:
         decode."""
         limits = self.sizes.limits
         wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
-        bias = SamplingParams.MAX_LOGIT_BIAS if variant.penalties else 0
+        bias = MAX_LOGIT_BIAS if variant.penalties else 0
         return Layout(bucket, limits.max_deltas, bias, wanted)
 
     def tree(self, bucket: Bucket | None = None) -> Tree:

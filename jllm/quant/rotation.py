@@ -27,7 +27,7 @@ from pallas_kernels.hadamard import turn
 from pallas_kernels.numerics import compute_dtype
 
 if TYPE_CHECKING:
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":

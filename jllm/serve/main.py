@@ -17,7 +17,7 @@ from jllm.serve.arguments import api_key, parse_args, served_name
 if TYPE_CHECKING:
     from jllm.engine.engine import Engine
     from jllm.engine.replicas import Replicas
-    from jllm.pretrained import Model
+    from jllm.model_value import Model
 
 
 def main(argv: Sequence[str] | None = None) -> int:

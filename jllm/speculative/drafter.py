@@ -14,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jllm.batch import Chunks
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
+from jllm.paged import Chunks
 from jllm.params import Params
 from jllm.sampling import Sampling
 from jllm.speculative.tree import Tree

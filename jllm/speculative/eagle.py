@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import Packed, Paged
 from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.linear import embed, linear
 from jllm.model import head, run_layers
+from jllm.paged import Packed, Paged
 from jllm.param_specs import abstract_params, init_params
 from jllm.params import LayerParams, Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.batch import Chunks, Paged, ShortSegments, no_chunks, paged_batch
 from jllm.cache import Cache
+from jllm.paged import Chunks, Paged, ShortSegments, no_chunks, paged_batch
 from jllm.sampling import Sampling, perturbed, sample
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.tree import Tree

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.batch import chunk_of_row
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
+from jllm.paged import chunk_of_row
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree, chain

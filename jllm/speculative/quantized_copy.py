@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from jllm.batch import Paged, no_chunks
 from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.model import backbone, head
+from jllm.paged import Paged, no_chunks
 from jllm.parallel.mesh import ranks_of
 from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal

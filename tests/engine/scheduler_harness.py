@@ -6,10 +6,11 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from jllm.engine.plan import Chunk, Limits, StepPlan
+from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.sizes import Limits
 
 STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
 from jllm.errors import EngineClosed, QueueFull, RequestError, TokenizerError

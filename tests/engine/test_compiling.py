@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket, make_buckets
+from jllm.buckets import Bucket, make_buckets
 from jllm.engine import compiling
 from jllm.engine.compiling import Compiled, Compiler, Recipe, most_needed_first
 from jllm.engine.device import Device

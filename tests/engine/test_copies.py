@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.engine.engine import Engine
 from jllm.kv_policies.extent import Extent

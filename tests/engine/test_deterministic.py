@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Bucket, PromptChunk, empty_batch, fill_batch
+from jllm.batch import PromptChunk, empty_batch, fill_batch
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed

@@ -9,7 +9,7 @@ import pytest
 
 import jllm
 from jllm import step_forward
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import programs as programs_module
 from jllm.engine.engine import Engine
 from jllm.engine.layout import packed_step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jllm.api import as_prompts
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
 from jllm.engine.kv_policy import OnDemand

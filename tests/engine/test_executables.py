@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jllm import step_forward
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine import executables
 from jllm.engine.engine import Engine

@@ -4,18 +4,17 @@ import threading
 
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.compiling import Compiler, Recipe
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
-from jllm.engine.options import EngineSizes
-from jllm.engine.plan import Limits
 from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.step_shapes import StepShapes
+from jllm.sizes import EngineSizes, Limits
 from jllm.state import Variant
 from tests.tiny import CONFIG, greedy, serve, tiny_model
 

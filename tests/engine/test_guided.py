@@ -13,7 +13,7 @@ import pytest
 import jllm
 from jllm import snapshot as snapshots
 from jllm import step_sample
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import device
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide

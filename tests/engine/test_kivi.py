@@ -9,7 +9,7 @@ from jllm import snapshot as snapshots
 from jllm.analysis.activations import tap
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.protocols import Protocol
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams

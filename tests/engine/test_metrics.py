@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams

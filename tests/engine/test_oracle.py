@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler

@@ -4,7 +4,8 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 
-from jllm.batch import Bucket, PromptChunk, ragged_batch
+from jllm.batch import PromptChunk, ragged_batch
+from jllm.buckets import Bucket
 from jllm.engine.layout import Layout
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Chunk, StepPlan

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import RopeScaling
 from jllm.engine import program_key

@@ -10,9 +10,8 @@ import pytest
 
 import jllm
 from jllm import fit
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.checkpoint_saving import save
-from jllm.config import load_config
 from jllm.engine import device as device_module
 from jllm.engine import room
 from jllm.engine.device import Device
@@ -21,6 +20,7 @@ from jllm.engine.options import make_options
 from jllm.engine.room import check_room, sizes_for
 from jllm.errors import ConfigError, NoRoomError, RequestError
 from jllm.fit import check_weights, page_bytes, weight_bytes
+from jllm.hf_config import load_config
 from jllm.memory import GIB, gib
 from jllm.param_specs import abstract_params, init_params
 from jllm.quant.quantize import quantize

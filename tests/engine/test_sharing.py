@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jllm import snapshot as snapshots
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
 from jllm.engine.pages import PagePool

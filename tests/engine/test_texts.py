@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine import texts
 from jllm.engine.engine import Engine
 from jllm.engine.live import variant_for

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.turns import Turns
 from jllm.errors import EngineBusy, EngineClosed

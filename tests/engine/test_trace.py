@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError, OutputError

@@ -17,14 +17,14 @@ import pytest
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cache import make_cache, parse_kv_cache
-from jllm.config import load_config
 from jllm.engine import tracing
 from jllm.engine.engine import Engine
 from jllm.engine.layout import Layout, packed_step
 from jllm.engine.tracing import Tracers, TracingFailed, named
 from jllm.errors import ConfigError
+from jllm.hf_config import load_config
 from jllm.hooks import Hooks
 from jllm.param_specs import abstract_params
 from jllm.state import State, make_slots

@@ -11,7 +11,7 @@ from experiments.serving.workload import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.floors import Work
-from jllm.batch import choose_bucket, make_buckets
+from jllm.buckets import choose_bucket, make_buckets
 from pallas_kernels.quantized_weights import QuantizedWeight
 from tests.test_throughput import TINY
 

@@ -11,7 +11,8 @@ from experiments.claims import c13, c14, c18, c19, c20, c27, c32, shapes, unfuse
 from experiments.claims.unfused import NAMES, Fusions
 from jllm.cache import make_cache, parse_kv_cache
 from jllm.model import backbone
-from jllm.pretrained import Model, load
+from jllm.model_value import Model
+from jllm.pretrained import load
 from tests.tiny import CONFIG, tiny_model
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
+from jllm.model_value import Model
 from jllm.param_specs import init_params
-from jllm.pretrained import Model
 from jllm.quant.quantize import quantize
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree

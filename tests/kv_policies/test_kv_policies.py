@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jllm.engine.kv_policy import OnDemand
+from jllm.engine.kv_policy import OnDemand, policy_of
 from jllm.engine.pages import PagePool
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
@@ -14,7 +14,6 @@ from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, RequestError
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Oracle, Quantile
-from jllm.kv_policies.names import policy_of
 from jllm.kv_policies.predicted import Predicted, peak_pages
 from jllm.kv_policies.reserve import Reserve
 from jllm.kv_policies.runs import RunPool

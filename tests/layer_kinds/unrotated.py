@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jllm.attention import AttentionInputs, attention_block, paged_attention
-from jllm.batch import Packed
 from jllm.config import LlamaConfig
 from jllm.fused_linear import norm_linear
 from jllm.linear import linear
+from jllm.paged import Packed
 from jllm.param_specs import layer_types
 from jllm.params import OUT, QKV, MLPParams, Weight, matrix, norm_weight
 from jllm.taps import Tap

@@ -17,19 +17,19 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.channel import Channel, encoded
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.guide import Guide
 from jllm.engine.handover import JOINING, DecodeEngine, PrefillEngine
 from jllm.engine.moved import DevicePages, Handover
-from jllm.engine.plan import Limits
 from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
 from jllm.quant.quantize import quantize
+from jllm.sizes import Limits
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
 from tests.parallel.spread_replicas import JOBS, SIZES, alone, broken, finish, in_time, rest, same, until

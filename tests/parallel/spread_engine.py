@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh
 
 from jllm import fingerprint
-from jllm.batch import Bucket, PromptChunk, ragged_batch
+from jllm.batch import PromptChunk, ragged_batch
+from jllm.buckets import Bucket
 from jllm.cli.main import main
 from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine

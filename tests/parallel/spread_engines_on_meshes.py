@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.disaggregated import Disaggregated
 from jllm.engine.drafters import find_drafter
 from jllm.engine.handover import PrefillEngine

@@ -12,8 +12,8 @@ from experiments import decode_step, qps
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
 from experiments.steps.timer import model_config, random_params
-from jllm.config import load_config
 from jllm.errors import ConfigError
+from jllm.hf_config import load_config
 from jllm.parallel import shares
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.parallel.shares import share_params

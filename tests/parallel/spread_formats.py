@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jllm.batch import PromptChunk, ragged_batch
 from jllm.linear import linear
 from jllm.model import Packed, packed_logits
+from jllm.model_value import Model
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.parallel.shares import share
 from jllm.params import WeightEntry
-from jllm.pretrained import Model
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS
 from jllm.state import init_state

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.cli.main import main
 from jllm.engine import executables
 from jllm.engine.async_engine import AsyncEngine

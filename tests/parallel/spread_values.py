@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jllm.analysis.activations import tap
-from jllm.batch import Bucket, Packed
+from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.hooks import Hooks
 from jllm.model import packed_logits
+from jllm.paged import Packed
 from jllm.quant.quantize import quantize
 from jllm.speculative.ngram import NGram
 from jllm.taps import LAYER, TOP

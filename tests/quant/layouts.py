@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jllm.config import to_hf
+from jllm.hf_config import to_hf
+from jllm.model_value import Model
 from jllm.params import AttentionParams, LayerParams, MLPParams, matrix_entries
-from jllm.pretrained import Model
 from tests.tiny import tiny_model
 
 LINEARS = matrix_entries(LayerParams(AttentionParams, MLPParams))  # by field

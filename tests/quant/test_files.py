@@ -12,8 +12,8 @@ import safetensors.numpy
 import jllm
 from jllm.checkpoint import load_params
 from jllm.checkpoint_saving import save
-from jllm.config import load_config
 from jllm.errors import CheckpointError, ConfigError, OutputError, QuantizationError
+from jllm.hf_config import load_config
 from jllm.params import matrix_modules, with_matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS, Scheme

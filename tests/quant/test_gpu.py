@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.quant.quantize import quantize
 from tests.gpu_models import Job, kernels_of_steps, play

@@ -11,7 +11,7 @@ import pytest
 import jllm
 from jllm.analysis.activations import tap
 from jllm.analysis.own_tokens import own_tokens
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.checkpoint import load_params
 from jllm.checkpoint_saving import save
 from jllm.errors import EvaluationError, QuantizationError

@@ -10,7 +10,7 @@ from experiments.quant_steps import Case, Stage, bars, main, parse_stage
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
 from experiments.steps.speedups import speedups
-from jllm.config import to_hf
+from jllm.hf_config import to_hf
 from jllm.param_specs import abstract_params
 from jllm.params import linears
 from jllm.quant.quantize import quantize

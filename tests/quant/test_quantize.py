@@ -14,11 +14,11 @@ import pytest
 
 import jllm
 from jllm.checkpoint_saving import save
-from jllm.config import load_config
 from jllm.errors import ConfigError, QuantizationError
+from jllm.hf_config import load_config
+from jllm.model_value import Model
 from jllm.param_specs import abstract_params
 from jllm.params import EMBED, HEAD, linears, matrix_modules, with_matrices
-from jllm.pretrained import Model
 from jllm.quant import quantize as module
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
 from jllm.pretrained import load

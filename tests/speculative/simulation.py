@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import Chunks
+from jllm.paged import Chunks
 from jllm.sampling import neutral_sampling, write_row
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.drafter import Advance, Drafts

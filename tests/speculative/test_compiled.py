@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.drafters import copy_of
 from jllm.engine.layout import Layout, packed_step
 from jllm.merge_step import eager_step

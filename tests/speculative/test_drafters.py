@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Chunks
-from jllm.config import load_config
 from jllm.errors import ConfigError, DrafterError
+from jllm.hf_config import load_config
+from jllm.paged import Chunks
 from jllm.param_specs import abstract_params
 from jllm.sampling import neutral_sampling, sample
 from jllm.speculative import draft_model, eagle, levels, medusa

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.drafters import copy_of, find_drafter
 from jllm.engine.drafting import Drafting
 from jllm.engine.engine import Engine

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.ngram import NGram

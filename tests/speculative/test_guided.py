@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jllm import rows, step_draft
-from jllm.batch import choose_bucket
+from jllm.buckets import choose_bucket
 from jllm.engine.engine import Engine
 from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
@@ -26,7 +26,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from jllm.engine.guides import Guided, Guides, words  # noqa: E402
+from jllm.engine.guides import Guided, Guides  # noqa: E402
+from jllm.sampling import words  # noqa: E402
 from tests.engine.test_guided import GUIDES  # noqa: E402
 
 SHAPES = {"chain": chain(3), "tree": BUSHY}

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.batch import Chunks
 from jllm.errors import ConfigError
+from jllm.paged import Chunks
 from jllm.sampling import neutral_sampling
 from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.ngram import NGram

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jllm import rows, step_sample
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.speculative.accept import accept
 from jllm.speculative.ngram import NGram

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import Bucket
+from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.speculative.draft_model import DraftModel

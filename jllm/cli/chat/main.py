@@ -83,7 +83,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
 
 def _sizes(given: dict, sampling: SamplingParams) -> dict:
     """Engine options for one text at a time, whose prompts are mostly short."""
-    from jllm.batch import Bucket
+    from jllm.buckets import Bucket
     from jllm.engine.one_run import options_for_run
 
     options = options_for_run([(256, sampling)], given)

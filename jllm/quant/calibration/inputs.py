@@ -13,8 +13,8 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.linear import embed
 from jllm.model import Packed, tapped_backbone
+from jllm.model_value import Model
 from jllm.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries
-from jllm.pretrained import Model
 from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format
 from pallas_kernels.numerics import compute_dtype

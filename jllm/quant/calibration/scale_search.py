@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
+from jllm.model_value import Model
 from jllm.params import LayerParams, Params, matrices, with_matrices
-from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
     InputStats,

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
+from jllm.model_value import Model
 from jllm.params import LayerParams, Params, matrices
-from jllm.pretrained import Model
 from jllm.quant.calibration.inputs import (
     DELAY,
     InputStats,

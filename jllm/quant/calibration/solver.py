@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
+from jllm.model_value import Model
 from jllm.params import Params, layer_prefix, matrices, matrix_entries, with_matrices
-from jllm.pretrained import Model
 from jllm.quant.calibration.block_scales import search_scales
 from jllm.quant.calibration.inputs import (
     DELAY,
