@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from experiments.steps.devices import Ceilings, ceilings_of
 from experiments.steps.timer import model_config
 from jllm.analysis.outliers import check_strength
-from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError, JllmError, QuantizationError
-from jllm.pretrained import DTYPES
+from jllm.files.load import DTYPES
+from jllm.model.cache import parse_kv_cache
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
 from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.gpus import ask_gpus

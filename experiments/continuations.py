@@ -39,16 +39,16 @@ from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.engine.request import Completion
 from jllm.errors import ConfigError
-from jllm.model import Packed, packed_logits
-from jllm.model_value import Model
-from jllm.params import linears
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.model import Model
+from jllm.model.params import linears
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import PLAIN, PRESETS
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 Row = dict[str, Any]
 SCHEMES = (*(name for name in PRESETS if name not in (PLAIN, "w8a8")), "mxfp8", "nvfp4", "mxfp4")

@@ -24,8 +24,8 @@ from experiments.steps.bars import decode_bars, of_own_kernels
 from experiments.steps.floors import make_floor, step_work
 from experiments.steps.timer import StepTimer, compile_ahead, page_bytes, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
+from jllm.model.params import Params
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.params import Params
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options

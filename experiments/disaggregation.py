@@ -4,8 +4,8 @@
     python -m experiments.disaggregation --simulate --gpus 2 8       # whole models on more of them, simulated
 
 Level -1 merges prompts and decodes in one step; 0 computes them in steps of their own, on one GPU; 1 has a GPU for
-prompts and one for decodes, which pages reach by a copy from device to device (jllm/engine/disaggregated.py). Level 1
-takes two GPUs, so that level -1 is there on two as well, as replicas: these two are what the claim compares.
+prompts and one for decodes, which pages reach by a copy from device to device (jllm/distributed/disaggregated.py).
+Level 1 takes two GPUs. So level -1 runs on two as well, as replicas: the claim compares these two.
 
 Prompts and outputs are of random lengths, half to three halves of --prompt and --output, the same for every level, and
 sent all at once (the throughput), then by Poisson arrivals at each --load, a share of the throughput of level -1 on one
@@ -41,15 +41,15 @@ from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation
 from experiments.steps.links import read_link
 from experiments.steps.timer import model_config, random_params
-from jllm.buckets import Bucket, make_buckets
-from jllm.engine.disaggregated import Disaggregated
+from jllm.distributed.disaggregated import Disaggregated
+from jllm.distributed.handover import joining_buckets
+from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
-from jllm.engine.handover import joining_buckets
 from jllm.engine.options import EngineOptions
-from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.model_value import Model
+from jllm.model.model import Model
+from jllm.step.buckets import Bucket, make_buckets
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive
 

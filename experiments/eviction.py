@@ -8,13 +8,13 @@ import numpy as np
 
 from jllm.analysis.protocols import Window
 from jllm.analysis.scoring import Reader, Sizes, lay_out, read_states
-from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.model import backbone
-from jllm.model_value import Model
-from jllm.paged import Chunks, no_segments
-from jllm.rope import angles
-from pallas_kernels.kv_pages import KVPages, Pages
+from jllm.model.backbone import backbone
+from jllm.model.cache import Cache, make_cache, parse_kv_cache
+from jllm.model.model import Model
+from jllm.model.paged import Chunks, no_segments
+from jllm.model.rope import angles
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 from pallas_kernels.rotary import rotate
 
 PAGE = 16  # tokens

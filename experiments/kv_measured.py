@@ -27,7 +27,7 @@ from experiments.simulation.requests import Sample, Workload
 from jllm.engine.kv_policy import KV_POLICIES
 from jllm.errors import ConfigError
 from jllm.kv_policies.length import Oracle
-from jllm.model_value import Model
+from jllm.model.model import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, natural, positive
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, OutputError, RequestError
-from jllm.fingerprint import of_params
-from jllm.model_value import Model
-from jllm.run_identity import differing, digest, of_machine
-from jllm.tokenizer import Tokenizer
+from jllm.files.fingerprint import of_params
+from jllm.files.run_identity import differing, digest, of_machine
+from jllm.files.tokenizer import Tokenizer
+from jllm.model.model import Model
+from jllm.step.buckets import Bucket
 from pallas_kernels.one_writer import open_alone
 
 SLOTS = 64

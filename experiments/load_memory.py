@@ -23,12 +23,12 @@ import numpy as np
 
 from experiments.arguments import dtype_name
 from experiments.result_file import Row, bar, command_line, record
-from jllm.checkpoint import load_params
 from jllm.config import LlamaConfig
-from jllm.hf_config import to_hf
-from jllm.param_specs import abstract_params, param_specs
+from jllm.files.hf_config import to_hf
+from jllm.files.load_params import load_params
+from jllm.files.safetensors_io import DTYPES, encode_header
+from jllm.model.param_specs import abstract_params, param_specs
 from jllm.quant.schemes import find_scheme
-from jllm.safetensors_io import DTYPES, encode_header
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 

@@ -38,9 +38,9 @@ from experiments.result_file import ResultFile, command_line, refusing, rounded,
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.outliers import plant
 from jllm.errors import ConfigError, between
-from jllm.model import head
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.backbone import head
+from jllm.model.model import Model
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, seed_number

@@ -37,9 +37,9 @@ from jllm.analysis.evaluate import Evaluation, record
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.own_tokens import own_tokens
 from jllm.errors import ConfigError, OutputError
-from jllm.model_value import Model
-from jllm.params import matrices
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.model import Model
+from jllm.model.params import matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.bench.bars import bar

@@ -33,16 +33,16 @@ from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
 from experiments.steps.floors import step_work, token_bytes
 from experiments.steps.sheets import floor_on
 from experiments.texts.read import BUNDLED_TEXT
-from jllm.checkpoint_files import find_model
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError, OutputError
-from jllm.hf_config import load_config
-from jllm.model_value import Model
-from jllm.param_specs import init_params
-from jllm.pretrained import BUNDLED
+from jllm.files.find import find_model
+from jllm.files.hf_config import load_config
+from jllm.files.load import BUNDLED
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
+from jllm.model.tree_bytes import tree_bytes
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
-from jllm.tree_bytes import tree_bytes
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 

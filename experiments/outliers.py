@@ -35,9 +35,9 @@ from jllm.analysis.evaluate import evaluate, record
 from jllm.analysis.outliers import plant
 from jllm.analysis.own_tokens import own_tokens
 from jllm.errors import InputFileError, between
-from jllm.model_value import Model
-from jllm.params import Params
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.model import Model
+from jllm.model.params import Params
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme

@@ -8,7 +8,7 @@ from jllm.errors import ConfigError
 from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Predictor, Quantile
 from jllm.kv_policies.predicted import Predicted
-from jllm.model_value import Model
+from jllm.model.model import Model
 
 LEARNED = "learned:"  # a file's path follows
 PREDICTORS = {"longest": Longest, "quantile": Quantile}

@@ -39,13 +39,13 @@ from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, EvaluationError
-from jllm.model_value import Model
-from jllm.params import Params
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.files.run_identity import digest, of_machine, of_model, of_scheme
+from jllm.model.model import Model
+from jllm.model.params import Params
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
-from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, label
 from pallas_kernels.bench.numbers import positive, seed_number
 

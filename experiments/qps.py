@@ -46,7 +46,7 @@ from experiments.steps.words import ENDLESS
 from jllm.engine.kv_policy import KV_POLICIES
 from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError
-from jllm.model_value import Model
+from jllm.model.model import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options

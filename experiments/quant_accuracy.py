@@ -64,13 +64,13 @@ from experiments.result_file import ResumedFile, command_line
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
-from jllm.checkpoint_files import find_model
 from jllm.errors import ConfigError, JllmError
-from jllm.hf_config import load_config
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED
+from jllm.files.find import find_model
+from jllm.files.hf_config import load_config
+from jllm.files.load import BUNDLED
+from jllm.files.run_identity import digest, of_machine, of_model, of_scheme
+from jllm.model.model import Model
 from jllm.quant.schemes import PLAIN, Scheme, wide_rules
-from jllm.run_identity import digest, of_machine, of_model, of_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
 

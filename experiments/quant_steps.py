@@ -48,11 +48,11 @@ from experiments.steps.timer import (
     step_of,
     stopwatch,
 )
-from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.params import Params
+from jllm.model.cache import parse_kv_cache
+from jllm.model.params import Params
+from jllm.model.tree_bytes import tree_bytes
 from jllm.quant.quantize import quantize
-from jllm.tree_bytes import tree_bytes
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options

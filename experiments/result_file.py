@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jllm.errors import JllmError, OutputError
-from jllm.run_identity import differing
+from jllm.files.run_identity import differing
 from pallas_kernels.bench import result_file
 from pallas_kernels.bench.bars import bar as bar
 from pallas_kernels.bench.command import interruptible
@@ -45,7 +45,7 @@ class ResultFile(result_file.ResultFile):
 
 class ResumedFile(ResultFile):
     """A result that goes on with what an interrupted run left, if that was the same: by command, versions and `run`,
-    which says what else decides its rows (jllm.run_identity).
+    which says what else decides its rows (jllm.files.run_identity).
 
     Within its `with` block `before` has the rows that are there, and the file is replaced as soon as it has as many.
     Raises OutputError where it would replace rows of another run.

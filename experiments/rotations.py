@@ -41,10 +41,10 @@ from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Recorded, evaluate, record
 from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
-from jllm.cache import least_page
-from jllm.model_value import Model
-from jllm.params import Params
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.cache import least_page
+from jllm.model.model import Model
+from jllm.model.params import Params
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from jllm.quant.rotation import quantize_model, rotate

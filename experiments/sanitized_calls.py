@@ -91,7 +91,7 @@ def plain(rows: Any) -> Any:
     """Rows as numbers, whether they are quantized or not."""
     import numpy as np
 
-    from pallas_kernels.quantized_rows import QuantizedRows
+    from pallas_kernels.formats.quantized_rows import QuantizedRows
 
     if not isinstance(rows, QuantizedRows):
         return rows

@@ -43,9 +43,9 @@ from experiments.training.learned_length import Learned
 from jllm.engine.kv_policy import KV_POLICIES
 from jllm.engine.options import PAGE_SIZES, EngineOptions
 from jllm.errors import ConfigError
+from jllm.files.load import BUNDLED, load
 from jllm.kv_policies.extent import OVERFLOWS
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED, load
+from jllm.model.model import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive, positive_number, seed_number
 

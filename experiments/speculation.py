@@ -23,7 +23,7 @@ from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
 from experiments.report.documents import read_result
 from experiments.result_file import draw_all, record
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import non_negative_number, positive

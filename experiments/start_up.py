@@ -4,7 +4,7 @@ that the first start left in files.
     python -m experiments.start_up --config configs/llama-2-7b.json --slots 512
 
 Each start has a process of its own, random weights and an empty compilation cache of JAX's. --processes says how many
-others trace steps beside a cold one (jllm/engine/tracing.py); with several numbers each has its cold start, one after
+others trace steps beside a cold one (jllm/programs/tracing.py); with several numbers each has its cold start, one after
 the other. The bar of a cold start is that of a start without them.
 """
 
@@ -23,11 +23,11 @@ import jax
 from experiments.arguments import claim_memory, dtype_name, known_scheme, scheme_name
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.serving.engines import make_model
-from jllm.cache import parse_kv_cache
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
+from jllm.model.cache import parse_kv_cache
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import natural, positive
 

@@ -34,13 +34,13 @@ from experiments.arguments import add_model_options, claim_memory, config_of, sc
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.timer import KINDS as STEP_KINDS
 from experiments.steps.timer import StepTimer, pool_for, random_params, step_of
-from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
-from jllm.model_value import Model
-from jllm.params import Params
+from jllm.model.model import Model
+from jllm.model.params import Params
+from jllm.step.buckets import Bucket
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import Event, timeline

@@ -4,7 +4,7 @@
     python -m experiments.step_tracing --decodes 64 --chunks 64 --tokens 448
 
 trace_s and lower_s: in this process. taken_in_s: also in this process, where another one traces and lowers the step
-(jllm/engine/tracing.py). With each row come the Mosaic kernels in the module, and the size of its text in MB. A first
+(jllm/programs/tracing.py). With each row come the Mosaic kernels in the module, and the size of its text in MB. A first
 step, which also imports and compiles what later ones share, is not counted. From shapes alone: no weights are there.
 """
 
@@ -22,14 +22,14 @@ import numpy as np
 
 from experiments.arguments import config_of, known_scheme, scheme_name
 from experiments.result_file import command_line, record
-from jllm.buckets import Bucket
-from jllm.cache import make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.layout import Layout, packed_step
-from jllm.engine.tracing import Tracers, named
-from jllm.param_specs import abstract_params
+from jllm.model.cache import make_cache, make_tails, parse_kv_cache
+from jllm.model.param_specs import abstract_params
+from jllm.programs.packed_step import Layout, packed_step
+from jllm.programs.tracing import Tracers, named
 from jllm.quant.quantize import quantize
-from jllm.state import State, make_slots
+from jllm.step.buckets import Bucket
+from jllm.step.state import State, make_slots
 from pallas_kernels.backends import TARGET
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import natural, positive

@@ -53,11 +53,11 @@ from experiments.steps.timer import (
     stopwatch,
 )
 from jllm.config import LlamaConfig
-from jllm.engine.layout import pack_chunks
 from jllm.errors import ConfigError
-from jllm.memory import free_memory, is_host
-from jllm.params import Params
-from jllm.tree_bytes import tree_bytes
+from jllm.model.params import Params
+from jllm.model.tree_bytes import tree_bytes
+from jllm.parallel.memory import free_memory, is_host
+from jllm.programs.packed_step import pack_chunks
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, positive_number

@@ -41,16 +41,16 @@ from experiments.training.drafters import (
 from experiments.training.drafters_fit import Loss, Recipe, fit
 from experiments.training.drafters_texts import STORED, Continuation, Texts, know_rows, make_texts
 from experiments.training.fit import row_nats
-from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
-from jllm.drafter_files import DRAFTS, save_heads
 from jllm.engine.options import MOST_DRAFTS
 from jllm.errors import ConfigError, OutputError
-from jllm.model_value import Model
-from jllm.param_specs import init_params
-from jllm.params import Params
-from jllm.pretrained import BUNDLED, load
-from jllm.sampling import Sampling, neutral_sampling
+from jllm.files.drafters import DRAFTS, save_heads
+from jllm.files.load import BUNDLED, load
+from jllm.files.save import save
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
+from jllm.model.params import Params
+from jllm.model.sampling import Sampling, neutral_sampling
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.tree import chain

@@ -34,8 +34,8 @@ from experiments.training.learned_length import Learned, fingerprint, save_learn
 from experiments.training.length_fit import Recipe, bins_of, fit, make_edges
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, OutputError
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED, load
+from jllm.files.load import BUNDLED, load
+from jllm.model.model import Model
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import non_negative_number, portion, positive, positive_number, seed_number
 

@@ -28,12 +28,12 @@ from tqdm import tqdm
 from experiments.needles import VOCAB, draw, questions
 from experiments.result_file import ResultFile, make_folder
 from experiments.training.later import optax
-from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import JllmError, OutputError
-from jllm.model import Packed, packed_logits
-from jllm.param_specs import init_params
-from jllm.params import Params
+from jllm.files.save import save
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.param_specs import init_params
+from jllm.model.params import Params
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive, positive_number, seed_number

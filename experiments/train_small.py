@@ -21,11 +21,11 @@ from experiments.result_file import ResultFile
 from experiments.training.data import Book, read_books, train_tokenizer
 from experiments.training.fit import BLOCK, STORED, Recipe, Validation, begin, make_validation, train
 from experiments.training.resume import FILE, forget, keep, kept
-from jllm.checkpoint import load_params
-from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
-from jllm.run_identity import digest
+from jllm.files.load_params import load_params
+from jllm.files.run_identity import digest
+from jllm.files.save import save
 from pallas_kernels.bench.command import INTERRUPTED, Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import seed_number
 

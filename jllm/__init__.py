@@ -25,6 +25,9 @@ GONE = {  # names that were here, and what takes their place
     "KVStore": _SNAPSHOTS,
     "StoringEngine": _SNAPSHOTS,
     "LengthPredictorError": "experiments.training.learned_length has it",
+    "checkpoint_saving": "jllm.save",
+    "drafter_files": "jllm.load_drafter",
+    "snapshot": "jllm.load_snapshot and jllm.save_snapshot",
 }
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
@@ -33,8 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         return _submodule(name)
     value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # later look-ups do not come here
-    return value
+    return globals().setdefault(name, value)  # later look-ups do not come here; `step` is bound already, see step/
 
 
 def _submodule(name: str) -> Any:

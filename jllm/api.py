@@ -6,15 +6,15 @@ from numbers import Integral
 from pathlib import Path
 from typing import Unpack
 
-from jllm.compile_cache import find_compile_cache
 from jllm.engine.checks import Array, Prompt, token_ids
 from jllm.engine.engine import Engine
-from jllm.engine.executables import jax_cache_is_on
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import RequestError, counted
-from jllm.model_value import Model
+from jllm.model.model import Model
+from jllm.programs.executables import jax_cache_is_on
+from jllm.programs.folder import find_compile_cache
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def generate(
     num_pages, max_step_tokens, kv_cache, ...). Completions come in the order of the prompts, n for each.
 
     Steps are compiled before the first of them runs, with progress on a terminal, and kept where the command keeps its
-    own (compile_cache.py) for the next time, unless JAX keeps them itself; executables=FOLDER keeps them there, and
+    own (programs/folder.py) for the next time, unless JAX keeps them itself; executables=FOLDER keeps them there, and
     executables=None nowhere.
     """
     done = {(p.prompt, p.sample): p.completion for p in stream(model, prompts, sampling, **options) if p.completion}

@@ -110,4 +110,4 @@ class LlamaConfig:
     @staticmethod
     def from_hf(*_: Any, **__: Any) -> NoReturn:
         """Raises AttributeError: the name is gone."""
-        raise AttributeError("LlamaConfig.from_hf is gone: use jllm.hf_config.from_hf")
+        raise AttributeError("LlamaConfig.from_hf is gone: use jllm.files.hf_config.from_hf")

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels import kv_formats
-from pallas_kernels.kv_formats import LARGEST_CODE, KVFormat
-from pallas_kernels.kv_pages import KVPages, Pages
-from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_formats import STORED as CODES
+from pallas_kernels.formats import kv_formats
+from pallas_kernels.formats.kv_formats import LARGEST_CODE, KVFormat
+from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_formats import STORED as CODES
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 

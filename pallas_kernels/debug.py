@@ -4,8 +4,8 @@ Kernels trust lengths and page tables. A wrong entry reads another sequence's ke
 import jax
 import numpy as np
 
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import Segments, as_numbers
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.segments import Segments, as_numbers
 
 
 def check_decode_values(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

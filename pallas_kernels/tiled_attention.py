@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hadamard import turn
-from pallas_kernels.kv_pages import KVPages, gather, gather_tokens
-from pallas_kernels.kv_tail import is_new, newest
-from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.segments import WORD
+from pallas_kernels.formats.hadamard import turn
+from pallas_kernels.formats.kv_pages import KVPages, gather, gather_tokens
+from pallas_kernels.formats.kv_tail import is_new, newest
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.segments import WORD
 
 KV_BLOCK = 128  # tokens; a multiple of every page size supported
 

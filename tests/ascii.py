@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
 from tests.tiny import CONFIG
 
 EOS, FIRST = 2, 3

@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import TypeCheckError
 
-from jllm.attention import rms_norm
-from jllm.batch import PromptChunk, ragged_batch
-from jllm.cache import COPIES, copy_pages
-from jllm.hooks import Hooks
-from jllm.merge_step import eager_step
-from jllm.model import head, packed_logits
-from jllm.paged import Packed
+from jllm.model.attention import rms_norm
+from jllm.model.backbone import head, packed_logits
+from jllm.model.cache import COPIES, copy_pages
+from jllm.model.hooks import Hooks
+from jllm.model.paged import Packed
+from jllm.model.rope import angles
+from jllm.model.sampling import Draws, make_counts
+from jllm.model.shapes import CHECKED
+from jllm.model.shards import share_params
+from jllm.model.taps import LAYER, TOP
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize
-from jllm.rope import angles
-from jllm.sampling import Draws, make_counts
-from jllm.shapes import CHECKED
 from jllm.speculative.ngram import NGram
-from jllm.state import Guidance, Variant, init_state
-from jllm.taps import LAYER, TOP
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.merge import eager_step
+from jllm.step.state import Guidance, Variant, init_state
 from tests.tiny import tiny_model
 
 EVERYTHING = (*(f"layers.0.{name}" for name in LAYER), *TOP)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jllm.checkpoint_saving import save
 from jllm.config import LlamaConfig
-from jllm.param_specs import abstract_params
+from jllm.files.save import save
+from jllm.model.param_specs import abstract_params
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jllm.engine.engine import Engine
-from jllm.engine.layout import packed_step
 from jllm.engine.request import Completion, SamplingParams
-from jllm.model_value import Model
-from jllm.param_specs import init_params
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
+from jllm.programs.packed_step import packed_step
 from jllm.quant.quantize import quantize
 from tests.kernels_of import kernels_of
 from tests.tiny import CONFIG

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jllm.buckets import Bucket
+from jllm.step.buckets import Bucket
 
 PARITY = Path(__file__).parent / "data" / "parity"
 FAMILIES = sorted(p.name for p in PARITY.iterdir() if (p / "expected.npz").exists())

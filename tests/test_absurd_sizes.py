@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import jllm
-from jllm import checkpoint
-from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError, NoRoomError
-from jllm.hf_config import from_hf, to_hf
-from jllm.param_specs import init_params
+from jllm.files import load_params as checkpoint
+from jllm.files.hf_config import from_hf, to_hf
+from jllm.files.save import save
+from jllm.model.param_specs import init_params
 from jllm.quant.quantize import quantize
 from tests.tiny import tiny_model
 

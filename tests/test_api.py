@@ -8,13 +8,15 @@ import jax
 import pytest
 
 import jllm
-from jllm import SamplingParams, api, step_forward
-from jllm.buckets import Bucket
-from jllm.engine import compiling, executables
+from jllm import SamplingParams, api
 from jllm.engine.engine import Engine
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords, EngineOptions
 from jllm.errors import ConfigError, RequestError
+from jllm.programs import compiler as compiling
+from jllm.programs import executables
+from jllm.step import forward as step_forward
+from jllm.step.buckets import Bucket
 from tests.tiny import greedy, tiny_model
 
 
@@ -26,7 +28,7 @@ def model():
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("jllm.compile_cache.sys.platform", "linux")
+    monkeypatch.setattr("jllm.programs.folder.sys.platform", "linux")
     return tmp_path / "jllm" / "steps"
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
 from pallas_kernels.backends import choose
+from pallas_kernels.formats.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.matmul.api import BACKENDS as PRODUCT
 from pallas_kernels.swiglu.api import BACKENDS as GATED
-from pallas_kernels.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.weight_only_matmul.config import Config, candidates, check_faster
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests import test_lm_eval
+from tests.analysis import test_lm_eval
 from tests.conftest import skipped_lines
 
 BLOCK = """import sys
@@ -39,7 +39,7 @@ def test_device_tests_are_collected_without_development_packages(tmp_path):
 def test_what_was_skipped_is_said_with_the_command_that_runs_it():
     """At the end of a run; of lm-eval's tests one by one, since of a module that skips itself a worker says nothing."""
     (reason,) = (mark.kwargs["reason"] for mark in test_lm_eval.pytestmark if mark.name == "skipif")
-    why = ("tests/test_lm_eval.py", 1, f"Skipped: {reason}")
-    reports = [SimpleNamespace(nodeid=f"tests/test_lm_eval.py::test_{name}", longrepr=why) for name in "ab"]
-    assert skipped_lines(reports) == [f"skipped: 2 of tests/test_lm_eval.py: {reason}"]
+    why = ("tests/analysis/test_lm_eval.py", 1, f"Skipped: {reason}")
+    reports = [SimpleNamespace(nodeid=f"tests/analysis/test_lm_eval.py::test_{name}", longrepr=why) for name in "ab"]
+    assert skipped_lines(reports) == [f"skipped: 2 of tests/analysis/test_lm_eval.py: {reason}"]
     assert "`uv run --extra eval pytest`" in reason

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.buckets import Bucket
-from jllm.cache import make_cache, parse_kv_cache
-from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.engine.request import SamplingParams
-from jllm.hf_config import load_config
-from jllm.model_value import Model
-from jllm.param_specs import init_params
-from jllm.state import State, make_slots
+from jllm.files.hf_config import load_config
+from jllm.model.cache import make_cache, parse_kv_cache
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
+from jllm.programs.packed_step import Layout, pack_chunks, packed_step
+from jllm.step.buckets import Bucket
+from jllm.step.state import State, make_slots
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import kernels_of, of_step
 from tests.parity import OPTIONS, PARITY, expected

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
+from jllm.step.buckets import Bucket
 from tests.gpu_models import LAYERS, Job, kernel_model, kernels_of_steps, play
 from tests.kernels_of import of_step
 

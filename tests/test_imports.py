@@ -1,4 +1,4 @@
-"""Imports point one way: experiments -> jllm -> pallas_kernels, and inside jllm from what serves to what is pure."""
+"""Checks that imports point one way: experiments -> jllm -> pallas_kernels, and inside jllm along ORDER."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -7,33 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PURE = {
-    "errors", "hf_fields", "config", "memory", "shapes", "params", "param_specs", "linear", "fused_linear",
-    "weight_inputs",
-    "rope", "taps", "sampling", "batch", "cache", "attention", "attention_weights", "hooks", "mlp", "model",
-    "merge_step", "step_forward", "step_sample", "step_draft", "state", "rows", "parallel", "speculative",
-}  # fmt: skip
-FILES = {
-    "chat_template", "tokenizer", "vocabulary", "safetensors_io", "checkpoint", "checkpoint_files",
-    "checkpoint_saving", "stored_names", "fingerprint", "fit", "pretrained", "compile_cache", "run_identity",
-    "snapshot", "drafter_files", "messages",
-}  # fmt: skip
-BELOW_ENGINE = PURE | FILES | {"quant"}
-MAY_IMPORT = {  # room of jllm -> rooms of jllm, beside itself
-    **dict.fromkeys(PURE, PURE),
-    **dict.fromkeys(FILES | {"quant"}, BELOW_ENGINE),
-    "engine": BELOW_ENGINE,
-    "kv_policies": BELOW_ENGINE | {"engine"},
-    "api": BELOW_ENGINE | {"engine"},
-    "analysis": BELOW_ENGINE | {"engine", "api"},
-    "cli": BELOW_ENGINE | {"engine", "api"},
-    "generate": {"cli", "api"},
-    "__main__": {"errors"},  # it runs commands by name
-    "chat": {"cli"},
-    "serve": BELOW_ENGINE | {"engine", "cli"},
-}
-# The engine's options name policies; nothing else of the engine knows them.
-BY_NAME = {("engine/options.py", "kv_policies")}
+ORDER = """
+errors config parallel model quant speculative guides step files programs engine
+api distributed kv_policies analysis cli chat generate serve batch __main__
+""".split()  # folders and files of jllm: each imports only what stands before it
 OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
 
 
@@ -69,15 +46,12 @@ def test_packages_point_one_way():
 
 def test_rooms_of_jllm_point_one_way():
     rooms = {path.stem for path in (ROOT / "jllm").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - {"__init__"} == MAY_IMPORT.keys()
+    assert rooms - {"__init__"} == set(ORDER)
     for path, name in imports_of("jllm"):
         parts, room = name.split("."), Path(path.parts[1]).stem
-        if parts[0] != "jllm" or room == "__init__":
+        if parts[0] != "jllm" or room == "__init__" or parts[1] not in rooms:
             continue
-        target = parts[1]
-        if target in rooms:
-            allowed = MAY_IMPORT[room] | {room} | {to for of, to in BY_NAME if path.match(of)}
-            assert target in allowed, f"{path} imports {name}"
+        assert ORDER.index(parts[1]) <= ORDER.index(room), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

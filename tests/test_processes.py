@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
+from jllm.step.buckets import Bucket
 from tests.tiny import one_size, serve, tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ PROCESS = """
 
     import time
     import jllm
-    from jllm.engine.compiling import Compiler
+    from jllm.programs.compiler import Compiler
     from tests.parallel.meshes import on_mesh
     from tests.test_processes import PARAMS, PROMPTS, SIZES
     from tests.tiny import tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import jllm.batch
+import jllm.step.batch
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +23,6 @@ def test_shapes_of_signatures():
 
 
 def test_the_example_of_a_batch():
-    found = doctest.testmod(jllm.batch)
+    found = doctest.testmod(jllm.step.batch)
     assert found.attempted
     assert not found.failed

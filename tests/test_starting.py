@@ -12,7 +12,7 @@ from experiments import NEED_GPU, TRAINING
 from jllm.__main__ import COMMANDS as OF_JLLM
 from jllm.errors import how_to_install
 from pallas_kernels import starting
-from tests.test_experiment_help import COMMANDS, ROOT
+from tests.experiments.test_experiment_help import COMMANDS, ROOT
 
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
-from jllm.model import Packed, packed_logits
-from jllm.model_value import Model
-from jllm.params import AttentionParams, LayerParams, MLPParams, Params
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.model import Model
+from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params
+from jllm.step.buckets import Bucket
 
 CONFIG = LlamaConfig(
     "LlamaForCausalLM",

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from jllm.errors import ConfigError
-from jllm.model_value import Model
-from jllm.params import map_linears
+from jllm.files.run_identity import digest
+from jllm.model.model import Model
+from jllm.model.params import map_linears
 from jllm.quant.schemes import Scheme
-from jllm.run_identity import digest
-from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.formats.kv_formats import KVFormat
 
 KVFormats = KVFormat | tuple[KVFormat, KVFormat]
 

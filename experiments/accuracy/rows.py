@@ -17,15 +17,15 @@ from jllm.analysis.activations import compare_layers, tap
 from jllm.analysis.evaluate import Evaluation, Part, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.protocols import find_protocol
-from jllm.cache import KVCache, cache_bytes, least_page, make_cache, parse_kv_cache
-from jllm.model_value import Model
-from jllm.params import Params, linears
+from jllm.model.cache import KVCache, cache_bytes, least_page, make_cache, parse_kv_cache
+from jllm.model.model import Model
+from jllm.model.params import Params, linears
 from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import Scheme, find_scheme
-from pallas_kernels import quantized_weights
-from pallas_kernels.kv_formats import FP8, KVFormat, decode, encode
-from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_formats import WeightFormat, check_shape
+from pallas_kernels.formats import quantized_weights
+from pallas_kernels.formats.kv_formats import FP8, KVFormat, decode, encode
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_formats import WeightFormat, check_shape
 
 Row = dict[str, Any]
 AnyScheme = str | Scheme | Quantizer

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from experiments.accuracy.rows import AnyScheme, kv_taken, rounded_by
-from jllm.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.errors import ConfigError, JllmError
-from jllm.model import Paged, backbone
-from jllm.model_value import Model
+from jllm.model.backbone import Paged, backbone
+from jllm.model.cache import least_page, make_cache, make_tails, parse_kv_cache, with_tails
+from jllm.model.model import Model
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.kv_pages import RowMap
+from pallas_kernels.formats.kv_pages import RowMap
 
 TOKENS, PAGE = 128, 16  # of the step that is tried
 

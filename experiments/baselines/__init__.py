@@ -18,7 +18,7 @@ from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.loop import Loop
 from jllm.engine.scheduler import Scheduler
-from jllm.model_value import Model
+from jllm.model.model import Model
 
 BASELINES = {
     "batching": ("merge", "static", "separate"), "prefill": ("ragged", "padded"), "sampling": ("threshold", "sort"),

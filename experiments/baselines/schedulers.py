@@ -6,7 +6,7 @@ from typing import Any, Self
 from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
 
 
 @dataclass(frozen=True)

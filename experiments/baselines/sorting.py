@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jllm.sampling import Sampling, sample_reference
+from jllm.model.sampling import Sampling, sample_reference
 
 
 def draw_by_sorting(

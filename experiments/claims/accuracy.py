@@ -8,8 +8,8 @@ from experiments.accuracy.rows import scheme_found
 from experiments.claims.claim import Row
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, record
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED
+from jllm.files.load import BUNDLED
+from jllm.model.model import Model
 
 DOCUMENTS, TOY_DOCUMENTS = 16, 2  # of a text, from its beginning
 CHARACTERS, TOY_CHARACTERS = 30_000, 4_000  # of a text that is one document

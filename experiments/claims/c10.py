@@ -16,11 +16,11 @@ from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_o
 from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, spread
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
-from jllm.params import linears
-from pallas_kernels.kv_formats import KVFormat
-from pallas_kernels.quantized_weights import decode
-from pallas_kernels.quantized_weights import encode as encode_weight
-from pallas_kernels.weight_formats import WeightFormat
+from jllm.model.params import linears
+from pallas_kernels.formats.kv_formats import KVFormat
+from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.formats.quantized_weights import encode as encode_weight
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 CODES = ("int8", "int4")
 GROUPS, SMALLER = (8, 16, 32, 64), (2, 4)  # what serves, and what could be

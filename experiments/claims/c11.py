@@ -29,8 +29,8 @@ from experiments.claims.contest import ROUNDS, contest, contest_of
 from experiments.claims.serving import make_model, workload
 from experiments.serving.workload import half_interval
 from experiments.steps.timer import StepTimer, chunk_of, layout_of, pool_for
-from jllm.engine.layout import pack_chunks
-from jllm.model_value import Model
+from jllm.model.model import Model
+from jllm.programs.packed_step import pack_chunks
 
 BATCHES = (4, 16, 64)  # prompts in a step
 GROUPED = 512  # prompts of the workload that are put into groups

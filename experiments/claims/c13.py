@@ -35,8 +35,8 @@ from experiments.claims.shapes import config_of, random_params
 from experiments.step_profile import table
 from experiments.steps.timer import decoding_at
 from jllm.config import LlamaConfig
-from jllm.linear import linear
-from jllm.params import Params
+from jllm.model.linear import linear
+from jllm.model.params import Params
 from pallas_kernels.bench.measure import timeline
 
 DECODE = {

@@ -13,7 +13,7 @@ from experiments.accuracy.rows import rounded, weight_error
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, of_subject
 from experiments.claims.claim import Answer, Claim, Row, in_most, spread
 from jllm.analysis.evaluate import Evaluation
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.weight_formats import parse_weight_format
 
 GROUPS = (16, 32, 64)
 COMPARED = ("kl", "added")

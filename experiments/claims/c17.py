@@ -19,7 +19,7 @@ from experiments.claims.simulated import Bench, Todo, cell
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
 from experiments.training.learned_length import load_learned
-from jllm.pretrained import load
+from jllm.files.load import load
 
 PREDICTOR = Path(__file__).parents[1] / "workloads" / "stories_length.safetensors"
 QUANTILES = (0.5, 0.7, 0.9)

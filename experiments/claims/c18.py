@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from experiments.claims.claim import Answer, Claim, Interval, Row, change_of, in_all, in_most, percents
 from experiments.claims.shapes import config_of, random_params
 from experiments.claims.unfused import NAMES, Fusions, layers, split
-from jllm.cache import make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.paged import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
+from jllm.model.cache import make_cache, parse_kv_cache
+from jllm.model.paged import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
 
 CASES = (("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
 TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))

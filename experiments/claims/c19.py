@@ -30,11 +30,11 @@ from experiments.steps.timer import decode_steps
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
-from jllm.model_value import Model
-from jllm.params import Params
-from jllm.sampling import sample
-from jllm.state import Outputs
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
+from jllm.model.model import Model
+from jllm.model.params import Params
+from jllm.model.sampling import sample
+from jllm.step.state import Outputs
 from pallas_kernels.backends import on_hopper
 
 PREFILL, DECODE = (1024,), (1, 256)  # tokens of one prompt; sequences

@@ -24,10 +24,10 @@ from experiments.claims.c5 import NOISE
 from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, microseconds, spread
 from experiments.steps.timer import StepTimer, page_bytes, pool_for, step_of
 from jllm.config import LlamaConfig
-from jllm.hf_config import load_config
-from jllm.param_specs import init_params
-from jllm.params import Params
-from pallas_kernels.kv_pages import gather
+from jllm.files.hf_config import load_config
+from jllm.model.param_specs import init_params
+from jllm.model.params import Params
+from pallas_kernels.formats.kv_pages import gather
 from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention.bench import inputs
 from pallas_kernels.prefill_attention.cases import Case

@@ -24,7 +24,7 @@ from experiments.serving.engines import pages_of_h200
 from experiments.simulate import Costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes
-from jllm.memory import free_memory
+from jllm.parallel.memory import free_memory
 
 CONFIG = Path(__file__).parents[2] / "configs" / f"{MODEL}.json"
 WIDE, SMALL = "bf16", "int8-g8"

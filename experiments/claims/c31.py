@@ -20,7 +20,7 @@ from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, spread
 from experiments.claims.decoding import Run, compiled, contiguous, moved_bytes, paged, size
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.decode_attention.cases import BENCH_CASES, Case
-from pallas_kernels.kv_pages import KVPages, gather
+from pallas_kernels.formats.kv_pages import KVPages, gather
 
 CELLS = ((1, 1024), (16, 1024), (64, 1024), (128, 2048))
 FORMATS = ("int8-g8", "int4-g32")

@@ -14,7 +14,7 @@ from experiments.accuracy.measured_speed import source_of
 from experiments.claims.c5 import NOISE
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, interval_of, spread
 from experiments.steps.cost_model import model_shapes
-from jllm.tree_bytes import tree_bytes
+from jllm.model.tree_bytes import tree_bytes
 
 OURS = ("default", "mosaic")  # backends; the first is the second on a Hopper GPU
 WIDE = "bfloat16"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, measured_rows, microseconds, spread
 from experiments.claims.contest import SAMPLING, contest, gain_holds, gain_of, gain_words
-from jllm.sampling import Sampling, neutral_sampling, sample, sample_reference
+from jllm.model.sampling import Sampling, neutral_sampling, sample, sample_reference
 from pallas_kernels.backends import on_hopper
 
 ASKED = "top-k, top-p"

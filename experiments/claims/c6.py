@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from experiments.claims.accuracy import BUNDLED_SUBJECT, Subject, judge_of, kept, of_subject, percent
 from experiments.claims.claim import Answer, Claim, Row, all_hold, in_all, in_most
-from jllm.cache import parse_kv_cache
 from jllm.errors import ConfigError
-from jllm.hf_config import load_config
-from pallas_kernels.kv_formats import bytes_per_token
+from jllm.files.hf_config import load_config
+from jllm.model.cache import parse_kv_cache
+from pallas_kernels.formats.kv_formats import bytes_per_token
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 MEMORY, TOKENS, PAGE = 40 << 30, 1024, 16

@@ -16,7 +16,7 @@ from experiments import quant_steps
 from experiments.accuracy.measured_speed import STEPS, newest, source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Interval, Row, in_all, in_most, interval_of, spread
 from experiments.steps.speedups import speedups, speedups_in_turn
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
 from pallas_kernels.backends import on_hopper
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"

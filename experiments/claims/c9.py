@@ -17,9 +17,9 @@ from experiments.claims.accuracy import BUNDLED_SUBJECT, Judge, Subject, judge_o
 from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, spread
 from jllm.analysis.activations import tap
 from jllm.analysis.protocols import encode, find_protocol
-from jllm.params import matrices
-from pallas_kernels.quantized_rows import KINDS, LARGEST
-from pallas_kernels.rounding import to_float8
+from jllm.model.params import matrices
+from pallas_kernels.formats.quantized_rows import KINDS, LARGEST
+from pallas_kernels.formats.rounding import to_float8
 
 TOKENS, TOY_TOKENS = 512, 32
 READ = {

@@ -17,7 +17,7 @@ from experiments.claims.claim import Row
 from experiments.claims.shapes import config_of, random_params
 from experiments.qps import measure, parse_args
 from experiments.serving.workload import WORKLOAD, Request, read_workload
-from jllm.model_value import Model
+from jllm.model.model import Model
 from jllm.quant.quantize import quantize
 
 KEPT = (

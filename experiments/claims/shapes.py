@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.hf_config import load_config
-from jllm.param_specs import init_params
-from jllm.params import Params
+from jllm.files.hf_config import load_config
+from jllm.model.param_specs import init_params
+from jllm.model.params import Params
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOY: dict[str, Any] = {

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.fused_linear import norm_linear, silu_mul
-from jllm.linear import linear
-from jllm.model import Paged
-from jllm.params import LayerParams
-from jllm.rope import angles
+from jllm.model.backbone import Paged
+from jllm.model.fused_linear import norm_linear, silu_mul
+from jllm.model.linear import linear
+from jllm.model.params import LayerParams
+from jllm.model.rope import angles
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import plan as plan_decode
-from pallas_kernels.kv_pages import KVPages, gather, write
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.kv_pages import KVPages, gather, write
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rotary import rotate

@@ -15,13 +15,13 @@ from tqdm import tqdm
 from experiments.arguments import check_backend
 from experiments.drafts.workloads import WORKLOADS
 from experiments.result_file import bar
-from jllm.buckets import Bucket
 from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.model_value import Model
-from jllm.pretrained import load
+from jllm.files.load import load
+from jllm.model.model import Model
+from jllm.step.buckets import Bucket
 
 Row = dict[str, Any]
 DRAFTERS = {"ngram": 7, "draft": 4, "medusa": 4, "eagle": 4}  # and the drafts of a chain where it is fixed

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.steps.timer import Pool, StepTimer
-from jllm.buckets import Bucket
 from jllm.config import LlamaConfig
-from jllm.engine.layout import Layout, packed_step
-from jllm.params import Params
-from jllm.sampling import Sampling, sample
+from jllm.model.params import Params
+from jllm.model.sampling import Sampling, sample
+from jllm.programs.packed_step import Layout, packed_step
 from jllm.speculative.drafter import Advance, Drafter, Drafts, Proposal
 from jllm.speculative.tree import Tree
-from jllm.state import State, init_drafts
+from jllm.step.buckets import Bucket
+from jllm.step.state import State, init_drafts
 
 DRAWN, OTHER = 1, 0  # the token that every step draws, and one that none does
 

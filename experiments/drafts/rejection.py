@@ -18,17 +18,17 @@ import numpy as np
 from experiments.arguments import check_backend
 from experiments.drafts.acceptance import DRAFTS, Served, interval, serve
 from experiments.drafts.workloads import stories
-from jllm.buckets import Bucket
 from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.model import packed_logits
-from jllm.model_value import Model
-from jllm.paged import Packed
-from jllm.pretrained import load
+from jllm.files.load import load
+from jllm.model.backbone import packed_logits
+from jllm.model.model import Model
+from jllm.model.paged import Packed
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.quantized_copy import QuantizedCopy
+from jllm.step.buckets import Bucket
 
 Row = dict[str, Any]
 DRAWS = 64  # from each pair of distributions

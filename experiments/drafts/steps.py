@@ -12,7 +12,7 @@ from experiments.result_file import bar
 from experiments.steps.timer import StepTimer, compile_ahead, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.params import Params
+from jllm.model.params import Params
 from jllm.quant.quantize import quantize
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import MOST_NODES, chain

@@ -8,7 +8,7 @@ text that repeats itself its greedy continuation does so too, for its own reason
 from collections.abc import Iterator
 
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
 
 BEGINNING = 24  # tokens of a story's prompt
 

@@ -14,21 +14,21 @@ from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
 from experiments.steps.timer import random_params
 from experiments.steps.words import words_tokenizer
+from jllm.distributed.replicas import Replicas
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.kv_policy import Policy
-from jllm.engine.layout import WHOLE
 from jllm.engine.placement import find_placements
-from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError
-from jllm.hf_config import load_config
-from jllm.model_value import Model
+from jllm.files.hf_config import load_config
+from jllm.files.load import load
+from jllm.model.model import Model
+from jllm.model.tree_bytes import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.pretrained import load
-from jllm.state import Outputs
-from jllm.tree_bytes import tree_bytes
+from jllm.programs.packed_step import WHOLE
+from jllm.step.state import Outputs
 
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options that make the engine's KV policy
 DEVICE_BYTES = 139 << 30  # of an H200, where there is none

@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments.result_file import rounded
 from experiments.serving.workload import PERCENTILES, Request, Row, half_interval, percentile
 from experiments.steps import wire
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
 
 
 def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:

@@ -11,8 +11,8 @@ import numpy as np
 from experiments.serving.engines import sampling_of
 from experiments.serving.workload import Request, Row, Served, repeat_row
 from experiments.steps.words import ENDLESS, is_guided
+from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
-from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.simulation.replicas import added, serve
 from experiments.simulation.requests import Arrival, Sample
 from experiments.simulation.run import Simulation, Tally, _Live
-from jllm.engine.handover import JOINING
+from jllm.distributed.handover import JOINING
 from jllm.engine.moved import DevicePages
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler

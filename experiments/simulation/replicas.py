@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from experiments.simulation.requests import Arrival
 from experiments.simulation.run import Simulation, Tally
-from jllm.engine.routing import route
+from jllm.distributed.routing import route
 
 
 def serve(engines: Sequence[Simulation], coming: Iterable[Arrival]) -> list[Tally]:

@@ -15,17 +15,17 @@ from experiments.serving.workload import EACH_TOKEN, FIRST_TOKEN, PERCENTILES
 from experiments.simulation.requests import Arrival
 from experiments.steps.cost_model import CostModel
 from experiments.steps.floors import work_of
-from jllm.buckets import choose_bucket
 from jllm.config import LlamaConfig
+from jllm.distributed.routing import Load
 from jllm.engine.metrics import Histogram
 from jllm.engine.options import EngineOptions, resolve
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
-from jllm.engine.routing import Load
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.kv_policies.length import Oracle
-from jllm.sizes import EngineSizes
+from jllm.programs.sizes import EngineSizes
+from jllm.step.buckets import choose_bucket
 
 Row = dict[str, Any]
 NO_PREFIX = 1 << 62  # tokens of a page for a load that knows of no prefixes, as the scheduler here has none

@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jllm.buckets import Bucket
 from jllm.engine.trace import Sink, read_trace
 from jllm.errors import InputFileError
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
+from jllm.step.buckets import Bucket
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from experiments.steps.floors import Work, step_work
 from experiments.steps.timer import layout_of
-from jllm.engine.layout import Layout
+from jllm.programs.packed_step import Layout
 
 
 @dataclass(frozen=True)

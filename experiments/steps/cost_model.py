@@ -21,9 +21,9 @@ from experiments.steps.devices import REFERENCE, device_sheet
 from experiments.steps.floors import Floor, Work, make_floor, step_work, token_bytes
 from jllm.config import LlamaConfig
 from jllm.errors import InputFileError
-from jllm.hf_config import load_config
-from jllm.model_value import Model
-from jllm.param_specs import init_params
+from jllm.files.hf_config import load_config
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
 from jllm.quant.quantize import quantize
 
 Row = dict[str, Any]

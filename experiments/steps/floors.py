@@ -15,19 +15,19 @@ from typing import Any
 import jax
 
 from experiments.steps.devices import Ceilings
-from jllm.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
-from jllm.model_value import Model
+from jllm.model.cache import cache_bytes, make_cache, parse_kv_cache
+from jllm.model.model import Model
+from jllm.model.params import Params, linears
+from jllm.model.shards import whole_params
+from jllm.model.tree_bytes import tree_bytes
 from jllm.parallel.mesh import ranks_of
-from jllm.parallel.shares import whole_params
-from jllm.params import Params, linears
-from jllm.sizes import Limits
-from jllm.tree_bytes import tree_bytes
-from pallas_kernels.quantized_weights import QuantizedWeight
+from jllm.programs.sizes import Limits
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from experiments.steps.cost_model import (
 from experiments.steps.devices import REFERENCE, Ceilings, DeviceSheet, device_sheet
 from experiments.steps.floors import Floor, make_floor
 from jllm.errors import InputFileError
-from jllm.model_value import Model
+from jllm.model.model import Model
 
 MEMORY_SHARE = 0.9  # of a device's memory, that weights, K and V may take
 

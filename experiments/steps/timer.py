@@ -17,21 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.batch import PromptChunk
-from jllm.buckets import Bucket
-from jllm.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine.layout import Layout, pack_chunks, packed_step
 from jllm.errors import ConfigError
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
+from jllm.model.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
+from jllm.model.param_specs import init_params, param_specs
+from jllm.model.params import EMBED, HEAD, Params, layer_prefix
+from jllm.model.sampling import Draws
+from jllm.model.shards import random_share
 from jllm.parallel.ranks import WHOLE, place, placed_shapes
-from jllm.parallel.shares import random_share
-from jllm.param_specs import init_params, param_specs
-from jllm.params import EMBED, HEAD, Params, layer_prefix
+from jllm.programs.packed_step import Layout, pack_chunks, packed_step
 from jllm.quant.quantize import check_shapes, formats_by_weight, quantize
 from jllm.quant.schemes import PLAIN, Formats, Scheme
-from jllm.sampling import Draws
-from jllm.state import SPREAD, Slots, State, Variant, make_slots, place_state
+from jllm.step.batch import PromptChunk
+from jllm.step.buckets import Bucket
+from jllm.step.state import SPREAD, Slots, State, Variant, make_slots, place_state
 
 KINDS = ("decode", "prefill")
 UNLIMITED = 1 << 30  # tokens of a sequence

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from jllm.engine.guide import Guide
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
+from jllm.guides.guide import Guide
 
 ENDLESS = Guide.regex(r"[ a-z]+\.")  # and no token has a full stop
 

@@ -17,7 +17,7 @@ import jllm
 from experiments.result_file import refusing
 from experiments.texts.read import BUNDLED_TEXT
 from jllm.errors import OutputError
-from jllm.model_value import Model
+from jllm.model.model import Model
 from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.numbers import positive
 

@@ -20,19 +20,19 @@ import numpy as np
 from jax import lax
 
 from experiments.training.data import Rows
-from jllm.attention import rms_norm
 from jllm.config import LlamaConfig
-from jllm.fused_linear import norm_linear
-from jllm.linear import embed, linear
-from jllm.mlp import mlp_block
-from jllm.model import backbone, head, packed_logits
-from jllm.paged import Packed
-from jllm.params import Params
-from jllm.rope import angles
-from jllm.sampling import Sampling, sample
+from jllm.model.attention import rms_norm
+from jllm.model.backbone import backbone, head, packed_logits
+from jllm.model.fused_linear import norm_linear
+from jllm.model.linear import embed, linear
+from jllm.model.mlp import mlp_block
+from jllm.model.paged import Packed
+from jllm.model.params import Params
+from jllm.model.rope import angles
+from jllm.model.sampling import Sampling, sample
+from jllm.model.taps import Tap
 from jllm.speculative.eagle import EagleHead
 from jllm.speculative.medusa import MedusaHead, head_logits
-from jllm.taps import Tap
 from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.rotary import rotate

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from experiments.training.later import optax
 from jllm.errors import ConfigError
-from jllm.params import Params
+from jllm.model.params import Params
 
 Loss = Callable[[Any, Params, Any], jax.Array]  # of a drafter's weights, the target's, and a batch of texts
 

@@ -19,10 +19,10 @@ from jllm.api import stream
 from jllm.config import LlamaConfig
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, OutputError
-from jllm.fingerprint import of_params
-from jllm.model_value import Model
-from jllm.params import Params
-from jllm.run_identity import differing, digest, of_machine
+from jllm.files.fingerprint import of_params
+from jllm.files.run_identity import differing, digest, of_machine
+from jllm.model.model import Model
+from jllm.model.params import Params
 
 SLOTS = 64
 SHORTEST, LONGEST = 4, 128  # tokens of a prompt

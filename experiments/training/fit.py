@@ -1,8 +1,8 @@
-"""Training a small LLaMA: the recipe, the loss, steps of AdamW, and the loop that validates and stops.
+"""Trains a small LLaMA: the recipe, the loss, steps of AdamW, and the loop that validates and stops.
 
-Training runs the library's own forward pass (jllm.model, no cache) over rows packed with passages. The text is small,
-so the danger is learning it by heart: every epoch cuts it into other passages, units are dropped out, and training
-stops when the validation loss has ceased to fall; the weights to keep are those where it was lowest.
+Training runs the library's own forward pass (jllm.model.backbone, no cache) over rows packed with passages. The text is
+small, and a model could learn it by heart. So every epoch cuts it into other passages, and units are dropped out.
+Training stops when the validation loss no longer falls, and keeps the weights where it was lowest.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from experiments.training.data import Book, Rows, batches, cut_passages, encode,
 from experiments.training.later import optax
 from experiments.training.resume import Kept
 from jllm.config import LlamaConfig
-from jllm.model import Packed, packed_logits
-from jllm.param_specs import init_params
-from jllm.params import Params, Weight, with_matrices
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.param_specs import init_params
+from jllm.model.params import Params, Weight, with_matrices
 from pallas_kernels.backends import TRAINING
 
 BLOCK = 10  # training steps a dispatch

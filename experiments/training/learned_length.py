@@ -25,7 +25,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 FORMAT = "jllm-length-predictor-1"
 BAG, LAST, STOPS = 512, 256, 32  # buckets that tokens, the last tokens, and stop strings are hashed to

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jllm.errors import InputFileError, OutputError
-from jllm.run_identity import differing
+from jllm.files.run_identity import differing
 
 FILE = "training_state.npz"
 

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import Taps, backbone, head, head_taps, tapped_backbone
-from jllm.model_value import Model
-from jllm.paged import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
-from jllm.params import Params
-from jllm.taps import resolve_taps
-from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.segments import MOST_ROWS
+from jllm.model.backbone import Taps, backbone, head, head_taps, tapped_backbone
+from jllm.model.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
+from jllm.model.model import Model
+from jllm.model.paged import Chunks, Packed, Paged, ShortSegments, no_chunks, no_segments, paged_batch
+from jllm.model.params import Params
+from jllm.model.taps import resolve_taps
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.segments import MOST_ROWS
 
 _run = partial(jax.jit, static_argnames=("config", "backend"))(
     lambda params, config, batch, backend: backbone(params, config, batch, None, backend=backend)[0]
@@ -68,8 +68,9 @@ def tap(
     segment: int = 1,
     backend: str | None = None,
 ) -> Taps:
-    """The values that `names` (see jllm.taps) stand for, of one sequence i32[T], as serving computes them: name ->
-    [T, ...].
+    """Returns the values [T, ...] that `names` (see jllm.model.taps) stand for, by name, as serving computes them.
+
+    tokens: one sequence i32[T].
 
     The first `prompt` tokens (None: all) are one prompt's, the others go through decode `segment` at a time (as drafted
     tokens do; the last segment may have fewer), over a paged cache of format `kv_cache`. Raises EvaluationError for

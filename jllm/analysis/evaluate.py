@@ -21,11 +21,11 @@ import numpy as np
 from jllm.analysis.progress import digest_of, fingerprint, open_progress
 from jllm.analysis.protocols import Protocol, Window, encode, find_protocol, windows_of
 from jllm.analysis.scoring import Reader, Scores, Sizes, read_states, score_windows
-from jllm.cache import KVCache
 from jllm.engine.options import EngineOptions
 from jllm.errors import EvaluationError
-from jllm.model_value import Model
-from jllm.run_identity import of_machine
+from jllm.files.run_identity import of_machine
+from jllm.model.cache import KVCache
+from jllm.model.model import Model
 
 Text = str | Sequence[int]
 

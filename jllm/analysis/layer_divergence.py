@@ -12,9 +12,9 @@ from jllm.analysis.activations import residuals
 from jllm.analysis.scoring import score_rows
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import Packed, backbone
-from jllm.model_value import Model
-from jllm.params import LayerParams, Params
+from jllm.model.backbone import Packed, backbone
+from jllm.model.model import Model
+from jllm.model.params import LayerParams, Params
 
 
 def divergence_by_layer(

@@ -40,8 +40,8 @@ from tqdm import tqdm
 
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
-from jllm.model_value import Model
-from jllm.pretrained import BUNDLED, load
+from jllm.files.load import BUNDLED, load
+from jllm.model.model import Model
 from pallas_kernels.starting import INTERRUPTED, raise_interrupts
 
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

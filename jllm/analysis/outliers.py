@@ -18,11 +18,11 @@ import numpy as np
 
 from jllm.analysis.activations import residuals
 from jllm.errors import QuantizationError
-from jllm.model_value import Model
-from jllm.params import LayerParams, Params, matrices
+from jllm.model.model import Model
+from jllm.model.params import LayerParams, Params, matrices
 from jllm.quant.calibration.migration import migrate, scale_keys
 from jllm.quant.quantize import weight_formats
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 def plant(

@@ -7,7 +7,7 @@ import numpy as np
 from jllm.api import generate
 from jllm.engine.request import SamplingParams
 from jllm.errors import EvaluationError
-from jllm.model_value import Model
+from jllm.model.model import Model
 
 
 def own_tokens(model: Model, *, rows: int = 32, length: int = 256, seed: int = 0, **options: Any) -> np.ndarray:

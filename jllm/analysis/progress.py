@@ -17,8 +17,8 @@ import numpy as np
 
 from jllm.analysis.scoring import Scores
 from jllm.errors import EvaluationError
-from jllm.fingerprint import of_params
-from jllm.model_value import Model
+from jllm.files.fingerprint import of_params
+from jllm.model.model import Model
 from pallas_kernels.one_writer import open_alone
 
 Key = dict[str, Any]

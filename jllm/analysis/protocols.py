@@ -9,7 +9,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError, TokenizerError
 
 if TYPE_CHECKING:
-    from jllm.tokenizer import Tokenizer
+    from jllm.files.tokenizer import Tokenizer
 
 CHOICES = {"last": ("drop", "short", "full"), "bos": ("tokenizer", "always", "never"), "unit": ("token", "word")}
 

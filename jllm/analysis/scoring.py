@@ -18,15 +18,15 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.analysis.protocols import Window
-from jllm.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
-from jllm.model import backbone, head
-from jllm.model_value import Model
-from jllm.paged import Chunks, Paged, no_segments, paged_batch
-from jllm.params import Params
-from jllm.sampling import token_logprobs
-from jllm.step_forward import PROMPT_LOGPROB_ROWS
+from jllm.model.backbone import backbone, head
+from jllm.model.cache import Cache, KVCache, make_cache, make_tails, parse_kv_cache, with_tails
+from jllm.model.model import Model
+from jllm.model.paged import Chunks, Paged, no_segments, paged_batch
+from jllm.model.params import Params
+from jllm.model.sampling import token_logprobs
+from jllm.step.forward import PROMPT_LOGPROB_ROWS
 
 Scores = dict[str, np.ndarray]  # by name, of tokens in order
 lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jllm.cli.display import one_line
-from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
+from jllm.guides.guide import Guide
 
 DESCRIPTION = """\
 Continue text with a LLaMA-like language model: prompts in, text out, as it is generated. Without a

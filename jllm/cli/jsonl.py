@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jllm.engine.guide import Guide
-from jllm.engine.guide_schema import read_float
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError
-from jllm.messages import check_messages
-from jllm.run_identity import differing
+from jllm.files.messages import check_messages
+from jllm.files.run_identity import differing
+from jllm.guides.guide import Guide
+from jllm.guides.guide_schema import read_float
 from pallas_kernels.one_writer import open_alone
 
 STDIN = Path("-")
@@ -37,7 +37,9 @@ class Job:
     sampling: SamplingParams
     where: str = ""  # how to name it in an error
     made_with: Mapping[str, Any] = field(default_factory=dict)  # what was asked for besides: model, scheme, formats
-    run: Mapping[str, str] = field(default_factory=dict)  # jllm.run_identity: what that was, whatever it is called
+    run: Mapping[str, str] = field(
+        default_factory=dict
+    )  # jllm.files.run_identity: what that was, whatever it is called
     open_ended: bool = False  # nothing says how many new tokens: the default, or as many as there is room for
 
 

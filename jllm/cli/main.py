@@ -21,10 +21,10 @@ from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
     from jllm.api import Prompt
-    from jllm.engine.async_engine import Request
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
-    from jllm.tokenizer import Tokenizer
+    from jllm.files.tokenizer import Tokenizer
+    from jllm.serve.async_engine import Request
 
 WITHOUT_TOKENIZER = (
     "put its tokenizer.json or tokenizer.model beside its weights, or give token ids: "

@@ -14,9 +14,9 @@ from jllm.cli.interrupt import INTERRUPTED
 from jllm.errors import JllmError, counted
 
 if TYPE_CHECKING:
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
@@ -35,7 +35,7 @@ def run_command(run: Callable[[], int]) -> int:
         note(f"error: {error}")
         return 2
     except RuntimeError as error:
-        from jllm.memory import out_of_memory  # which loads JAX, as whoever raised this did
+        from jllm.parallel.memory import out_of_memory  # which loads JAX, as whoever raised this did
 
         if not out_of_memory(error):
             raise
@@ -74,14 +74,14 @@ def compile_cache(args: Namespace) -> Path | None:
     """The folder for compiled steps; none if there is to be none, or cannot be."""
     if args.no_compile_cache:
         return None
-    from jllm.compile_cache import find_compile_cache
+    from jllm.programs.folder import find_compile_cache
 
     return find_compile_cache(args.compile_cache)
 
 
 def load_model(folder: Path, args: Namespace) -> "Model":
     """Loads the model in a folder, as the flags ask for it."""
-    from jllm.pretrained import load
+    from jllm.files.load import load
 
     numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
     return load(folder, **numbers, eos_token_ids=args.eos_token_id)
@@ -89,8 +89,8 @@ def load_model(folder: Path, args: Namespace) -> "Model":
 
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
     """An engine; or several, each on a device, or on a mesh as the model is."""
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
 
     return Engine(model, **options) if replicas is None else Replicas(model, replicas, **options)
 

@@ -17,8 +17,8 @@ from jllm.errors import counted
 if TYPE_CHECKING:
     from jllm.api import Prompt
     from jllm.cli.sinks import Sink
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
     from jllm.engine.request import Event
 
 
@@ -35,15 +35,15 @@ def made_with(args: Namespace) -> dict[str, Any]:
 
 def model_folder(args: Namespace) -> Path:
     """The directory that is meant, downloaded where it has to be."""
-    from jllm.checkpoint_files import find_model
-    from jllm.pretrained import BUNDLED
+    from jllm.files.find import find_model
+    from jllm.files.load import BUNDLED
 
     return find_model(BUNDLED if args.model is None else args.model)
 
 
 def run_identity(model: Path, args: Namespace) -> dict[str, str]:
     """What `made_with` is here and now."""
-    from jllm.run_identity import of_machine, of_model, of_scheme
+    from jllm.files.run_identity import of_machine, of_model, of_scheme
 
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
     return of_model(model) | scheme | of_machine()

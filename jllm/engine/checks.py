@@ -15,7 +15,7 @@ from jllm.errors import RequestError, TooLongError
 from jllm.parallel.mesh import has_processes
 
 if TYPE_CHECKING:
-    from jllm.tokenizer import Tokenizer
+    from jllm.files.tokenizer import Tokenizer
 
 
 Array = np.ndarray | jax.Array

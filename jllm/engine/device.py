@@ -13,36 +13,36 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jllm import fingerprint
-from jllm.buckets import Bucket
-from jllm.cache import parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.engine import between_steps
-from jllm.engine.between_steps import padded
-from jllm.engine.executables import Executables, jax_cache_is_on
-from jllm.engine.layout import FORWARD, SAMPLE, WHOLE, Layout
 from jllm.engine.model_checks import check_model
 from jllm.engine.moved import DevicePages, pack_pages, unpack_pages
 from jllm.engine.options import EngineOptions, drafter_of
 from jllm.engine.packing import pack_plan
 from jllm.engine.placement import Placement, on
 from jllm.engine.plan import StepPlan
-from jllm.engine.programs import Programs
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
-from jllm.engine.step_shapes import StepShapes
 from jllm.errors import EngineClosed, SnapshotError
-from jllm.memory import Memory
-from jllm.model import Cache
-from jllm.paged import NOWHERE
-from jllm.parallel.kv_heads import distinct, repeated
+from jllm.files import fingerprint
+from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
+from jllm.model.backbone import Cache
+from jllm.model.cache import parse_kv_cache
+from jllm.model.kv_heads import distinct, repeated
+from jllm.model.paged import NOWHERE
+from jllm.model.params import Params
+from jllm.parallel.memory import Memory
 from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, place
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
-from jllm.params import Params
-from jllm.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
-from jllm.state import Outputs, State, Variant, init_state, spread_drafter
-from jllm.step_forward import Logits
+from jllm.programs.executables import Executables, jax_cache_is_on
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE, Layout
+from jllm.programs.programs import Programs
+from jllm.programs.step_shapes import StepShapes
+from jllm.step import between_steps
+from jllm.step.between_steps import padded
+from jllm.step.buckets import Bucket
+from jllm.step.forward import Logits
+from jllm.step.state import Outputs, State, Variant, init_state, spread_drafter
 
 
 @dataclass(frozen=True)

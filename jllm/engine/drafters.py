@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jllm.drafter_files import KINDS, load_drafter
 from jllm.engine.options import check_drafts
 from jllm.errors import ConfigError, DrafterError, QuantizationError
+from jllm.files.drafters import KINDS, load_drafter
 from jllm.quant.quantize import quantize
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.ngram import NGram
@@ -14,7 +14,7 @@ from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}

@@ -10,25 +10,25 @@ import jax
 
 from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
 from jllm.engine.device import Device
+from jllm.engine.draft_policy import DraftCounts
 from jllm.engine.drafters import with_drafter
-from jllm.engine.drafting import DraftCounts
-from jllm.engine.guides import Guides
-from jllm.engine.live import Live
 from jllm.engine.loop import Beside, DeviceLost, Loop, first_line
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
 from jllm.engine.options import EngineKeywords, make_options
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.reuse import known_tokens
+from jllm.engine.samples import Live
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import known_tokens
 from jllm.engine.turns import Turns, in_turn
 from jllm.errors import EngineClosed, RequestError, SnapshotError
-from jllm.sizes import EngineSizes
-from jllm.snapshot import Snapshot, join
+from jllm.files.snapshot import Snapshot, join
+from jllm.guides.matcher import Guides
+from jllm.programs.sizes import EngineSizes
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 
 class Engine:

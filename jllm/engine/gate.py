@@ -19,14 +19,14 @@ from dataclasses import fields, replace
 from functools import reduce
 from operator import or_
 
-from jllm.engine.live import variant_for
 from jllm.engine.plan import StepPlan
-from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
+from jllm.engine.samples import variant_for
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.sampling import Draws
-from jllm.state import Variant
+from jllm.model.sampling import Draws
+from jllm.programs.programs import Programs
+from jllm.step.state import Variant
 
 SLOW = 2.0  # seconds that requests wait, after which the log says so
 LOG = logging.getLogger(__name__)

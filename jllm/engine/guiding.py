@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jllm.engine.device import InFlight
-from jllm.engine.guides import Guided
-from jllm.engine.live import Live
+from jllm.engine.samples import Live
 from jllm.engine.sequence import Sequence
+from jllm.guides.matcher import Guided
 
 Proposed = tuple[Any, Any]  # Outputs.drafts on the host
 

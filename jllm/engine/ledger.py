@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 
 from jllm.config import LlamaConfig
-from jllm.engine.guides import Matcher
-from jllm.engine.live import Live, Samples
 from jllm.engine.metrics import RequestCounts, Times
 from jllm.engine.output import OutputText
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.samples import Live, Samples
 from jllm.engine.sequence import Sequence
 from jllm.engine.texts import PendingEvent, Texts
 from jllm.errors import RequestError
-from jllm.model_value import end_ids
-from jllm.state import Outputs
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
+from jllm.guides.matcher import Matcher
+from jllm.model.model import end_ids
+from jllm.step.state import Outputs
 
 Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence, its number of rows in a step, the first, their tokens
 CUT = ("abort", "deadline")  # the finish reasons of samples that were not let go on

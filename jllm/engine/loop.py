@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 
 from jllm.engine.device import Device, InFlight
-from jllm.engine.drafting import drafting_of
+from jllm.engine.draft_policy import drafting_of
 from jllm.engine.gate import Gate
-from jllm.engine.guides import guides_of
 from jllm.engine.guiding import Proposed, guided_samples
 from jllm.engine.ledger import Ledger
-from jllm.engine.live import Live, Samples, take_prompt_scores
 from jllm.engine.options import EngineOptions
 from jllm.engine.plan import StepPlan
+from jllm.engine.samples import Live, Samples, take_prompt_scores
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
-from jllm.memory import out_of_memory
-from jllm.state import Outputs
+from jllm.guides.matcher import guides_of
+from jllm.parallel.memory import out_of_memory
+from jllm.step.state import Outputs
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 
 class DeviceLost(Exception):

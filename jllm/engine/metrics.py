@@ -8,12 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Any, Self
 
-from jllm.engine.compiling import Compiled
-from jllm.engine.drafting import DraftCounts
+from jllm.engine.draft_policy import DraftCounts
 from jllm.engine.plan import ScheduleCounts
 from jllm.engine.prefix_cache import PrefixCounts
-from jllm.engine.programs import Programs
 from jllm.engine.scheduler import Scheduler
+from jllm.programs.compiler import Compiled
+from jllm.programs.programs import Programs
 
 PERCENTILES = (50, 90, 95, 99)
 

@@ -7,11 +7,11 @@ import jax
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError
-from jllm.linear import linear
+from jllm.model.linear import linear
+from jllm.model.params import HEAD, Params, linears
 from jllm.parallel.mesh import has_processes
-from jllm.params import HEAD, Params, linears
 from pallas_kernels.backends import DETERMINISTIC
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 
 def check_model(params: Params, config: LlamaConfig, options: EngineOptions) -> None:

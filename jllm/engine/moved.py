@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jllm.engine.request import SamplingParams, TokenLogprob
-from jllm.model import Cache
-from jllm.snapshot import Snapshot, gather_pages
+from jllm.files.snapshot import Snapshot, gather_pages
+from jllm.model.backbone import Cache
 
 
 class Begun(NamedTuple):

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from numbers import Integral
 from typing import Any
 
-from jllm.buckets import Bucket
 from jllm.engine.options import MAX_SLOTS
 from jllm.engine.request import SamplingParams
+from jllm.step.buckets import Bucket
 
 
 def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,20 +6,20 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
 
-from jllm.buckets import Bucket, make_buckets
-from jllm.cache import KVCache, shared_block
 from jllm.config import LlamaConfig
 from jllm.engine.kv_policy import Policy, policy_of
 from jllm.engine.plan import most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
-from jllm.hf_fields import MOST
-from jllm.hooks import Hooks
-from jllm.sizes import EngineSizes, Limits
+from jllm.files.hf_fields import MOST
+from jllm.model.cache import KVCache, shared_block
+from jllm.model.hooks import Hooks
+from jllm.programs.sizes import EngineSizes, Limits
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import MOST_NODES
+from jllm.step.buckets import Bucket, make_buckets
 from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
-from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.formats.kv_formats import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # by default

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from jllm.tokenizer import StreamDecoder
+from jllm.files.tokenizer import StreamDecoder
 
 
 class OutputText:

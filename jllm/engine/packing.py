@@ -4,11 +4,11 @@ from dataclasses import fields
 
 import numpy as np
 
-from jllm.batch import PromptChunk, fill_batch
-from jllm.engine.layout import Layout
 from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
-from jllm.sampling import STOP_IDS, Penalties, Sampling
+from jllm.model.sampling import STOP_IDS, Penalties, Sampling
+from jllm.programs.packed_step import Layout
+from jllm.step.batch import PromptChunk, fill_batch
 
 # What users set and the device acts on; other fields of SamplingParams are the host's.
 NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}

@@ -8,9 +8,9 @@ or is preempted.
 
 from jllm.engine.kv_policy import Policy
 from jllm.engine.plan import PlanParts, ScheduleCounts
+from jllm.engine.reuse import Sharing
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import Sharing
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
 
 
 class PageTables:

@@ -13,7 +13,7 @@ from jllm.parallel.mesh import has_processes, make_mesh, ranks_of, spread
 from jllm.parallel.ranks import STACKED
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 type Placement = jax.Device | Mesh
 

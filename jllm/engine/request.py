@@ -8,12 +8,12 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jllm.engine.guide import Guide
 from jllm.errors import RequestError, UnknownParameterError
-from jllm.sampling import MAX_LOGIT_BIAS
+from jllm.guides.guide import Guide
+from jllm.model.sampling import MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
-    from jllm.sampling import Draws
+    from jllm.model.sampling import Draws
 
 
 def _suggests_names[C](cls: type[C]) -> type[C]:
@@ -122,7 +122,7 @@ class SamplingParams:
     @property
     def draws(self) -> "Draws":
         """What it takes to draw this request's tokens."""
-        from jllm.sampling import Draws  # imports jax, which --help does without
+        from jllm.model.sampling import Draws  # imports jax, which --help does without
 
         if self.temperature == 0:
             return Draws.GREEDY

@@ -6,22 +6,22 @@ from typing import Any
 
 import jax
 
-from jllm.buckets import Bucket
-from jllm.cache import make_tails, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
-from jllm.fit import SCHEMES, page_bytes, step_bytes, would_fit
-from jllm.memory import gib, is_host
-from jllm.params import Params
+from jllm.files.fit import SCHEMES, page_bytes, step_bytes, would_fit
+from jllm.model.cache import make_tails, parse_kv_cache
+from jllm.model.params import Params
+from jllm.model.sampling import words
+from jllm.model.tree_bytes import tree_bytes
+from jllm.parallel.memory import gib, is_host
+from jllm.programs.sizes import EngineSizes
+from jllm.programs.step_room import largest
 from jllm.quant.quantize import quantize, weight_formats
-from jllm.sampling import words
-from jllm.sizes import EngineSizes
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import chain
-from jllm.state import make_slots
-from jllm.step_room import largest
-from jllm.tree_bytes import tree_bytes
+from jllm.step.buckets import Bucket
+from jllm.step.state import make_slots
 
 CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
 SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here

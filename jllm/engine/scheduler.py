@@ -20,7 +20,7 @@ never the first that runs. So the oldest of all, which is the first in this orde
 run to end: with equal priorities every request ends. A request starves as long as enough of lower values keep coming.
 
 What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
-(sharing.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
+(reuse.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
 seq.computed counts those as well that the plan will bring to pages of its own (copies, loads).
 """
 
@@ -33,10 +33,10 @@ from operator import attrgetter
 from jllm.engine.kv_policy import PAGED, Policy
 from jllm.engine.page_tables import PageTables
 from jllm.engine.plan import Chunk, PlanParts, ScheduleCounts, StepPlan
+from jllm.engine.reuse import ReusedPrefix
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import ReusedPrefix
 from jllm.errors import RequestError
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
 
 
 class Scheduler(PageTables):
@@ -50,7 +50,7 @@ class Scheduler(PageTables):
 
     policy is the KV policy (see kv_policy.py); by default pages on demand.
 
-    prefix_cache: pages outlive their sequences, for others that begin alike (see sharing.py).
+    prefix_cache: pages outlive their sequences, for others that begin alike (see reuse.py).
 
     draft_rows tells how many rows a decode may have at most, of limits.short_rows, in a step of some decodes, with
     prompts or without; by default all.

@@ -7,7 +7,7 @@ from jllm.engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from jllm.engine.moved import DevicePages
-    from jllm.snapshot import Snapshot
+    from jllm.files.snapshot import Snapshot
 
 
 @dataclass(eq=False, slots=True)

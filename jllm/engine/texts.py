@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from jllm.engine.live import Live
 from jllm.engine.request import Event
+from jllm.engine.samples import Live
 
 FEW = 64  # tokens, whose text is made at once: a step of so few is waiting for its device, not for its host
 

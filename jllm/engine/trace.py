@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jllm.buckets import Bucket
 from jllm.engine.plan import StepPlan
 from jllm.engine.sequence import Sequence
 from jllm.errors import InputFileError, OutputError
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
+from jllm.step.buckets import Bucket
 
 VERSION = 1
 KINDS = ("engine", "request", "step", "end")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, between, counted
-from jllm.memory import free_memory, is_host
+from jllm.parallel.memory import free_memory, is_host
 from pallas_kernels.all_reduce import MeshAxis
 
 AXIS = "model"

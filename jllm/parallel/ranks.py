@@ -1,7 +1,7 @@
 """Functions of a model on a mesh: each device runs the same function of one device, on its share.
 
-Weights are stacks of the ranks' shares, [ranks, ...] along the mesh (shares.py). KV pages [N, K, ...] are spread along
-their heads. All else is alike on all ranks, as are the numbers that they compute from it."""
+Weights are stacks of the ranks' shares, [ranks, ...] along the mesh (model/shards.py). KV pages [N, K, ...] are
+sharded along their heads. All else is replicated, and so are the values that ranks compute from it."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps

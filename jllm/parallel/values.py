@@ -1,8 +1,7 @@
-"""Values inside of a layer (jllm.taps) on a mesh: whole where they are tapped or edited, in parts where a device goes
-on with them.
+"""Moves values inside a layer (model/taps.py) on a mesh: whole for taps and edits, in parts for the device itself.
 
 What devices compute alike is whole everywhere. The others have parts along axis 1, each a device's share of heads, KV
-heads or MLP columns; merged ones have a share of each of their parts, as weights have (shares.py)."""
+heads or MLP columns; merged ones have a share of each of their parts, as weights have (model/shards.py)."""
 
 from collections.abc import Sequence
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import CheckpointError
-from pallas_kernels.block_floats import nan_scales
-from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_codes import pack4
-from pallas_kernels.weight_formats import WeightFormat, check_shape, padded
+from pallas_kernels.formats.block_floats import nan_scales
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_codes import pack4
+from pallas_kernels.formats.weight_formats import WeightFormat, check_shape, padded
 
 _SPLIT = (128, 64, 32)  # groups that one scale of a whole row is repeated for
 

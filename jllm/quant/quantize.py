@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.parallel.shares import fits, on_whole
-from jllm.param_specs import LeafSpec, param_specs, weight_specs
-from jllm.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
+from jllm.model.param_specs import LeafSpec, param_specs, weight_specs
+from jllm.model.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
+from jllm.model.shards import fits, on_whole
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
-from pallas_kernels.quantized_weights import QuantizedWeight, encode
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 DELAY = 2  # seconds after which a progress bar shows
 

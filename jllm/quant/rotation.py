@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import QuantizationError
-from jllm.parallel.shares import share, whole
-from jllm.param_specs import param_specs
-from jllm.params import AttentionParams, LayerParams, MLPParams, Params
+from jllm.model.param_specs import param_specs
+from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params
+from jllm.model.shards import share, whole
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import ROTATIONS, Scheme, find_scheme
-from pallas_kernels.hadamard import turn
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.hadamard import turn
+from pallas_kernels.formats.numerics import compute_dtype
 
 if TYPE_CHECKING:
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from jllm.errors import QuantizationError
-from pallas_kernels.block_floats import KINDS
-from pallas_kernels.weight_formats import LLM_INT8, WeightFormat, check_shape, parse_weight_format
+from pallas_kernels.formats.block_floats import KINDS
+from pallas_kernels.formats.weight_formats import LLM_INT8, WeightFormat, check_shape, parse_weight_format
 
 PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
 ROTATIONS = ("kv", "all")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jllm.engine.request import Completion, Event, TokenLogprob
+from jllm.files.tokenizer import Tokenizer
 from jllm.serve.errors import HttpError, http_error
 from jllm.serve.requests import Served, Wanted
 from jllm.serve.talk import Talk
 from jllm.serve.tool_parser import Part
-from jllm.tokenizer import Tokenizer
 
 CUT = ("deadline", "abort")  # how the engine ends a sample that the API has no word for: "length", with end_reason
 LEAST = -9999.0  # in place of log-probabilities that JSON cannot write, as vLLM does

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jllm.engine.async_engine import AsyncEngine, Stream
 from jllm.errors import RequestError
 from jllm.serve.answers import Answer
+from jllm.serve.async_engine import AsyncEngine, Stream
 from jllm.serve.errors import HttpError
 from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, while_connected
 from jllm.serve.metrics import Exporter

@@ -22,9 +22,9 @@ from jllm.serve.arguments import add_served_model, served_name
 from jllm.serve.errors import HttpError, http_error
 
 if TYPE_CHECKING:
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.checks import Prompt
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
     from jllm.serve.batch_answers import PromptKey
     from jllm.serve.batch_file import Task
     from jllm.serve.requests import Served, Wanted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.cli.jsonl import OTHER_FILE, read_lines, written_lines
 from jllm.errors import InputFileError, OutputError
-from jllm.run_identity import digest
+from jllm.files.run_identity import digest
 from jllm.serve.errors import HttpError, bad
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from jllm.cli.jsonl import Job, jobs_of, read_lines, settings_of
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, InputFileError, OutputError, how_to_install
-from jllm.run_identity import digest
+from jllm.files.run_identity import digest
 from jllm.serve.batch_file import Task, tasks_of
 
 SHARDS = "part-*.jsonl"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jllm.cli.jsonl import Job, record, to_json
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import CheckpointError, JllmError, OutputError
-from jllm.run_identity import differing
+from jllm.files.run_identity import differing
 from jllm.serve.batch_file import answer_line, parse
 from jllm.serve.batch_rows import Row, Shard
 from jllm.serve.errors import http_error
@@ -31,7 +31,7 @@ Prompts = list[tuple[list[int], SamplingParams]]
 def identify(args: Namespace) -> dict[str, str]:
     """What the model is, and the packages. Raises CheckpointError where this machine lacks its files."""
     from jllm.cli.run import model_folder
-    from jllm.run_identity import PACKAGES, of_model, of_scheme, version_of
+    from jllm.files.run_identity import PACKAGES, of_model, of_scheme, version_of
 
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
     return of_model(model_folder(args)) | scheme | {name: version_of(name) for name in PACKAGES}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jllm.messages import shown
+from jllm.files.messages import shown
 from jllm.serve.errors import HttpError, bad
 
 

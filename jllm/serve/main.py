@@ -15,9 +15,9 @@ from jllm.errors import ConfigError, JllmError, how_to_install
 from jllm.serve.arguments import api_key, parse_args, served_name
 
 if TYPE_CHECKING:
+    from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.engine.replicas import Replicas
-    from jllm.model_value import Model
+    from jllm.model.model import Model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +60,10 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: {how_to_install('serve')}") from None
-    from jllm.checkpoint_files import find_model
     from jllm.cli.generation_config import warn_of_ignored
     from jllm.cli.process import compile_cache, load_model, make_engine, plain_warnings
-    from jllm.pretrained import BUNDLED
+    from jllm.files.find import find_model
+    from jllm.files.load import BUNDLED
 
     folder = find_model(BUNDLED if args.model is None else args.model)
     with plain_warnings():
@@ -79,8 +79,8 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
 async def _serve(
     args: argparse.Namespace, key: str | None, listener: socket.socket, model: "Model", engine: "Engine | Replicas"
 ) -> None:
-    from jllm.engine.async_engine import AsyncEngine
     from jllm.serve.app import make_app
+    from jllm.serve.async_engine import AsyncEngine
     from jllm.serve.http import Limits
     from jllm.serve.requests import Served
     from jllm.serve.server import make_server, run

@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from jllm.engine.checks import Prompt, fitted, token_ids
-from jllm.engine.guide import Guide
-from jllm.engine.guide_schema import read_float
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
-from jllm.messages import check_only, shown
+from jllm.files.messages import check_only, shown
+from jllm.files.tokenizer import Tokenizer
+from jllm.guides.guide import Guide
+from jllm.guides.guide_schema import read_float
 from jllm.serve import fields
 from jllm.serve.errors import TOO_LONG, HttpError, bad
 from jllm.serve.fields import check_fields
 from jllm.serve.tools import Tools, read_tools
-from jllm.tokenizer import Tokenizer
 
 MOST_STOPS = 16  # strings that end a completion
 COMPLETION_TOKENS = 16  # unless the body says

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jllm.engine.request import Completion, Event
-from jllm.messages import check_only, shown
+from jllm.files.messages import check_only, shown
 from jllm.serve.answers import Answer, ending
 from jllm.serve.errors import HttpError, bad, http_error
 from jllm.serve.fields import BOTH, Neutral, check_fields, one_of

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from jllm.engine.async_engine import AsyncEngine
 from jllm.errors import counted
+from jllm.serve.async_engine import AsyncEngine
 from jllm.serve.http import Limits
 
 LAST_WORDS = 5  # seconds that answers may take after their requests have ended

@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from jllm.files.tokenizer import Tokenizer
 from jllm.serve.tool_formats import CALLS
 from jllm.serve.tool_parser import Part, Shown
 from jllm.serve.tools import Tools
-from jllm.tokenizer import Tokenizer
 
 
 class Talk:

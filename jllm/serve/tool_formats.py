@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jllm.chat_template import variables_of
-from jllm.engine.grammars import SPACES
-from jllm.engine.guide import Guide
-from jllm.engine.guide_schema import parse, served
-from jllm.tokenizer import Tokenizer
+from jllm.files.chat_template import variables_of
+from jllm.files.tokenizer import Tokenizer
+from jllm.guides.grammars import SPACES
+from jllm.guides.guide import Guide
+from jllm.guides.guide_schema import parse, served
 
 TOOL_CALL, PYTHON, CALLS, CALL_ID, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ANY = r"/(.|\n)*/"

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
+from jllm.files.tokenizer import Tokenizer
 from jllm.serve.tool_formats import ARGS, CALL_ID, CALLS, PYTHON, Format
-from jllm.tokenizer import Tokenizer
 
 HIDDEN = 0xD800  # hidden tokens are lone surrogates in what is parsed: no text has these
 MARKS = re.compile("[\ud800-\udfff]")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jllm.engine.guide import Guide
-from jllm.messages import check_only, shown
+from jllm.files.messages import check_only, shown
+from jllm.files.tokenizer import Tokenizer
+from jllm.guides.guide import Guide
 from jllm.serve.arguments import TOOL_CALL_PARSERS
 from jllm.serve.errors import bad
 from jllm.serve.tool_formats import Format, calls_guide, format_of, hidden_tokens, takes_tools
 from jllm.serve.tool_parser import CallParser
-from jllm.tokenizer import Tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")

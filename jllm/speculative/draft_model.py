@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
-from jllm.model import backbone, head
-from jllm.paged import Paged
-from jllm.params import Params
+from jllm.model.backbone import backbone, head
+from jllm.model.cache import Cache, make_cache, parse_kv_cache
+from jllm.model.paged import Paged
+from jllm.model.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import (
     after_previous,

@@ -14,11 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jllm.cache import Cache
 from jllm.config import LlamaConfig
-from jllm.paged import Chunks
-from jllm.params import Params
-from jllm.sampling import Sampling
+from jllm.model.cache import Cache
+from jllm.model.paged import Chunks
+from jllm.model.params import Params
+from jllm.model.sampling import Sampling
 from jllm.speculative.tree import Tree
 
 

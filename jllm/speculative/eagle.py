@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.cache import Cache, make_cache, parse_kv_cache
 from jllm.config import LlamaConfig
-from jllm.linear import embed, linear
-from jllm.model import head, run_layers
-from jllm.paged import Packed, Paged
-from jllm.param_specs import abstract_params, init_params
-from jllm.params import LayerParams, Params
+from jllm.model.backbone import head, run_layers
+from jllm.model.cache import Cache, make_cache, parse_kv_cache
+from jllm.model.linear import embed, linear
+from jllm.model.paged import Packed, Paged
+from jllm.model.param_specs import abstract_params, init_params
+from jllm.model.params import LayerParams, Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import (
     after_previous,

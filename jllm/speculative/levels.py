@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.cache import Cache
-from jllm.paged import Chunks, Paged, ShortSegments, no_chunks, paged_batch
-from jllm.sampling import Sampling, perturbed, sample
+from jllm.model.cache import Cache
+from jllm.model.paged import Chunks, Paged, ShortSegments, no_chunks, paged_batch
+from jllm.model.sampling import Sampling, perturbed, sample
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.tree import Tree
-from pallas_kernels.segments import WORD, words_of
+from pallas_kernels.formats.segments import WORD, words_of
 
 # The batch, the hidden states [T, E] of the tokens before its own, the cache -> its hidden states [T, E], the cache.
 Forward = Callable[[Paged, jax.Array | None, Cache], tuple[jax.Array, Cache]]

@@ -12,18 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
-from jllm.linear import linear
-from jllm.model import whole_rows
-from jllm.params import Params, Weight
+from jllm.model.backbone import whole_rows
+from jllm.model.cache import Cache
+from jllm.model.linear import linear
+from jllm.model.params import Params, Weight
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import best_tokens, last_valid
 from jllm.speculative.tree import Tree
 from jllm.speculative.weights import check_weights, random_weights
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.numerics import compute_dtype
 
 
 @jax.tree_util.register_dataclass

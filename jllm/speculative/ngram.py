@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.paged import chunk_of_row
-from jllm.params import Params
+from jllm.model.cache import Cache
+from jllm.model.paged import chunk_of_row
+from jllm.model.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.tree import Tree, chain
 

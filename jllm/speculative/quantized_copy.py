@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-from jllm.cache import Cache
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
-from jllm.model import backbone, head
-from jllm.paged import Paged, no_chunks
+from jllm.model.backbone import backbone, head
+from jllm.model.cache import Cache
+from jllm.model.paged import Paged, no_chunks
+from jllm.model.params import Params
 from jllm.parallel.mesh import ranks_of
-from jllm.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import draft_levels, first_pass, newest_segments, nothing_drafted
 from jllm.speculative.tree import Tree, chain

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.errors import DrafterError
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 def named(tree: Any) -> dict[str, Any]:

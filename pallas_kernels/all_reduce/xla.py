@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.all_reduce.axis import MeshAxis
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 def all_reduce(x: jax.Array, axis: MeshAxis, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_formats import LARGEST_CODE, KVFormat, parse_format
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_formats import LARGEST_CODE, KVFormat, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 FORMATS = (  # K, V: every kind on both sides

@@ -11,7 +11,7 @@ from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.cache_update import xla
 from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.one_order import in_tiles
 
 

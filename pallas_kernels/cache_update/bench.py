@@ -21,8 +21,8 @@ from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90
 from pallas_kernels.cache_update.cases import BENCH_CASES, Case
 from pallas_kernels.cache_update.config import Config
-from pallas_kernels.kv_formats import bytes_per_token, parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import bytes_per_token, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 
 BARS = {1: ("us", 3.0), 8192: ("fraction", 0.8)}  # of the fused entry: bound by the launch, by memory
 

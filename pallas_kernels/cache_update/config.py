@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_paged
-from pallas_kernels.kv_formats import FP8
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.triton_call import check_installed
+from pallas_kernels.formats.kv_formats import FP8
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.triton.triton_call import check_installed
 
 STORED = ("bfloat16", "float16", "float32", FP8, "int8", "int4", "int8-zp", "int4-zp")
 FORMATS = (*STORED, *(f"{name}-h" for name in STORED))

@@ -23,9 +23,9 @@ from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_update.config import Config, check_supported, choose_config
-from pallas_kernels.hadamard_sm90 import turn
-from pallas_kernels.kv_formats import FP8, LARGEST_CODE, KVFormat
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_formats import FP8, LARGEST_CODE, KVFormat
+from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.hopper.hadamard_sm90 import turn
 
 WARPS, LANES = 4, 32
 

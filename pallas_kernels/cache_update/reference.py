@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.reference_pages import to_numpy, write_row
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.reference_pages import to_numpy, write_row
 
 
 def cache_update(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import rows_triton, triton_call
 from pallas_kernels.cache_update.config import TRITON_VALUES
-from pallas_kernels.kv_pages import KVPages, Pages
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.triton import rows_triton, triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 SMALLEST, LARGEST = tl.constexpr(2.0**-14), tl.constexpr(65504.0)  # normal float16
 

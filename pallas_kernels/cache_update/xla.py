@@ -4,10 +4,10 @@ from functools import partial
 
 import jax
 
-from pallas_kernels import kv_tail
-from pallas_kernels.kv_formats import Kivi, encode
-from pallas_kernels.kv_pages import KVPages, store
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats import kv_tail
+from pallas_kernels.formats.kv_formats import Kivi, encode
+from pallas_kernels.formats.kv_pages import KVPages, store
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import Run, plainly
 from pallas_kernels.rotary import rotate
 

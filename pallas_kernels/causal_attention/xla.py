@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))

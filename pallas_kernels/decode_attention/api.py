@@ -18,8 +18,8 @@ from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import xla
 from pallas_kernels.decode_attention.config import check_supported, check_triton
 from pallas_kernels.decode_attention.work import Work, make_work
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import MOST_ROWS, Segments, words_of
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.segments import MOST_ROWS, Segments, words_of
 from pallas_kernels.tiled_attention import check_page_size
 
 

@@ -35,7 +35,7 @@ from pallas_kernels.decode_attention.cases import (
     Case,
 )
 from pallas_kernels.decode_attention.config import TritonConfig
-from pallas_kernels.kv_formats import bytes_per_token, parse_format
+from pallas_kernels.formats.kv_formats import bytes_per_token, parse_format
 
 SEGMENT_BARS = {(32, 32): 4, (32, 8): 2}  # H, K: rows of a segment that may take 5 % longer than one
 TRITON = 1 / 0.85  # of mosaic's time, at (64, 1024) and above: the most that backend triton may take

@@ -16,8 +16,8 @@ from pallas_kernels.bench.measure import device_us
 from pallas_kernels.decode_attention import decode_attention, make_work
 from pallas_kernels.decode_attention.cases import Case
 from pallas_kernels.decode_attention.config import choose_config, triton_config
-from pallas_kernels.kv_formats import bytes_per_token, parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import bytes_per_token, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 
 
 def moved_bytes(case: Case) -> int:

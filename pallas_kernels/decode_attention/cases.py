@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.cases import normal, pairwise, random_pages, random_tables
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pallas_kernels.decode_attention.sums_sm90 import add_sums, empty_sum, scale
 from pallas_kernels.decode_attention.warp_layouts_sm90 import reduce_warp, spread
 from pallas_kernels.decode_attention.warp_queries_sm90 import Queries
 from pallas_kernels.decode_attention.warp_stores_sm90 import BY_ROWS
-from pallas_kernels.hadamard_sm90 import turn
+from pallas_kernels.hopper.hadamard_sm90 import turn
 
 Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
 

@@ -13,7 +13,7 @@ from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.lanes_sm90 import arrive_with_copies, copy_rows
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, first_query, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.ring_sm90 import drain, free_slot
+from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 
 Parts = list[tuple[int, str]]
 WARPS = 4

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum
 from pallas_kernels.decode_attention.warp_layouts_sm90 import BY_WARP
-from pallas_kernels.segments import WORD
+from pallas_kernels.formats.segments import WORD
 
 WGMMA = plgpu.Layout.WGMMA
 

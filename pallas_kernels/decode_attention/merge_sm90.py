@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention.shape_sm90 import COMPILER, FETCHED, MASKED, PAD, Shape, first_query
 from pallas_kernels.decode_attention.work import Work
-from pallas_kernels.hadamard_sm90 import turn
+from pallas_kernels.hopper.hadamard_sm90 import turn
 
 _MOST_CTAS = 8  # of what was cut: one a query, in turns if there are more
 _ROW = plgpu.Layout.TILED(  # each warp has all of a row, two elements a lane

@@ -46,9 +46,9 @@ from pallas_kernels.decode_attention.work import (
     reach,
     row_splits,
 )
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import Segments, words_of
-from pallas_kernels.smem_sm90 import shared_bytes, swizzled
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.segments import Segments, words_of
+from pallas_kernels.hopper.smem_sm90 import shared_bytes, swizzled
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "config", "width", "interpret"))

@@ -20,10 +20,10 @@ from pallas_kernels.decode_attention.unpack_sm90 import (
     scaled,
     to_float16,
 )
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_formats import LARGEST_CODE, KVFormat
-from pallas_kernels.kv_pages import Pages
-from pallas_kernels.smem_sm90 import swizzled
+from pallas_kernels.formats.kv_formats import LARGEST_CODE, KVFormat
+from pallas_kernels.formats.kv_pages import Pages
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import swizzled
 
 _SCALES = 64  # of one copy, at least: 128 bytes
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum, first_query
 from pallas_kernels.decode_attention.warp_layouts_sm90 import BY_WARP, spread
 from pallas_kernels.decode_attention.warp_stores_sm90 import BY_ROWS, store_rows, store_sums, wait_for_warps
-from pallas_kernels.hadamard_sm90 import turn
+from pallas_kernels.hopper.hadamard_sm90 import turn
 
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import pages_triton, triton_call
 from pallas_kernels.decode_attention.config import MOST_SPLITS, TritonConfig, check_triton, triton_config
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.segments import Segments, depths, within
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.segments import Segments, depths, within
+from pallas_kernels.triton import pages_triton, triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "config"))

@@ -18,7 +18,7 @@ from pallas_kernels.decode_attention.registers_sm90 import Registers
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.unpack_sm90 import add, constant, mul, rem, warp_and_lane
 from pallas_kernels.decode_attention.warp_layouts_sm90 import BY_WARP, nibbles, q_layout
-from pallas_kernels.hadamard_sm90 import butterflies
+from pallas_kernels.hopper.hadamard_sm90 import butterflies
 
 # [columns, D], what each was divided by (None: nothing), and the sum of each (None: where no zero asks for it).
 Queries = tuple[jax.Array, jax.Array | None, jax.Array | None]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.decode_attention.config import ROWS, Config, choose_config, most_queries
-from pallas_kernels.segments import Segments, depths, within
+from pallas_kernels.formats.segments import Segments, depths, within
 
 
 @jax.tree_util.register_dataclass

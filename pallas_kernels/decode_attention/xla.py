@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.segments import Segments, depths, related
 from pallas_kernels.one_order import in_tiles
-from pallas_kernels.segments import Segments, depths, related
 from pallas_kernels.tiled_attention import Moved, Trees, attend
 
 

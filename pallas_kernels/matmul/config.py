@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster, check_result
+from pallas_kernels.hopper.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster, check_result
 from pallas_kernels.one_order import check_device
 
 

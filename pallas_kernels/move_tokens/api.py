@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.checks import bind_shapes, check_int32, check_pages
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.move_tokens import xla
 from pallas_kernels.move_tokens.config import check_supported
 

@@ -17,8 +17,8 @@ import numpy as np
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_rows, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
-from pallas_kernels.kv_formats import bytes_per_token, parse_format
-from pallas_kernels.kv_pages import allocate
+from pallas_kernels.formats.kv_formats import bytes_per_token, parse_format
+from pallas_kernels.formats.kv_pages import allocate
 from pallas_kernels.move_tokens import move_tokens
 from pallas_kernels.move_tokens.cases import BENCH_CASES, Case
 

@@ -1,8 +1,8 @@
 """Says what the Mosaic GPU kernel supports. Imports no Pallas."""
 
 from pallas_kernels.checks import HEAD_DIMS, PAGE_SIZES, check_listed
-from pallas_kernels.kv_formats import FP8
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_formats import FP8
+from pallas_kernels.formats.kv_pages import KVPages
 
 FORMATS = ("bfloat16", "float16", "float32", FP8, "int8", "int4")
 MOST_MOVES = 64  # of a sequence; their indices are loaded at once

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hopper import SMS
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.hopper.hopper import SMS
 from pallas_kernels.move_tokens.config import MOST_ARRAYS, check_supported
 
 THREADS = 128

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 
 
 @jax.jit

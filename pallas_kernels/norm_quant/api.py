@@ -6,10 +6,10 @@ import jax
 
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
+from pallas_kernels.formats.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported, check_triton
 from pallas_kernels.one_order import in_tiles
-from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 
 
 @overload

@@ -3,7 +3,7 @@ row were never slower than eight, nor one row to a block than two. So a row is c
 are."""
 
 from pallas_kernels.checks import check_whole_rows
-from pallas_kernels.triton_call import check_rows
+from pallas_kernels.triton.triton_call import check_rows
 
 LARGEST_WIDTH = 16384
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import row_pieces_sm90 as row_pieces
+from pallas_kernels.formats.quantized_rows import KINDS, QuantizedRows
+from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
+from pallas_kernels.hopper.row_pieces_sm90 import VECTOR, Part
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_supported
-from pallas_kernels.quantized_rows import KINDS, QuantizedRows
-from pallas_kernels.row_pieces_sm90 import VECTOR, Part
 
 
 @partial(jax.jit, static_argnames=("eps", "kind", "interpret"))

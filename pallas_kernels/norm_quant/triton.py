@@ -6,11 +6,11 @@ import jax
 import triton
 import triton.language as tl
 
-from pallas_kernels import rows_triton, triton_call
+from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.norm_quant import xla
 from pallas_kernels.norm_quant.config import check_triton
-from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.triton import rows_triton, triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 
 @partial(jax.jit, static_argnames=("eps", "kind"))

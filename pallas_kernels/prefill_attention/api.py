@@ -14,7 +14,7 @@ from pallas_kernels.checks import (
     check_window,
 )
 from pallas_kernels.debug import check_prefill_values
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.one_order import in_tiles
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.prefill_attention.config import check_supported, check_triton

@@ -25,8 +25,8 @@ from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_triton, make_parser, record, triton_changes, triton_name
 from pallas_kernels.bench.measure import device_us
-from pallas_kernels.kv_formats import KVFormat, encode, parse_format
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_formats import KVFormat, encode, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 from pallas_kernels.prefill_attention import make_work, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, TritonConfig, choose_config, triton_config

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.checks import check_paged
-from pallas_kernels.hopper import SMS
-from pallas_kernels.kv_formats import FP8
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.triton_call import check_installed
+from pallas_kernels.formats.kv_formats import FP8
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.hopper.hopper import SMS
+from pallas_kernels.triton.triton_call import check_installed
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
 STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
-from pallas_kernels.kv_formats import FP8, LARGEST_CODE, KVFormat
+from pallas_kernels.formats.kv_formats import FP8, LARGEST_CODE, KVFormat
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
 
 SIDE = 64  # tokens that are in registers at once, and columns

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_formats import KVFormat
+from pallas_kernels.formats.kv_formats import KVFormat
+from pallas_kernels.hopper.ring_sm90 import drain
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.convert_sm90 import SIDE, layout_of, load_converted
 from pallas_kernels.prefill_attention.plan_sm90 import (
@@ -28,7 +29,6 @@ from pallas_kernels.prefill_attention.plan_sm90 import (
     quotient,
 )
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
-from pallas_kernels.ring_sm90 import drain
 
 
 def fetch(plan: Plan, refs: Refs) -> None:

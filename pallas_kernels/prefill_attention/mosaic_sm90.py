@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.prefill_attention.compute_sm90 import compute
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, check_supported
 from pallas_kernels.prefill_attention.copy_sm90 import convert, fetch

@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_formats import KVFormat
-from pallas_kernels.kv_pages import Pages
+from pallas_kernels.formats.kv_formats import KVFormat
+from pallas_kernels.formats.kv_pages import Pages
+from pallas_kernels.hopper.ring_sm90 import slot_of
+from pallas_kernels.hopper.smem_sm90 import swizzled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
 from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
-from pallas_kernels.ring_sm90 import slot_of
-from pallas_kernels.smem_sm90 import swizzled
 
 # Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them. They are moved
 # to where they are needed, out of what the launch took. That is 64 Ki over the threads, rounded down to a multiple of

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hadamard_sm90 import turn
+from pallas_kernels.hopper.hadamard_sm90 import turn
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import pages_triton, triton_call
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.prefill_attention.config import TritonConfig, triton_config
 from pallas_kernels.prefill_attention.work import Work, make_work
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.triton import pages_triton, triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, TritonConfig, choose_config, packings
 
 # Columns of Work.tiles.

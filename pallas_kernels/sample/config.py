@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_listed
-from pallas_kernels.triton_call import check_installed
+from pallas_kernels.triton.triton_call import check_installed
 
 VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup

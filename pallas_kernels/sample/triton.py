@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import triton_call
 from pallas_kernels.sample.config import HOTTEST, TRITON, TritonConfig, check_triton
 from pallas_kernels.sample.noise import KEYS, ROUNDS
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.triton import triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 INFINITY = tl.constexpr(float("inf"))
 LARGEST, TINY = tl.constexpr(3.4028234663852886e38), tl.constexpr(1.1754943508222875e-38)  # of float32

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.sample.config import HOTTEST
 from pallas_kernels.sample.noise import gumbel
 

@@ -55,7 +55,7 @@ def scaled_matmul(
 
 
 def _mosaic(x, w, x_scale, w_scale, bias, residual, out_dtype) -> jax.Array:
-    from pallas_kernels.gemm_sm90 import skinny, tall  # import all of Pallas
+    from pallas_kernels.hopper.gemm_sm90 import skinny, tall  # import all of Pallas
 
     config = choose_config(x.shape[0], *w.shape)
     gemm: Any = skinny.gemm if is_skinny(config) else tall.gemm

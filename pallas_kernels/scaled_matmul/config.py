@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.checks import check_listed
-from pallas_kernels.gemm_sm90 import skinny_config, tall_config
-from pallas_kernels.gemm_sm90.support import check_result
-from pallas_kernels.triton_call import check_installed
+from pallas_kernels.hopper.gemm_sm90 import skinny_config, tall_config
+from pallas_kernels.hopper.gemm_sm90.support import check_result
+from pallas_kernels.triton.triton_call import check_installed
 
 Config = tall_config.Config | skinny_config.Config
 MULTIPLE = 32  # of N and K

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backends import DETERMINISTIC, choose, on_hopper, or_xla, where_faster
 from pallas_kernels.checks import bind_shapes, check_floats, check_norm, check_out_dtype
-from pallas_kernels.gemm_sm90 import gemv_config
+from pallas_kernels.formats.quantized_rows import KINDS
+from pallas_kernels.hopper.gemm_sm90 import gemv_config
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.quantized_rows import KINDS
 from pallas_kernels.scaled_matmul.api import BACKENDS, scaled_matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
@@ -50,7 +50,7 @@ def of_plain_rows(
     added: dict[str, Any] = {"bias": bias, "residual": residual, "out_dtype": out_dtype}
     config = one_kernel(x, w, gated=gated, residual=residual, out_dtype=out_dtype, backend=backend)
     if config is not None:
-        from pallas_kernels.gemm_sm90.gemv import gemv  # imports all of Pallas
+        from pallas_kernels.hopper.gemm_sm90.gemv import gemv  # imports all of Pallas
 
         return gemv(x, w, w_scale=w_scale, norm=norm, eps=eps, **added, config=config, gated=gated)
     how = or_xla(backend) if norm is None else backend

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
-from pallas_kernels import triton_call
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.scaled_matmul.config import TritonConfig, triton_config
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.triton import triton_call
+from pallas_kernels.triton.triton_call import Launch
 
 
 @partial(jax.jit, static_argnames="out_dtype")

@@ -6,8 +6,8 @@ import jax
 
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import bind_shapes, check_floats
+from pallas_kernels.formats.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.one_order import fenced
-from pallas_kernels.quantized_rows import QuantizedRows, check_kind
 from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import check_faster, check_supported, check_triton
 

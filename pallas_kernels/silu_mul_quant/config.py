@@ -4,7 +4,7 @@ Pallas."""
 from dataclasses import dataclass
 
 from pallas_kernels.checks import check_whole_rows
-from pallas_kernels.triton_call import check_rows
+from pallas_kernels.triton.triton_call import check_rows
 
 # The kinds that a Hopper GPU gives the kernel by default. The number of rows must not show in a row's bits, so it does
 # not count. The kernel is faster than XLA at quantizing to int8. In 16 bits XLA makes one pass too, over more blocks,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import row_pieces_sm90 as row_pieces
-from pallas_kernels.quantized_rows import KINDS, QuantizedRows
-from pallas_kernels.row_pieces_sm90 import VECTOR, Part, Piece
+from pallas_kernels.formats.quantized_rows import KINDS, QuantizedRows
+from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
+from pallas_kernels.hopper.row_pieces_sm90 import VECTOR, Part, Piece
 from pallas_kernels.silu_mul_quant import xla
 from pallas_kernels.silu_mul_quant.config import Config, check_supported, choose_config
 

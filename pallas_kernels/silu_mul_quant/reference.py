@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.reference_rows import quantize_rows
+from pallas_kernels.formats.quantized_rows import QuantizedRows
+from pallas_kernels.formats.reference_rows import quantize_rows
 
 
 def silu_mul_quant(gate_up: ArrayLike, *, kind: str | None = None) -> np.ndarray | QuantizedRows:

@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
-from pallas_kernels.rounding import round_to
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_rows import QuantizedRows, quantize_rows
+from pallas_kernels.formats.rounding import round_to
 
 
 @partial(jax.jit, static_argnames="kind")

@@ -20,7 +20,7 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.layers import Subject, add_fractions, table
 from pallas_kernels.bench.numbers import positive
-from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, choose_config, estimate, most_stages
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.swiglu.cases import BENCH_ROWS, BENCH_SHAPES, Case
 

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backends import on_hopper
-from pallas_kernels.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster
+from pallas_kernels.hopper.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster
 from pallas_kernels.one_order import check_device
 
 # Where the kernel was the faster one in bfloat16 on an H200, by F and K: from M, to M (experiments/LOG.md).

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm_sm90 import gemv_config, skinny
-from pallas_kernels.gemm_sm90.gemv import gemv
-from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config
+from pallas_kernels.hopper.gemm_sm90 import gemv_config, skinny
+from pallas_kernels.hopper.gemm_sm90.gemv import gemv
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla as matmul_xla
 from pallas_kernels.norm_quant import xla as norm_xla
 from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant

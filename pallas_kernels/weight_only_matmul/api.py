@@ -9,12 +9,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose, on_hopper, where_faster
 from pallas_kernels.checks import check_floats, check_listed, check_norm, check_out_dtype, check_weight
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode_padded, rotate_groups
+from pallas_kernels.formats.weight_formats import WeightFormat
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import check_device, fenced, in_tiles
-from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded, rotate_groups
 from pallas_kernels.silu_mul_quant import silu_mul_quant
-from pallas_kernels.weight_formats import WeightFormat
 from pallas_kernels.weight_only_matmul import xla
 from pallas_kernels.weight_only_matmul.config import (
     check_faster,

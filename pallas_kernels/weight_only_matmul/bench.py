@@ -24,9 +24,9 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.bench.numbers import positive
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.matmul import matmul
-from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS, BENCH_ROWS, BENCH_SHAPES
 from pallas_kernels.weight_only_matmul.config import AnyConfig, candidates

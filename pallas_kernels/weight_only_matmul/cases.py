@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.cases import normal
-from pallas_kernels.quantized_weights import QuantizedWeight, encode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 
 _encode = jax.jit(encode, static_argnums=1)
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_listed
-from pallas_kernels.hopper import SMS
-from pallas_kernels.triton_call import check_installed
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.hopper.hopper import SMS
+from pallas_kernels.triton.triton_call import check_installed
 
 # Weights that share a scale, by codes, as the kernel knows them; and codes that may have zero points.
 ROW = "a row"

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.quantized_weights import QuantizedWeight
 from pallas_kernels.silu_mul_quant import xla as silu_xla
 from pallas_kernels.weight_only_matmul import row_sm90, stream_sm90, tiles_sm90, xla
 from pallas_kernels.weight_only_matmul.config import (

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.weight_formats import NF4, WeightFormat
+from pallas_kernels.formats.weight_formats import NF4, WeightFormat
 from pallas_kernels.weight_only_matmul.emitter_sm90 import Emitter
 
 ROWS, COLUMNS = 64, 64  # of an operand

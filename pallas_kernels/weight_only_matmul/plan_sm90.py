@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.smem_sm90 import shared_bytes, swizzled
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes, swizzled
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 

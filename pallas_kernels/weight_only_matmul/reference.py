@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 # QLoRA, arXiv 2305.14314, appendix E.
 _NORMAL_FLOAT = np.array([

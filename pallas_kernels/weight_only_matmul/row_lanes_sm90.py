@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.row_pieces_sm90 import LANES, WARPS
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.hopper.row_pieces_sm90 import LANES, WARPS
 from pallas_kernels.weight_only_matmul.operand_sm90 import Codes
 
 PIECE = 16  # bytes of a row of the weight that a lane has of a chunk

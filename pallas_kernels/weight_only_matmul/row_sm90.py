@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels import row_pieces_sm90 as row_pieces
-from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
-from pallas_kernels.row_pieces_sm90 import LANES, VECTOR, WARPS
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
+from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
+from pallas_kernels.hopper.row_pieces_sm90 import LANES, VECTOR, WARPS
 from pallas_kernels.weight_only_matmul.config import RowConfig, takes_one_row
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import pair_table

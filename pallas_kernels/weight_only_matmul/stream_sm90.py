@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
+from pallas_kernels.formats.weight_formats import WeightFormat
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, StreamConfig
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import Codes

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from jax.typing import DTypeLike
 
-from pallas_kernels import triton_call
-from pallas_kernels.block_floats import E2M1
-from pallas_kernels.codes_triton import from_e4m3
-from pallas_kernels.quantized_weights import QuantizedWeight, group_scales
-from pallas_kernels.triton_call import Launch
-from pallas_kernels.weight_formats import TABLES
+from pallas_kernels.formats.block_floats import E2M1
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
+from pallas_kernels.formats.weight_formats import TABLES
+from pallas_kernels.triton import triton_call
+from pallas_kernels.triton.codes_triton import from_e4m3
+from pallas_kernels.triton.triton_call import Launch
 from pallas_kernels.weight_only_matmul.config import TritonConfig, triton_config
 
 _TABLES = {**TABLES, "e2m1": (*E2M1, *(-x for x in E2M1))}

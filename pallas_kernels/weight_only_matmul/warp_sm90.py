@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.ring_sm90 import slot_of
+from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes

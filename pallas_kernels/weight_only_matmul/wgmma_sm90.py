@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ring_sm90 import slot_of
+from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand
 from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
 

@@ -6,9 +6,9 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode_padded
 from pallas_kernels.matmul.xla import matmul
-from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import QuantizedWeight, decode_padded
 
 
 @partial(jax.jit, static_argnames="out_dtype")

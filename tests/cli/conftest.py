@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save
 from jllm.cli.main import main
+from jllm.files.save import save
 from tests.cli.cases import TEMPLATE, WORDS
 from tests.tiny import tiny_model
 

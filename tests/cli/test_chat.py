@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save as save_model
 from jllm.cli.chat.conversation import PLAIN_STOP, Conversation, prompt_ids
 from jllm.cli.chat.main import main
 from jllm.cli.chat.session import Session, answer, load, save
 from jllm.errors import RequestError, SnapshotError
-from jllm.safetensors_io import read_metadata
-from jllm.snapshot import load as load_snapshot
-from jllm.snapshot import save as save_snapshot
+from jllm.files.safetensors_io import read_metadata
+from jllm.files.save import save as save_model
+from jllm.files.snapshot import load_snapshot, save_snapshot
 from tests.cli.cases import params
 from tests.tiny import tiny_model
 

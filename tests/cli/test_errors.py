@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save
+from jllm.files.save import save
 from tests.cli.cases import FLAGS, expected, params
 
 ERRORS = {
@@ -101,7 +101,7 @@ def test_out_of_memory_is_one_line(run, monkeypatch):
     def full(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.\nmore")
 
-    monkeypatch.setattr("jllm.pretrained.load", full)
+    monkeypatch.setattr("jllm.files.load.load", full)
     status, _, err = run("hi")
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("error: out of memory; try fewer --num-pages")
@@ -136,12 +136,16 @@ def test_logits_that_are_not_finite_are_an_error(run, folder, tmp_path):
 
 def test_a_model_that_does_not_fit_says_what_would(run, monkeypatch):
     """Weights, then pages and steps: one line each, before anything is allocated."""
-    monkeypatch.setattr("jllm.memory.device_stats", lambda device: {"bytes_limit": 50_000, "bytes_in_use": 20_000})
+    monkeypatch.setattr(
+        "jllm.parallel.memory.device_stats", lambda device: {"bytes_limit": 50_000, "bytes_in_use": 20_000}
+    )
     status, out, err = run("a king")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "its weights in float32 need 0." in err
     assert "and the device has 0.03 MiB free; no smaller dtype or scheme would fit" in err
-    monkeypatch.setattr("jllm.memory.device_stats", lambda device: {"bytes_limit": 9 << 20, "bytes_in_use": 1 << 20})
+    monkeypatch.setattr(
+        "jllm.parallel.memory.device_stats", lambda device: {"bytes_limit": 9 << 20, "bytes_in_use": 1 << 20}
+    )
     status, out, err = run("a king", "--num-pages", 10_000)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: 10000 KV pages of 16 tokens take 39.06 MiB, a step of 4 decodes and 28 prompt tokens")

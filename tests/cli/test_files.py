@@ -10,12 +10,12 @@ import signal
 
 import pytest
 
-from jllm.checkpoint_saving import save
 from jllm.cli import jsonl
 from jllm.engine.engine import Engine
 from jllm.errors import OutputError
-from jllm.hf_config import load_config
-from jllm.run_identity import of_machine, of_model, of_scheme
+from jllm.files.hf_config import load_config
+from jllm.files.run_identity import of_machine, of_model, of_scheme
+from jllm.files.save import save
 from pallas_kernels import one_writer
 from tests.cli.cases import FLAGS, SUMMARY, WORDS, expected, params, results
 from tests.tiny import tiny_model

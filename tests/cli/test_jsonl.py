@@ -10,9 +10,9 @@ import pytest
 
 from jllm.cli import jsonl
 from jllm.cli.jsonl import Done, Job, ResultsFile, nth_seed, read_jobs, read_results, record, to_json
-from jllm.engine.guide import Guide
 from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
 from jllm.errors import InputFileError, OutputError
+from jllm.guides.guide import Guide
 from pallas_kernels import one_writer
 
 BASE = SamplingParams(temperature=0.5, max_new_tokens=7)

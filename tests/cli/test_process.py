@@ -17,8 +17,8 @@ import pytest
 import jllm
 from jllm.cli.interrupt import catch_interrupts
 from jllm.cli.main import main
-from jllm.compile_cache import default_path, make_compile_cache
 from jllm.errors import OutputError
+from jllm.programs.folder import default_path, make_compile_cache
 from tests.cli.cases import SUMMARY
 
 
@@ -36,9 +36,9 @@ def test_names_of_the_package():
 
 
 def test_submodules_of_the_package():
-    code = "import jllm; print(jllm.errors.JllmError is jllm.JllmError, jllm.tokenizer.__name__)"
+    code = "import jllm; print(jllm.errors.JllmError is jllm.JllmError, jllm.files.tokenizer.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("True jllm.tokenizer\n", "")
+    assert (done.stdout, done.stderr) == ("True jllm.files.tokenizer\n", "")
 
 
 def test_generate_is_always_the_function():
@@ -68,7 +68,7 @@ def test_help_needs_no_jax():
     assert done.stdout.startswith("usage: python -m jllm.generate [PROMPT ...] [options]\n")
 
 
-@pytest.mark.parametrize("module", ["argparse", "jax._src.core", "jllm.pretrained"])
+@pytest.mark.parametrize("module", ["argparse", "jax._src.core", "jllm.files.load"])
 def test_interrupt_while_modules_are_imported(folder, module):
     code = f"""if True:
         import os, runpy, signal, sys, threading, time

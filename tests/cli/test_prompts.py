@@ -162,8 +162,8 @@ def test_flags_are_the_library_parameters():
     text = " ".join(make_parser().format_help().split())
     for name in jllm.SamplingParams.__dataclass_fields__:
         assert name in text
-    from jllm.pretrained import DTYPES
-    from pallas_kernels.kv_formats import FLOATS
+    from jllm.files.load import DTYPES
+    from pallas_kernels.formats.kv_formats import FLOATS
 
     for name in (*DTYPES, *(set(FLOATS) - {"f64"}), "int8-gN", "int4-gN", "examples:", "exit status"):
         assert name in text

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save
+from jllm.files.save import save
 from jllm.quant.quantize import quantize, weight_formats
 from tests.cli.cases import expected
 

@@ -10,7 +10,7 @@ from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
 
 STOP_ID, STOP_TEXT = 0, 1  # tokens that end a sequence: known to the device, known to the host alone
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from experiments.serving.engines import HostOnly
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
-from jllm.sampling import STOP_IDS
-from jllm.sizes import EngineSizes
-from jllm.state import NOT_FINITE, TOP_LOGPROBS, Outputs
+from jllm.model.sampling import STOP_IDS
+from jllm.programs.sizes import EngineSizes
+from jllm.step.buckets import Bucket
+from jllm.step.state import NOT_FINITE, TOP_LOGPROBS, Outputs
 from tests.engine.test_texts import Pieces
 from tests.tiny import tiny_model
 

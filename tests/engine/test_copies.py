@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
-from jllm.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
 from jllm.engine.engine import Engine
 from jllm.kv_policies.extent import Extent
+from jllm.model.cache import COPIES, cache_bytes, copy_pages, jit_copy_pages, make_cache, parse_kv_cache
+from jllm.step.buckets import Bucket
 from tests.tiny import CONFIG, greedy, tiny_model
 
 NOWHERE = np.iinfo(np.int32).max
@@ -90,7 +90,7 @@ class Short:
 
 
 def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(monkeypatch):
-    from jllm.engine import between_steps
+    from jllm.step import between_steps
 
     model, calls = tiny_model(), []
     prompts = [[5, 6, 7], list(range(30, 50)), [9]]
@@ -120,7 +120,7 @@ def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(mo
 
 def test_a_move_that_forgets_the_copy_changes_tokens(monkeypatch):
     """The fault that the test above is there for."""
-    from jllm.engine import between_steps
+    from jllm.step import between_steps
 
     model = tiny_model()
 

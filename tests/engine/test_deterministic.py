@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.batch import PromptChunk, empty_batch, fill_batch
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.merge_step import step
 from jllm.quant.quantize import quantize
 from jllm.speculative.drafter import Proposal
 from jllm.speculative.tree import Tree, chain
-from jllm.state import Variant, init_state
+from jllm.step.batch import PromptChunk, empty_batch, fill_batch
+from jllm.step.buckets import Bucket
+from jllm.step.merge import step
+from jllm.step.state import Variant, init_state
 from pallas_kernels import one_order
 from pallas_kernels.decode_attention import api as decode_attention_api
 from pallas_kernels.matmul import config as matmul_config

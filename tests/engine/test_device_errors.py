@@ -6,10 +6,10 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import EngineClosed
+from jllm.step.buckets import Bucket
 from tests.tiny import CONFIG, tiny_model
 
 pytest.importorskip("hypothesis")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm import step_forward
-from jllm.buckets import Bucket
-from jllm.engine import programs as programs_module
 from jllm.engine.engine import Engine
-from jllm.engine.layout import packed_step
 from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
-from jllm.merge_step import STATIC
-from jllm.sampling import STOP_IDS, neutral_sampling, sample
-from jllm.tokenizer import Tokenizer
+from jllm.files.tokenizer import Tokenizer
+from jllm.model.sampling import STOP_IDS, neutral_sampling, sample
+from jllm.programs import programs as programs_module
+from jllm.programs.packed_step import packed_step
+from jllm.step import forward as step_forward
+from jllm.step.buckets import Bucket
+from jllm.step.merge import STATIC
 from tests.ascii import Ascii
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
@@ -63,7 +63,7 @@ def test_any_finite_temperature_draws_at_random(model):
 
 
 def test_samples_are_drawn_as_asked(model):
-    """By each parameter as it was given: as jllm.sampling draws from the logits of the forward without a cache."""
+    """By each parameter as it was given: as model/sampling.py draws from the logits of the forward without a cache."""
     plain = {"seed": 11, "temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
     changes = [{}, {"seed": 2**32 - 1}, {"temperature": 0.6}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.4}]
     engine, prompt = Engine(model, **OPTIONS), PROMPTS[0]

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jllm.api import as_prompts
-from jllm.buckets import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
 from jllm.engine.kv_policy import OnDemand
-from jllm.engine.live import Live
 from jllm.engine.request import SamplingParams
+from jllm.engine.samples import Live
 from jllm.engine.texts import PendingEvent
 from jllm.errors import ConfigError, EngineClosed, RequestError
-from pallas_kernels.kv_formats import KVFormat
+from jllm.step.buckets import Bucket
+from pallas_kernels.formats.kv_formats import KVFormat
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}

@@ -4,18 +4,18 @@ import threading
 
 import pytest
 
-from jllm.buckets import Bucket
-from jllm.engine.compiling import Compiler, Recipe
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
-from jllm.engine.layout import FORWARD, SAMPLE, WHOLE
-from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.engine.step_shapes import StepShapes
-from jllm.sizes import EngineSizes, Limits
-from jllm.state import Variant
+from jllm.programs.compiler import Compiler, Recipe
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE
+from jllm.programs.programs import Programs
+from jllm.programs.sizes import EngineSizes, Limits
+from jllm.programs.step_shapes import StepShapes
+from jllm.step.buckets import Bucket
+from jllm.step.state import Variant
 from tests.tiny import CONFIG, greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 2, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(2, 6, 2),)}
@@ -407,7 +407,7 @@ def test_where_nothing_was_compiled_ahead_only_a_lone_step_waits_for_the_compile
 
 def test_processes_take_the_same_programs_however_slow_the_compiler_of_one_is(model, monkeypatch):
     """Two engines in place of two processes: threads of the one compile nothing until all has run."""
-    monkeypatch.setattr("jllm.engine.programs.has_processes", lambda config: True)
+    monkeypatch.setattr("jllm.programs.programs.has_processes", lambda config: True)
     sizes = OPTIONS | {"num_pages": 20, "buckets": (Bucket(2, 6, 2), Bucket(2, 0, 0), Bucket(1, 0, 0))}
     taken = []
     for held in (False, True):

@@ -5,22 +5,22 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import snapshot as snapshots
 from jllm.analysis.activations import tap
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.protocols import Protocol
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import sizes_for
 from jllm.errors import ConfigError, EvaluationError, SnapshotError
+from jllm.files import snapshot as snapshots
 from jllm.quant.quantize import quantize
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
-from jllm.state import init_state
+from jllm.step.buckets import Bucket
+from jllm.step.state import init_state
 from tests.engine.test_oracle import COMPANY, TINY, Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
 from tests.tiny import CONFIG, greedy, one_size, tiny_model
@@ -102,8 +102,8 @@ def test_forks_and_snapshots_go_on_as_if_nothing_had_been(model64, steps, tmp_pa
         value = engine.snapshot(request)
         assert value.length % BLOCK == 0
         assert len(value.tokens) - 1 - BLOCK < value.length < len(value.tokens)
-        snapshots.save(tmp_path / "one", value)
-        back = snapshots.load(tmp_path / "one")
+        snapshots.save_snapshot(tmp_path / "one", value)
+        back = snapshots.load_snapshot(tmp_path / "one")
         for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(value), strict=True):
             np.testing.assert_array_equal(one, other)
         twin = engine.fork(request)

@@ -6,7 +6,7 @@ import pytest
 from jllm.engine.ledger import Ledger
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
-from jllm.state import NOT_FINITE, Outputs
+from jllm.step.state import NOT_FINITE, Outputs
 from tests.engine.test_engine import Letters
 from tests.tiny import CONFIG
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.step.buckets import Bucket
 from tests.tiny import greedy, tiny_model
 
 OPTIONS: dict[str, Any] = {

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -20,6 +19,7 @@ from jllm.kv_policies.extent import Extent
 from jllm.kv_policies.length import Longest, Quantile
 from jllm.kv_policies.predicted import Predicted
 from jllm.quant.quantize import quantize
+from jllm.step.buckets import Bucket
 from tests.tiny import CONFIG, full_logits, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -328,7 +328,7 @@ def test_float32_up_to_the_first_near_tie(prompts):
 
 def test_the_oracle_notices_a_stale_page_table(model64, monkeypatch):
     """Seeded fault: page table changes that are forgotten must change tokens."""
-    from jllm import step_forward
+    from jllm.step import forward as step_forward
 
     monkeypatch.setattr(step_forward, "_change_pages", lambda slots, deltas: slots)
     job = Job(tuple(range(3, 40)), SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True), 0, None)

@@ -4,14 +4,14 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 
-from jllm.batch import PromptChunk, ragged_batch
-from jllm.buckets import Bucket
-from jllm.engine.layout import Layout
 from jllm.engine.packing import pack_plan
 from jllm.engine.plan import Chunk, StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
-from jllm.sampling import STOP_IDS
+from jllm.model.sampling import STOP_IDS
+from jllm.programs.packed_step import Layout
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.buckets import Bucket
 
 NOWHERE = np.iinfo(np.int32).max
 LAYOUT = Layout(Bucket(3, 10, 3), deltas=3, bias=2)

@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import jllm
-from jllm import fit
-from jllm.buckets import Bucket
-from jllm.checkpoint_saving import save
 from jllm.engine import device as device_module
 from jllm.engine import room
 from jllm.engine.device import Device
@@ -19,15 +16,18 @@ from jllm.engine.engine import Engine
 from jllm.engine.options import make_options
 from jllm.engine.room import check_room, sizes_for
 from jllm.errors import ConfigError, NoRoomError, RequestError
-from jllm.fit import check_weights, page_bytes, weight_bytes
-from jllm.hf_config import load_config
-from jllm.memory import GIB, gib
-from jllm.param_specs import abstract_params, init_params
+from jllm.files import fit
+from jllm.files.fit import check_weights, page_bytes, weight_bytes
+from jllm.files.hf_config import load_config
+from jllm.files.save import save
+from jllm.model.param_specs import abstract_params, init_params
+from jllm.parallel.memory import GIB, gib
 from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
-from jllm.state import Variant, make_slots
+from jllm.step.buckets import Bucket
+from jllm.step.state import Variant, make_slots
 from tests.tiny import greedy, serve, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -140,7 +140,7 @@ def test_loading_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     save(tmp_path, model.params, model.config)
     need = model.memory_footprint()["total"]
     assert jllm.load(tmp_path, memory=lambda: need).memory_footprint()["total"] == need
-    monkeypatch.setattr("jllm.checkpoint.read_tensor", None)
+    monkeypatch.setattr("jllm.files.load_params.read_tensor", None)
     with pytest.raises(NoRoomError, match="what would fit: dtype=bf16") as error:
         jllm.load(tmp_path, memory=lambda: need - 1)
     assert isinstance(error.value, ConfigError)
@@ -196,7 +196,7 @@ def test_the_operating_system_is_asked_where_the_device_is_a_cpu(monkeypatch):
     monkeypatch.setattr(device_module, "init_state", None)
     with pytest.raises(NoRoomError, match=r"^1000000000 KV pages of 8 tokens take .* GiB free .*: num_pages=\d+ \("):
         Engine(tiny_model(), num_pages=10**9, **OPTIONS)
-    monkeypatch.setattr("jllm.memory.host_memory", lambda: 1000)
+    monkeypatch.setattr("jllm.parallel.memory.host_memory", lambda: 1000)
     with pytest.raises(NoRoomError, match="its weights in float32 need .* and the device has 0.00 MiB free"):
         jllm.load()
 

@@ -1,6 +1,6 @@
 """Where a request goes: by hand."""
 
-from jllm.engine.routing import Load, route
+from jllm.distributed.routing import Load, route
 
 
 def test_the_fewest_tokens_win_and_the_first_of_equals():

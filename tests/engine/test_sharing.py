@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import snapshot as snapshots
-from jllm.buckets import Bucket
 from jllm.engine import device as device_module
 from jllm.engine.engine import Engine
 from jllm.engine.pages import PagePool
 from jllm.engine.request import Completion, SamplingParams
+from jllm.engine.reuse import ReusedPrefix, Sharing
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import ReusedPrefix, Sharing
 from jllm.errors import ConfigError, RequestError, SnapshotError
+from jllm.files import snapshot as snapshots
+from jllm.step.buckets import Bucket
 from tests.tiny import greedy, tiny_model
 
 pytest.importorskip("hypothesis")
@@ -299,8 +299,8 @@ def test_snapshot_and_resume(model, wide, tmp_path):
     value = engine.snapshot(request)
     assert value.length == len(value.tokens) - 1
     rest = finish(engine)[request, 0].token_ids[len(value.tokens) - 37 :]
-    snapshots.save(tmp_path / "one", value)
-    back = snapshots.load(tmp_path / "one")
+    snapshots.save_snapshot(tmp_path / "one", value)
+    back = snapshots.load_snapshot(tmp_path / "one")
     short = snapshots.cut(back, 5)
     for size, company in ((8, 0), (16, 0), (8, 2)):
         other = Engine(model, **{**options, "page_size": size})
@@ -386,8 +386,8 @@ def test_a_snapshot_of_other_weights_is_refused(model, wide, tmp_path):
     engine = Engine(model, **SMALL)
     request = engine.submit(list(STEMS[0]), greedy(8))
     steps_until(engine, 2)
-    snapshots.save(tmp_path / "one", engine.snapshot(request))
-    value = snapshots.cut(snapshots.load(tmp_path / "one"), 20)
+    snapshots.save_snapshot(tmp_path / "one", engine.snapshot(request))
+    value = snapshots.cut(snapshots.load_snapshot(tmp_path / "one"), 20)
     norm = model.params.norm
     other = replace(model, params=replace(model.params, norm=norm.at[3].add(1e-6)))
     turned = replace(model, config=replace(model.config, rope_theta=500.0))  # the same weights, read otherwise

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
+from jllm.engine.reuse import ReusedPrefix, Sharing
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.engine.sharing import ReusedPrefix, Sharing
-from jllm.sizes import Limits
+from jllm.programs.sizes import Limits
 from tests.engine.scheduler_harness import Device, Loop
 
 pytest.importorskip("hypothesis")

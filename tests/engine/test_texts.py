@@ -6,13 +6,13 @@ from contextlib import suppress
 
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine import texts
 from jllm.engine.engine import Engine
-from jllm.engine.live import variant_for
 from jllm.engine.request import SamplingParams
+from jllm.engine.samples import variant_for
 from jllm.engine.texts import Texts
 from jllm.errors import EngineClosed, RequestError
+from jllm.step.buckets import Bucket
 from tests.engine.test_engine import Letters
 from tests.tiny import greedy, serve, tiny_model
 

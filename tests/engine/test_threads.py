@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.turns import Turns
 from jllm.errors import EngineBusy, EngineClosed
+from jllm.step.buckets import Bucket
 from tests.tiny import greedy, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.trace import read_trace
 from jllm.errors import ConfigError, InputFileError, OutputError
+from jllm.step.buckets import Bucket
 from tests.tiny import greedy, tiny_model
 
 OPTIONS: dict[str, Any] = {"max_slots": 2, "page_size": 8, "num_pages": 4, "prefix_cache": False}

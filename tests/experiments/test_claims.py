@@ -11,7 +11,7 @@ import pytest
 from experiments.claims import __main__ as command
 from experiments.claims import c5, c21, c22, decoding, registry, torch_attention
 from experiments.claims.claim import Claim, text_table
-from jllm.hf_config import load_config
+from jllm.files.hf_config import load_config
 from pallas_kernels.decode_attention import mosaic_sm90
 from pallas_kernels.decode_attention.cases import Case
 from pallas_kernels.decode_attention.config import Config

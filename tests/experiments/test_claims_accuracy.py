@@ -13,11 +13,11 @@ from experiments.claims import c6, c7, c9, c10, c15
 from experiments.claims.accuracy import Judge
 from jllm.analysis.evaluate import Evaluation, Part, record
 from jllm.analysis.protocols import find_protocol
-from jllm.params import linears
-from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
-from pallas_kernels.quantized_weights import decode, encode
-from pallas_kernels.weight_formats import WeightFormat
-from tests.test_quant_accuracy import Pieces
+from jllm.model.params import linears
+from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows
+from pallas_kernels.formats.quantized_weights import decode, encode
+from pallas_kernels.formats.weight_formats import WeightFormat
+from tests.experiments.test_quant_accuracy import Pieces
 from tests.tiny import tiny_model
 
 FIGURES = {"protocol": "document", "perplexity": 9.0, "added": 0.001, "added_95": [-0.001, 0.002], "kl": 1e-3}

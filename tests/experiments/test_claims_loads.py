@@ -11,9 +11,9 @@ from experiments.serving.workload import WORKLOAD, Request, read_workload
 from experiments.simulate import make_costs
 from experiments.steps.batches import WholeBatch
 from experiments.steps.floors import Work
-from jllm.buckets import choose_bucket, make_buckets
-from pallas_kernels.quantized_weights import QuantizedWeight
-from tests.test_throughput import TINY
+from jllm.step.buckets import choose_bucket, make_buckets
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from tests.experiments.test_throughput import TINY
 
 MEAN = dict.fromkeys(serving.KEPT, 1.0) | {"repeat": "mean"}
 

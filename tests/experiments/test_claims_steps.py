@@ -9,10 +9,10 @@ import pytest
 
 from experiments.claims import c13, c14, c18, c19, c20, c27, c32, shapes, unfused
 from experiments.claims.unfused import NAMES, Fusions
-from jllm.cache import make_cache, parse_kv_cache
-from jllm.model import backbone
-from jllm.model_value import Model
-from jllm.pretrained import load
+from jllm.files.load import load
+from jllm.model.backbone import backbone
+from jllm.model.cache import make_cache, parse_kv_cache
+from jllm.model.model import Model
 from tests.tiny import CONFIG, tiny_model
 
 

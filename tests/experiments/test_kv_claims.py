@@ -9,7 +9,7 @@ from experiments.result_file import ResultFile
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
 from experiments.training.learned_length import load_learned
-from jllm.pretrained import load
+from jllm.files.load import load
 
 
 @pytest.mark.parametrize("claim", [c2.CLAIM, c12.CLAIM, c16.CLAIM, c17.CLAIM], ids=lambda claim: claim.id)

@@ -9,7 +9,7 @@ from experiments.simulation.apart import merged
 from experiments.simulation.replicas import serve
 from experiments.steps.cost_model import RESULTS
 from experiments.steps.links import read_link
-from tests.test_simulate import sent, simulation
+from tests.experiments.test_simulate import sent, simulation
 
 
 def test_requests_go_where_there_is_least_to_do():

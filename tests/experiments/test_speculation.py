@@ -14,12 +14,12 @@ from experiments.drafts.imposed import VerifyingTimer, draw, imposed, verifying_
 from experiments.drafts.steps import break_even, published
 from experiments.drafts.workloads import WORKLOADS
 from experiments.steps.timer import pool_for
-from jllm.pretrained import BUNDLED
-from jllm.sampling import neutral_sampling
+from jllm.files.load import BUNDLED
+from jllm.files.tokenizer import load_tokenizer
+from jllm.model.sampling import neutral_sampling
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import Tree, chain
-from jllm.tokenizer import load_tokenizer
-from tests.test_decode_step import TOY
+from tests.experiments.test_decode_step import TOY
 from tests.tiny import tiny_model
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 # Of a row's norm: what rounding the result costs, with little to spare. float64 only leaves the order of sums.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 3e-3}

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import rows_triton, triton_call
+from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.norm_quant import cases as norm_cases
 from pallas_kernels.norm_quant import norm_quant, reference
 from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from pallas_kernels.silu_mul_quant import cases as silu_cases
 from pallas_kernels.silu_mul_quant import reference as silu_reference
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.silu_mul_quant import xla as silu_xla
+from pallas_kernels.triton import rows_triton, triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
-from jllm.model_value import Model
-from jllm.param_specs import init_params
+from jllm.model.model import Model
+from jllm.model.param_specs import init_params
 from jllm.quant.quantize import quantize
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree
-from pallas_kernels import triton_call
+from jllm.step.buckets import Bucket
+from pallas_kernels.triton import triton_call
 from tests.gpu_models import Job, play
 from tests.kernels import triton_tools
 from tests.tiny import CONFIG

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_formats, triton_call
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import Segments, decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import triton as decode_triton
 from pallas_kernels.decode_attention.cases import Case as Decode
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats import kv_formats
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention import reference as prefill_reference
+from pallas_kernels.triton import triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
 from tests.kernels.test_cache_update import storage_tolerance, written_rows

@@ -6,11 +6,11 @@ import dataclasses
 import jax
 import pytest
 
-from pallas_kernels import triton_call
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul import reference, triton
 from pallas_kernels.scaled_matmul.cases import Case
+from pallas_kernels.triton import triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 

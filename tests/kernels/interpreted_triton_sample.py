@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_call
 from pallas_kernels.sample import reference, sample, triton
 from pallas_kernels.sample.cases import arguments
+from pallas_kernels.triton import triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import missed, same_bits
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows

@@ -6,8 +6,8 @@ import dataclasses
 import jax
 import pytest
 
-from pallas_kernels import triton_call
-from pallas_kernels.weight_formats import TABLES
+from pallas_kernels.formats.weight_formats import TABLES
+from pallas_kernels.triton import triton_call
 from pallas_kernels.weight_only_matmul import reference, triton
 from pallas_kernels.weight_only_matmul.cases import Case
 from tests.kernels import triton_tools

@@ -104,7 +104,7 @@ def test_deterministic_is_an_entry_of_its_own_or_what_the_device_would_have():
 
 def test_jllm_names_no_backend_and_no_kind_of_device():
     for path in sorted(Path(jllm.__file__).parent.rglob("*.py")):
-        if path.name == "program_key.py":  # it names a Python package
+        if path.name == "key.py":  # it names a Python package
             continue
         names = {node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)}
         assert not names & {*BACKEND_NAMES, *DEVICES}, path

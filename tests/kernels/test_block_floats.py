@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.block_floats import (
+from pallas_kernels.formats.block_floats import (
     E2M1,
     KINDS,
     decode_e8m0,
@@ -16,8 +16,8 @@ from pallas_kernels.block_floats import (
     round_e2m1,
     round_elements,
 )
-from pallas_kernels.quantized_weights import decode, encode, take_rows
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode, encode, take_rows
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 
 ELEMENTS = {

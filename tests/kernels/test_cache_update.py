@@ -9,9 +9,9 @@ import pytest
 from pallas_kernels.cache_update import cache_update, cache_update_fused, reference
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
-from pallas_kernels.reference_pages import read_row, to_numpy
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
+from pallas_kernels.formats.reference_pages import read_row, to_numpy
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits
 
 

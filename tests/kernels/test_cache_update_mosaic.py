@@ -12,8 +12,8 @@ import pytest
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90, reference, xla
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.cache_update.config import TUNED, Config, choose_config
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 from tests.kernels.helpers import TOLERANCE, error, poison, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_cache_update import storage_tolerance, written_rows

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import allocate
 from pallas_kernels.prefill_attention import prefill_attention
 
 FORMAT = parse_format("f32", 16)

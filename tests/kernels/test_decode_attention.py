@@ -8,8 +8,8 @@ import pytest
 
 from pallas_kernels.decode_attention import decode_attention, make_work, reference
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
 
 

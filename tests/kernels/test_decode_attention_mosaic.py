@@ -16,10 +16,10 @@ from pallas_kernels.decode_attention.config import ROWS, Config, check_supported
 from pallas_kernels.decode_attention.lanes_sm90 import CHUNK, swizzle_of, swizzled_place
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks, reach, row_splits
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
-from pallas_kernels.smem_sm90 import shared_bytes
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_decode_attention import first_visible

@@ -25,8 +25,8 @@ from pallas_kernels.decode_attention.cases import SEGMENT_CASES, Case
 from pallas_kernels.decode_attention.config import check_supported, choose_config, most_queries
 from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.smem_sm90 import shared_bytes
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_decode_attention_mosaic import NARROW, TINY, items_of, partial_results, shapes, small

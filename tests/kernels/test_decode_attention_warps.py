@@ -9,9 +9,9 @@ import pytest
 from pallas_kernels.decode_attention import warp_layouts_sm90, warp_queries_sm90, warp_stores_sm90, warps_sm90
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import storage
-from pallas_kernels.hadamard import hadamard
-from pallas_kernels.kv_formats import decode, encode, parse_format
-from pallas_kernels.kv_pages import Pages
+from pallas_kernels.formats.hadamard import hadamard
+from pallas_kernels.formats.kv_formats import decode, encode, parse_format
+from pallas_kernels.formats.kv_pages import Pages
 from tests.kernels.helpers import error
 from tests.kernels.inlined.now import inlined_now
 

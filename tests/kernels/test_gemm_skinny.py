@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm_sm90 import skinny
-from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.smem_sm90 import shared_bytes
+from pallas_kernels.hopper.gemm_sm90 import skinny
+from pallas_kernels.hopper.gemm_sm90.skinny_config import TUNED, Config, choose_config
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 

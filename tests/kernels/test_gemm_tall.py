@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm_sm90 import tall
-from pallas_kernels.gemm_sm90.tall_config import Config
-from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.gemm_sm90 import tall
+from pallas_kernels.hopper.gemm_sm90.tall_config import Config
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from pallas_kernels.scaled_matmul import reference
 from pallas_kernels.scaled_matmul.cases import Case
 from pallas_kernels.scaled_matmul.config import TILES, choose_config
-from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 

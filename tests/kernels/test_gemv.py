@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bench.cases import normal
-from pallas_kernels.gemm_sm90 import gemv as module
-from pallas_kernels.gemm_sm90.gemv import gemv
-from pallas_kernels.gemm_sm90.gemv_config import GATED, PLAIN, Config, fits, for_int8
+from pallas_kernels.formats.quantized_rows import quantize_rows
+from pallas_kernels.formats.reference_rows import quantize_rows as quantize_by_definition
+from pallas_kernels.hopper.gemm_sm90 import gemv as module
+from pallas_kernels.hopper.gemm_sm90.gemv import gemv
+from pallas_kernels.hopper.gemm_sm90.gemv_config import GATED, PLAIN, Config, fits, for_int8
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.norm_quant import mosaic_sm90 as norm_kernel
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.norm_quant import reference as norm_reference
-from pallas_kernels.quantized_rows import quantize_rows
-from pallas_kernels.reference_rows import quantize_rows as quantize_by_definition
 from pallas_kernels.scaled_matmul import reference as scaled_reference
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
 from pallas_kernels.silu_mul_quant import reference as silu_reference

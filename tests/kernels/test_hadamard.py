@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hadamard import hadamard, turn
-from pallas_kernels.reference_pages import rotated
+from pallas_kernels.formats.hadamard import hadamard, turn
+from pallas_kernels.formats.reference_pages import rotated
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 96, 128, 80])

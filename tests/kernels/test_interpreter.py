@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GpuClockBundle, W
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.smem_sm90 import swizzled
+from pallas_kernels.hopper.smem_sm90 import swizzled
 from tests.kernels.inlined.memory import swizzled_order
 from tests.kernels.interpreter import FIND_RACES, Accesses, Barrier
 

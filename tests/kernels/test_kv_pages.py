@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_formats import KVFormat, bytes_per_token, decode, encode, parse_format
-from pallas_kernels.kv_pages import allocate, gather, write
-from pallas_kernels.reference_pages import read_row, to_numpy, write_row
+from pallas_kernels.formats.kv_formats import KVFormat, bytes_per_token, decode, encode, parse_format
+from pallas_kernels.formats.kv_pages import allocate, gather, write
+from pallas_kernels.formats.reference_pages import read_row, to_numpy, write_row
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gemm_sm90.skinny_config import TUNED, Config, choose_config
+from pallas_kernels.hopper.gemm_sm90.skinny_config import TUNED, Config, choose_config
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.matmul.config import FASTER, check_faster, check_supported

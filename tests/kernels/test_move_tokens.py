@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_formats import KVFormat, parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import KVFormat, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
+from pallas_kernels.formats.reference_pages import read_sequence
 from pallas_kernels.move_tokens import bench, move_tokens, reference
 from pallas_kernels.move_tokens.cases import BENCH_CASES, CASES, Case
-from pallas_kernels.reference_pages import read_sequence
 from tests.kernels.helpers import poison, same_bits
 
 SMALL = Case(rows=3, moves=3, layers=2, num_kv_heads=2, head_dim=64, page_size=8, k_format="int8-g8", v_format="fp8")

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.attention import rms_norm
+from jllm.model.attention import rms_norm
+from pallas_kernels.formats.quantized_rows import LARGEST, dequantize_rows, quantize_rows
 from pallas_kernels.norm_quant import norm_quant, reference, xla
 from pallas_kernels.norm_quant.cases import CASES, EPS, Case
-from pallas_kernels.quantized_rows import LARGEST, dequantize_rows, quantize_rows
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 
 DOUBLE = [Case(3, 96, "float64", kind, residual) for kind, residual in ((None, True), ("int8", True), ("fp8", False))]

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import row_pieces_sm90
+from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows
+from pallas_kernels.hopper import row_pieces_sm90
 from pallas_kernels.norm_quant import mosaic_sm90, norm_quant, reference, xla
 from pallas_kernels.norm_quant.cases import BENCH_CASES, CASES, EPS, Case
-from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
 from tests.kernels.helpers import error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.row_helpers import units_apart

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import one_order
+from pallas_kernels.formats.quantized_rows import QuantizedRows, quantize_rows
+from pallas_kernels.formats.quantized_weights import encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import ROWS, in_tiles
-from pallas_kernels.quantized_rows import QuantizedRows, quantize_rows
-from pallas_kernels.quantized_weights import encode
 from pallas_kernels.swiglu import swiglu
-from pallas_kernels.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
 KINDS = ("matmul", "head", "swiglu", "int8", "fp8", "w8a16", "w4a16-g128", "w4a16-g128-zp", "nf4", "fp8-weight")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bench.cases import normal
-from pallas_kernels.gemm_sm90 import gemv
-from pallas_kernels.quantized_rows import KINDS
-from pallas_kernels.reference_rows import quantize_rows
+from pallas_kernels.formats.quantized_rows import KINDS
+from pallas_kernels.formats.reference_rows import quantize_rows
+from pallas_kernels.hopper.gemm_sm90 import gemv
 from pallas_kernels.scaled_matmul import plain_rows, reference
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import reference as silu_reference

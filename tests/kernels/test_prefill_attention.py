@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 from pallas_kernels.prefill_attention import make_work, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, CASES
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import allocate
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
-from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 

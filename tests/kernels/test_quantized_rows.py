@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_rows import KINDS, LARGEST, QuantizedRows, dequantize_rows, quantize_rows
+from pallas_kernels.formats.quantized_rows import KINDS, LARGEST, QuantizedRows, dequantize_rows, quantize_rows
 
 
 def inputs(shape, dtype):

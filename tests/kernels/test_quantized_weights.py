@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_weights import decode, encode, group_scales, take_rows
-from pallas_kernels.weight_codes import pack4, unpack4
-from pallas_kernels.weight_formats import TABLES, check_shape, parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode, encode, group_scales, take_rows
+from pallas_kernels.formats.weight_codes import pack4, unpack4
+from pallas_kernels.formats.weight_formats import TABLES, check_shape, parse_weight_format
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rounding import round_to, to_float8
+from pallas_kernels.formats.rounding import round_to, to_float8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -1,4 +1,4 @@
-"""Checks sample's definition, its backends and its errors; jllm's own tests are in tests/test_sampling.py."""
+"""Checks sample's definition, its backends and its errors; jllm's own tests are in tests/model/test_sampling.py."""
 
 import decimal
 from functools import partial

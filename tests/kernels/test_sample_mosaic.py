@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from pallas_kernels.sample import (
     block_sm90,
     cut_sm90,
@@ -21,7 +22,6 @@ from pallas_kernels.sample import (
 )
 from pallas_kernels.sample.cases import MIXED, arguments
 from pallas_kernels.sample.config import CONFIGS, Config, choose_config, padded
-from pallas_kernels.smem_sm90 import shared_bytes
 from tests.kernels import interpreter
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET

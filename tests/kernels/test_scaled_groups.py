@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backends
+from pallas_kernels.formats.quantized_rows import QuantizedRows, dequantize_rows
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
-from pallas_kernels.quantized_rows import QuantizedRows, dequantize_rows
 from pallas_kernels.scaled_matmul import reference
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 

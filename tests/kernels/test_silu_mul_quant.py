@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_rows import LARGEST, dequantize_rows, quantize_rows
+from pallas_kernels.formats.quantized_rows import LARGEST, dequantize_rows, quantize_rows
 from pallas_kernels.silu_mul_quant import reference, silu_mul_quant, xla
 from pallas_kernels.silu_mul_quant.cases import CASES, Case
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits

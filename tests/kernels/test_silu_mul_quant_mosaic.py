@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import row_pieces_sm90
-from pallas_kernels.quantized_rows import dequantize_rows, quantize_rows
+from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows
+from pallas_kernels.hopper import row_pieces_sm90
 from pallas_kernels.silu_mul_quant import mosaic_sm90, reference, silu_mul_quant, xla
 from pallas_kernels.silu_mul_quant.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.silu_mul_quant.config import Config, choose_config

@@ -13,12 +13,12 @@ from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.cache_update.cases import Case as Update
 from pallas_kernels.decode_attention import decode_attention, reference
 from pallas_kernels.decode_attention.cases import Case as Decode
-from pallas_kernels.kv_formats import KVFormat
-from pallas_kernels.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_formats import KVFormat
+from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.formats.quantized_weights import encode
+from pallas_kernels.formats.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention.cases import Case as Prefill
-from pallas_kernels.quantized_weights import encode
-from pallas_kernels.weight_formats import WeightFormat, parse_weight_format
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 from tests.kernels.helpers import TOLERANCE, error
 
@@ -80,7 +80,9 @@ def test_pages_that_the_kernels_lack(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pages_with_zero_points_and_rotated_ones(name, monkeypatch):
-    monkeypatch.setattr("pallas_kernels.triton_call.importlib.util.find_spec", lambda _: None)  # its import needs a GPU
+    monkeypatch.setattr(
+        "pallas_kernels.triton.triton_call.importlib.util.find_spec", lambda _: None
+    )  # its import needs a GPU
     for fmt in (KVFormat("int8", 8, hadamard=True), KVFormat("bfloat16", hadamard=True), KVFormat("int8", 64, True)):
         call(name, fmt, "mosaic")
         call(name, fmt, "hopper")

@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.bench import layers as layers_bench
-from pallas_kernels.gemm_sm90 import skinny
-from pallas_kernels.gemm_sm90.skinny_config import Config, choose_config
+from pallas_kernels.hopper.gemm_sm90 import skinny
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.swiglu import bench, mosaic_sm90, reference, swiglu
 from pallas_kernels.swiglu.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.swiglu.config import FASTER, check_faster, check_supported

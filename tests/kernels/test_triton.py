@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import choose
+from pallas_kernels.formats.quantized_rows import quantize_rows
 from pallas_kernels.norm_quant import api as norm_api
 from pallas_kernels.norm_quant import cases as norm_cases
 from pallas_kernels.norm_quant import norm_quant, reference
 from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.quantized_rows import quantize_rows
 from pallas_kernels.silu_mul_quant import api as silu_api
 from pallas_kernels.silu_mul_quant import cases as silu_cases
 from pallas_kernels.silu_mul_quant import reference as silu_reference
 from pallas_kernels.silu_mul_quant import silu_mul_quant
-from pallas_kernels.triton_call import typed_call
+from pallas_kernels.triton.triton_call import typed_call
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
@@ -85,8 +85,8 @@ def test_the_call_has_the_shapes_of_xla(kind, monkeypatch):
     fake = ModuleType("jax_triton")
     vars(fake).update(__spec__=ModuleSpec("jax_triton", None), triton_call=call)
     monkeypatch.setitem(sys.modules, "jax_triton", fake)
-    monkeypatch.setitem(sys.modules, "pallas_kernels.triton_lowering", ModuleType("triton_lowering"))
-    monkeypatch.setattr("pallas_kernels.triton_call.capability", lambda: "8.9")
+    monkeypatch.setitem(sys.modules, "pallas_kernels.triton.triton_lowering", ModuleType("triton_lowering"))
+    monkeypatch.setattr("pallas_kernels.triton.triton_call.capability", lambda: "8.9")
     x = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
     weight, gate_up = jax.ShapeDtypeStruct((256,), jnp.bfloat16), jax.ShapeDtypeStruct((3, 512), jnp.bfloat16)
     for shapes, run in (
@@ -145,7 +145,7 @@ def test_what_is_refused(monkeypatch):
     ):
         with pytest.raises(NotImplementedError, match=message):
             silu_mul_quant(arguments, backend="triton")
-    monkeypatch.setattr("pallas_kernels.triton_call.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("pallas_kernels.triton.triton_call.importlib.util.find_spec", lambda _: None)
     with pytest.raises(NotImplementedError, match="needs jax-triton, which the extras cuda12 and cuda13 install"):
         silu_mul_quant(x, backend="triton")
 
@@ -153,7 +153,7 @@ def test_what_is_refused(monkeypatch):
 @pytest.mark.parametrize(("capability", "named"), [("", jax.default_backend), ("7.5", lambda: "7.5")])
 def test_a_device_without_triton_kernels_is_named(monkeypatch, capability, named):
     """Raises before jax_triton is imported, which says without a GPU's plugin that JAX is badly installed."""
-    monkeypatch.setattr("pallas_kernels.triton_call.capability", lambda: capability)
+    monkeypatch.setattr("pallas_kernels.triton.triton_call.capability", lambda: capability)
     message = f"backend triton is for GPUs of compute capability 8.0 and later, not for {named()}"
     with pytest.raises(NotImplementedError, match=message):
         norm_quant(jnp.ones((2, 256), "bfloat16"), jnp.ones(256, "bfloat16"), eps=1e-5, backend="triton")

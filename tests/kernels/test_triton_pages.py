@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import pages_triton
 from pallas_kernels.backends import choose
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import cases as update_cases
@@ -20,12 +19,13 @@ from pallas_kernels.decode_attention import api as decode_api
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.kv_formats import parse_format
-from pallas_kernels.kv_pages import KVPages, allocate
+from pallas_kernels.formats.kv_formats import parse_format
+from pallas_kernels.formats.kv_pages import KVPages, allocate
 from pallas_kernels.prefill_attention import cases as prefill_cases
 from pallas_kernels.prefill_attention import make_work, plan, prefill_attention
 from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention.config import triton_config
+from pallas_kernels.triton import pages_triton
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.triton_tools import SHARED_MEMORY, compile_for, run_ptx
@@ -57,7 +57,7 @@ def test_interpreted():
 
 def test_every_code_is_decoded():
     """Runs the PTX of both ways to read float8, and of integers with and without zeros."""
-    from pallas_kernels import codes_triton
+    from pallas_kernels.triton import codes_triton
 
     words = np.arange(65536, dtype=np.uint16)
     bytes_of = np.stack([words & 255, words >> 8]).astype(np.uint8)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import choose
-from pallas_kernels.quantized_weights import encode, group_scales
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import encode, group_scales
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import api
 from pallas_kernels.weight_only_matmul.cases import CASES, Case
 from pallas_kernels.weight_only_matmul.config import triton_config

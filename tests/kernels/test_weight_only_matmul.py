@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backends
-from pallas_kernels.quantized_weights import decode, encode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import CASES, ODD_CASES, Case
 from pallas_kernels.weight_only_matmul.config import check_faster

@@ -5,8 +5,8 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.quantized_weights import decode, encode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import bench, mosaic_sm90
 from pallas_kernels.weight_only_matmul.cases import BENCH_FORMATS
 from pallas_kernels.weight_only_matmul.config import candidates

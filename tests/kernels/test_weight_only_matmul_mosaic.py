@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import SHARED_MEMORY
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode
-from pallas_kernels.smem_sm90 import shared_bytes
-from pallas_kernels.weight_codes import pack4
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, encode
+from pallas_kernels.formats.weight_codes import pack4
+from pallas_kernels.formats.weight_formats import parse_weight_format
+from pallas_kernels.hopper.hopper import SHARED_MEMORY
+from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from pallas_kernels.weight_only_matmul import mosaic_sm90, operand_sm90, reference, weight_only_matmul, xla
 from pallas_kernels.weight_only_matmul.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.weight_only_matmul.config import AnyConfig, Config, candidates, check_supported, choose_config

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bench.cases import normal
+from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.norm_quant import mosaic_sm90 as norm_kernel
 from pallas_kernels.norm_quant import reference as norm_reference
-from pallas_kernels.quantized_weights import decode
-from pallas_kernels.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import (
     mosaic_sm90,
     reference,

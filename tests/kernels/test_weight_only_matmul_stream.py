@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_weights import decode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, stream_sm90
 from pallas_kernels.weight_only_matmul.cases import Case
 from pallas_kernels.weight_only_matmul.config import StreamConfig, candidates

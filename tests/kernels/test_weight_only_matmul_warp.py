@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.quantized_weights import decode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, warp_sm90
 from pallas_kernels.weight_only_matmul.cases import Case
 from pallas_kernels.weight_only_matmul.config import ONE_ROW, Config, candidates, choose_config

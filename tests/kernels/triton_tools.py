@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton_call import Launch
+from pallas_kernels.triton.triton_call import Launch
 from tests.kernels.inlined import ptx
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may take, by capability

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from pallas_kernels.weight_formats import TABLES
+from pallas_kernels.formats.weight_formats import TABLES
 from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 from pallas_kernels.weight_only_matmul.cases import Case
 from tests.kernels.helpers import TOLERANCE, error

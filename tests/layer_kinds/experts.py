@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.linear import linear
-from jllm.mlp import mlp_block
-from jllm.param_specs import layer_types
-from jllm.params import AttentionParams, MLPParams, Weight, matrix, norm_weight
-from jllm.taps import Tap
+from jllm.model.linear import linear
+from jllm.model.mlp import mlp_block
+from jllm.model.param_specs import layer_types
+from jllm.model.params import AttentionParams, MLPParams, Weight, matrix, norm_weight
+from jllm.model.taps import Tap
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 

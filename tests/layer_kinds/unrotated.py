@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.attention import AttentionInputs, attention_block, paged_attention
 from jllm.config import LlamaConfig
-from jllm.fused_linear import norm_linear
-from jllm.linear import linear
-from jllm.paged import Packed
-from jllm.param_specs import layer_types
-from jllm.params import OUT, QKV, MLPParams, Weight, matrix, norm_weight
-from jllm.taps import Tap
+from jllm.model.attention import AttentionInputs, attention_block, paged_attention
+from jllm.model.fused_linear import norm_linear
+from jllm.model.linear import linear
+from jllm.model.paged import Packed
+from jllm.model.param_specs import layer_types
+from jllm.model.params import OUT, QKV, MLPParams, Weight, matrix, norm_weight
+from jllm.model.taps import Tap
 from pallas_kernels.cache_update import cache_update
 from pallas_kernels.causal_attention import causal_attention
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from typing import Any
 
 from jllm.config import LlamaConfig
-from jllm.model_value import Model
+from jllm.model.model import Model
+from jllm.model.shards import share_params
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.parallel.shares import share_params
 from tests.tiny import tiny_model
 
 SIZES: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 512, "hidden_size": 64}

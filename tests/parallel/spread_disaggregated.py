@@ -17,19 +17,19 @@ import jax
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
-from jllm.engine.channel import Channel, encoded
-from jllm.engine.disaggregated import Disaggregated
-from jllm.engine.guide import Guide
-from jllm.engine.handover import JOINING, DecodeEngine, PrefillEngine
+from jllm.distributed.channel import Channel, encoded
+from jllm.distributed.disaggregated import Disaggregated
+from jllm.distributed.handover import JOINING, DecodeEngine, PrefillEngine
+from jllm.distributed.remote import RemotePrefill, serve_prefills
 from jllm.engine.moved import DevicePages, Handover
-from jllm.engine.remote import RemotePrefill, serve_prefills
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
+from jllm.guides.guide import Guide
+from jllm.programs.sizes import Limits
 from jllm.quant.quantize import quantize
-from jllm.sizes import Limits
+from jllm.step.buckets import Bucket
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
 from tests.parallel.spread_replicas import JOBS, SIZES, alone, broken, finish, in_time, rest, same, until
@@ -520,8 +520,8 @@ SERVER = """
     import os, socket, sys
     import jax
     jax.config.update("jax_enable_x64", True)
-    from jllm.engine.handover import PrefillEngine
-    from jllm.engine.remote import serve_prefills
+    from jllm.distributed.handover import PrefillEngine
+    from jllm.distributed.remote import serve_prefills
     from tests.tiny import tiny_model
 
     engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), max_slots=2, page_size=16, num_pages=30)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jllm.batch import PromptChunk, ragged_batch
 from jllm.engine.engine import Engine
-from jllm.engine.live import variant_for
 from jllm.engine.request import SamplingParams
-from jllm.merge_step import eager_step
-from jllm.parallel import draws
+from jllm.engine.samples import variant_for
+from jllm.model.sampling import Draws, Sampling, neutral_sampling, sample
 from jllm.parallel.mesh import make_mesh, rank_config, spread
-from jllm.sampling import Draws, Sampling, neutral_sampling, sample
-from jllm.state import Variant, init_state
+from jllm.step import draws
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.merge import eager_step
+from jllm.step.state import Variant, init_state
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import greedy, one_size
 

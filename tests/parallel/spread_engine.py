@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jllm import fingerprint
-from jllm.batch import PromptChunk, ragged_batch
-from jllm.buckets import Bucket
 from jllm.cli.main import main
 from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
-from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
 from jllm.errors import DrafterError, SnapshotError
-from jllm.merge_step import step
-from jllm.parallel import draws
+from jllm.files import fingerprint
+from jllm.guides.guide import Guide
+from jllm.model.shards import share_params
 from jllm.parallel.mesh import spread
-from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
@@ -29,9 +25,13 @@ from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
-from jllm.state import init_state
-from jllm.step_forward import forward
-from jllm.step_sample import sample
+from jllm.step import draws
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.buckets import Bucket
+from jllm.step.forward import forward
+from jllm.step.merge import step
+from jllm.step.sample import sample
+from jllm.step.state import init_state
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import serve
@@ -168,7 +168,7 @@ def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices, kv_cache, s
 def test_steps_are_compiled_once():
     engine = Engine(on_mesh(model_of("float32"), 2), **SIZES)
     assert engine.compile_ahead() == 1
-    from jllm.engine.layout import packed_step
+    from jllm.programs.packed_step import packed_step
 
     before = packed_step._cache_size()
     for prompt in PROMPTS:

@@ -11,17 +11,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jllm.buckets import Bucket
-from jllm.engine.disaggregated import Disaggregated
+from jllm.distributed.disaggregated import Disaggregated
+from jllm.distributed.handover import PrefillEngine
+from jllm.distributed.replicas import Replicas
 from jllm.engine.drafters import find_drafter
-from jllm.engine.handover import PrefillEngine
 from jllm.engine.moved import pack_pages
 from jllm.engine.placement import copy_to
-from jllm.engine.replicas import Replicas
 from jllm.errors import ConfigError
-from jllm.hooks import Hooks
+from jllm.model.hooks import Hooks
 from jllm.parallel.mesh import make_mesh
 from jllm.quant.quantize import quantize
+from jllm.step.buckets import Bucket
 from tests.parallel.meshes import model_of, on_mesh
 from tests.parallel.spread_replicas import JOBS, SIZES, Failing, alone, finish, same
 

@@ -13,13 +13,13 @@ from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
 from experiments.steps.timer import model_config, random_params
 from jllm.errors import ConfigError
-from jllm.hf_config import load_config
-from jllm.parallel import shares
+from jllm.files.hf_config import load_config
+from jllm.model import shards as shares
+from jllm.model.shards import share_params
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.parallel.shares import share_params
 from jllm.quant.quantize import quantize, weight_formats
+from tests.experiments.test_decode_step import TOY
 from tests.parallel.meshes import model_of
-from tests.test_decode_step import TOY
 
 
 @pytest.fixture

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jllm.batch import PromptChunk, ragged_batch
-from jllm.linear import linear
-from jllm.model import Packed, packed_logits
-from jllm.model_value import Model
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.linear import linear
+from jllm.model.model import Model
+from jllm.model.params import WeightEntry
+from jllm.model.shards import share
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.parallel.shares import share
-from jllm.params import WeightEntry
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS
-from jllm.state import init_state
-from jllm.step_forward import forward
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.forward import forward
+from jllm.step.state import init_state
 from pallas_kernels.all_reduce import MeshAxis
-from pallas_kernels.kv_formats import FLOATS, LARGEST_CODE, parse_format
-from pallas_kernels.quantized_weights import encode
-from pallas_kernels.weight_formats import NAMED, WeightFormat, parse_weight_format
+from pallas_kernels.formats.kv_formats import FLOATS, LARGEST_CODE, parse_format
+from pallas_kernels.formats.quantized_weights import encode
+from pallas_kernels.formats.weight_formats import NAMED, WeightFormat, parse_weight_format
 from tests.parallel.meshes import model_of, on_mesh
 
 jax.config.update("jax_enable_x64", True)

@@ -11,23 +11,23 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jllm import fingerprint
-from jllm.checkpoint_saving import save
 from jllm.errors import CheckpointError, ConfigError, QuantizationError
-from jllm.model import Packed, packed_logits
+from jllm.files import fingerprint
+from jllm.files.load import load
+from jllm.files.save import save
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.params import matrices, with_matrices
+from jllm.model.shards import share_params
 from jllm.parallel.mesh import fitting, make_mesh, rank_config, spread
-from jllm.parallel.shares import share_params
-from jllm.params import matrices, with_matrices
-from jllm.pretrained import load
 from jllm.quant.quantize import quantize, quantize_weight
 from jllm.quant.rotation import quantize_model
 from jllm.quant.schemes import parse_formats
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.all_reduce.reference import all_reduce as reference
-from pallas_kernels.quantized_weights import encode_with, grouped
+from pallas_kernels.formats.quantized_weights import encode_with, grouped
+from pallas_kernels.formats.weight_codes import fit_scales
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.sample.noise import _high as high
-from pallas_kernels.weight_codes import fit_scales
-from pallas_kernels.weight_formats import parse_weight_format
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import with_fields
 

@@ -14,19 +14,19 @@ from functools import partial
 import jax
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.cli.main import main
-from jllm.engine import executables
-from jllm.engine.async_engine import AsyncEngine
+from jllm.distributed.replica import Request
+from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
-from jllm.engine.guide import Guide
-from jllm.engine.layout import packed_step
-from jllm.engine.replica import Request
-from jllm.engine.replicas import Replicas
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.guides.guide import Guide
+from jllm.programs import executables
+from jllm.programs.packed_step import packed_step
+from jllm.serve.async_engine import AsyncEngine
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import chain
+from jllm.step.buckets import Bucket
 from tests.ascii import TOKENIZER
 from tests.tiny import serve, tiny_model
 

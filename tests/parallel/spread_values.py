@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jllm.analysis.activations import tap
-from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
-from jllm.hooks import Hooks
-from jllm.model import packed_logits
-from jllm.paged import Packed
+from jllm.model.backbone import packed_logits
+from jllm.model.hooks import Hooks
+from jllm.model.paged import Packed
+from jllm.model.taps import LAYER, TOP
 from jllm.quant.quantize import quantize
 from jllm.speculative.ngram import NGram
-from jllm.taps import LAYER, TOP
+from jllm.step.buckets import Bucket
 from tests.parallel.meshes import model_of, on_mesh
 from tests.tiny import one_size, serve
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.model import Packed, packed_logits
-from jllm.params import with_matrices
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.params import with_matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
-from pallas_kernels.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 # The opening of The Wonderful Wizard of Oz (1900), which the model's card names as held out.
 TEXT = """\

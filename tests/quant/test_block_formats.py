@@ -9,15 +9,15 @@ import pytest
 
 import jllm
 from jllm.analysis.evaluate import evaluate
-from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
-from jllm.linear import linear
+from jllm.files.save import save
+from jllm.model.linear import linear
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration.scale_search import output_error
 from jllm.quant.quantize import quantize, weight_formats
-from pallas_kernels.block_floats import KINDS, round_blocks
-from pallas_kernels.quantized_weights import decode, encode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.block_floats import KINDS, round_blocks
+from pallas_kernels.formats.quantized_weights import decode, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import full_logits, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}

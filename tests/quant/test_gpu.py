@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.quant.quantize import quantize
+from jllm.step.buckets import Bucket
 from tests.gpu_models import Job, kernels_of_steps, play
 from tests.quant.test_accuracy import TEXT
 from tests.tiny import tiny_model

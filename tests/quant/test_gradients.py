@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.fused_linear import norm_linear, silu_linear
-from jllm.linear import linear
-from jllm.model import Packed, packed_logits
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.fused_linear import norm_linear, silu_linear
+from jllm.model.linear import linear
+from jllm.model.weight_inputs import rounded_inputs
 from jllm.quant.quantize import quantize
-from jllm.weight_inputs import rounded_inputs
-from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_weights import QuantizedWeight, decode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats import quantized_weights
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import tiny_model
 
 IDS = jnp.asarray([3, 14, 15, 92, 65, 35, 89, 79], jnp.int32)

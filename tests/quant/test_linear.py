@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm import fused_linear
-from jllm import linear as module
-from jllm.fused_linear import norm, silu_mul
-from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_rows import QuantizedRows
-from pallas_kernels.quantized_weights import QuantizedWeight
-from pallas_kernels.weight_formats import parse_weight_format
+from jllm.model import fused_linear
+from jllm.model import linear as module
+from jllm.model.fused_linear import norm, silu_mul
+from pallas_kernels.formats import quantized_weights
+from pallas_kernels.formats.quantized_rows import QuantizedRows
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_formats import parse_weight_format
 
 STATIC = 0.02  # scale of inputs: the largest of normal ones are clipped
 FORMATS = [

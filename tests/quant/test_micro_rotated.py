@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
-from jllm.linear import linear
+from jllm.files.save import save
+from jllm.model.linear import linear
+from jllm.model.weight_inputs import rounded_inputs
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration.block_scales import search_scales, squared_errors
 from jllm.quant.calibration.inputs import rotate_gram
 from jllm.quant.calibration.scale_search import output_error, round_clipped
 from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
-from jllm.weight_inputs import rounded_inputs
-from pallas_kernels.block_floats import KINDS, round_blocks
-from pallas_kernels.hadamard import hadamard
-from pallas_kernels.quantized_weights import decode, encode, encode_with, grouped, rotate_groups, take_rows
-from pallas_kernels.weight_codes import fit_scales, store_scales
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.block_floats import KINDS, round_blocks
+from pallas_kernels.formats.hadamard import hadamard
+from pallas_kernels.formats.quantized_weights import decode, encode, encode_with, grouped, rotate_groups, take_rows
+from pallas_kernels.formats.weight_codes import fit_scales, store_scales
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import full_logits, tiny_model
 
 pytest.importorskip("hypothesis")

@@ -11,17 +11,17 @@ import pytest
 import jllm
 from jllm.analysis.activations import tap
 from jllm.analysis.own_tokens import own_tokens
-from jllm.buckets import Bucket
-from jllm.checkpoint import load_params
-from jllm.checkpoint_saving import save
 from jllm.errors import EvaluationError, QuantizationError
-from jllm.params import matrices
+from jllm.files.load_params import load_params
+from jllm.files.save import save
+from jllm.model.params import matrices
 from jllm.quant import calibration as ptq
 from jllm.quant.calibration.scale_search import output_error, round_clipped, search_scales
 from jllm.quant.calibration.solver import solve
 from jllm.quant.quantize import quantize
-from pallas_kernels import quantized_weights, weight_codes
-from pallas_kernels.weight_formats import parse_weight_format
+from jllm.step.buckets import Bucket
+from pallas_kernels.formats import quantized_weights, weight_codes
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import full_logits, tiny_model, with_fields
 
 TOKENS = np.random.default_rng(5).integers(0, 97, size=(4, 12)).astype(np.int32)

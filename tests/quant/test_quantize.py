@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.checkpoint_saving import save
 from jllm.errors import ConfigError, QuantizationError
-from jllm.hf_config import load_config
-from jllm.model_value import Model
-from jllm.param_specs import abstract_params
-from jllm.params import EMBED, HEAD, linears, matrix_modules, with_matrices
+from jllm.files.hf_config import load_config
+from jllm.files.save import save
+from jllm.model.model import Model
+from jllm.model.param_specs import abstract_params
+from jllm.model.params import EMBED, HEAD, linears, matrix_modules, with_matrices
 from jllm.quant import quantize as module
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme
-from pallas_kernels import quantized_weights
-from pallas_kernels.quantized_weights import QuantizedWeight, encode
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats import quantized_weights
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.checkpoint_cases import assert_same_bits
 from tests.tiny import tiny_model
 

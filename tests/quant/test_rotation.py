@@ -10,8 +10,8 @@ import pytest
 import jllm
 from jllm.analysis.evaluate import evaluate
 from jllm.analysis.outliers import plant
-from jllm.checkpoint_saving import save
 from jllm.errors import QuantizationError
+from jllm.files.save import save
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.rotation import quantize_model, rotate

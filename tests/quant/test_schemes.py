@@ -8,10 +8,10 @@ import pytest
 
 from jllm.cli.arguments import SCHEMES
 from jllm.errors import QuantizationError
-from jllm.param_specs import param_specs
-from jllm.params import matrix_modules
+from jllm.model.param_specs import param_specs
+from jllm.model.params import matrix_modules
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, scheme_of, wide_rules
-from pallas_kernels.weight_formats import parse_weight_format
+from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import CONFIG
 
 pytest.importorskip("hypothesis")

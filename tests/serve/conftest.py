@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from jllm.buckets import Bucket
-from jllm.engine.async_engine import AsyncEngine
 from jllm.engine.engine import Engine
-from jllm.pretrained import load
+from jllm.files.load import load
+from jllm.serve.async_engine import AsyncEngine
+from jllm.step.buckets import Bucket
 from tests.lm_eval_cases import CONFIG, write_checkpoint
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 64, "buckets": (Bucket(4, 64, 4),)}

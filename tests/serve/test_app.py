@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
+from jllm.files.tokenizer import load_tokenizer
 from jllm.serve import answers
 from jllm.serve.requests import Served, Wanted
-from jllm.tokenizer import load_tokenizer
 from tests.serve.conftest import Gone, answer, ask, serving
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -207,7 +207,7 @@ def test_echo_scores_the_prompt(model):
 
 def test_offsets_are_of_the_text_where_a_tokenizer_puts_a_space_before_it(tmp_path):
     """SentencePiece's: the space of the first token is not in the text, that of the prompt or of what follows it."""
-    from tests.tokenizer.cases import train_sentencepiece
+    from tests.files.tokenizer.cases import train_sentencepiece
 
     tokenizer = load_tokenizer(train_sentencepiece(tmp_path))
     ids, made = tokenizer.encode("the girl"), tokenizer.encode("and the wolf", add_bos=False)
@@ -700,7 +700,7 @@ def test_a_body_nested_too_deep_is_refused(small_app):
 def test_guides_that_are_compiled_hold_up_no_other_request(model, monkeypatch):
     """More of them than any pool has threads; those that are known wait for none of them either."""
     pytest.importorskip("llguidance")
-    from jllm.engine.guides import Guides
+    from jllm.guides.matcher import Guides
 
     compile_, go_on = Guides._compile, threading.Event()
 
@@ -731,7 +731,7 @@ def test_guides_that_are_compiled_hold_up_no_other_request(model, monkeypatch):
 
 def test_guides_that_wait_at_the_end_are_told(model, monkeypatch):
     pytest.importorskip("llguidance")
-    from jllm.engine.guides import Guides
+    from jllm.guides.matcher import Guides
 
     go_on = threading.Event()
     monkeypatch.setattr(Guides, "_compile", lambda self, guide: go_on.wait(120) and "too late")
@@ -768,7 +768,7 @@ def test_a_long_request_line_is_refused(model):
 
 
 def test_a_guide_without_a_way_on_is_named(model):
-    from jllm.engine.guide import Guide
+    from jllm.guides.guide import Guide
     from jllm.serve.answers import Answer
     from jllm.serve.errors import HttpError
 

@@ -22,7 +22,7 @@ from jllm.cli.arguments import ENGINE_FLAGS, add_engine
 from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
-from jllm.pretrained import load
+from jllm.files.load import load
 from jllm.serve.arguments import KEY_VARIABLE, parse_args
 from tests.clients.serve_small import write_small
 from tests.clients.trial import main as trial

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from jllm.engine.guides import Guides
 from jllm.engine.request import Completion, Event, Timings
+from jllm.guides.matcher import Guides
 from jllm.serve.answers import Answer
 from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, chat

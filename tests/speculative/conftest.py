@@ -2,7 +2,7 @@
 
 import pytest
 
-from jllm.engine.programs import Programs
+from jllm.programs.programs import Programs
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.config import LlamaConfig
-from jllm.params import LayerParams, Params
-from jllm.sampling import Sampling, perturbed
+from jllm.model.params import LayerParams, Params
+from jllm.model.sampling import Sampling, perturbed
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import Eagle
 from jllm.speculative.medusa import Medusa

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.paged import Chunks
-from jllm.sampling import neutral_sampling, write_row
+from jllm.model.paged import Chunks
+from jllm.model.sampling import neutral_sampling, write_row
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.eagle import Eagle, init_eagle

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.drafters import copy_of
-from jllm.engine.layout import Layout, packed_step
-from jllm.merge_step import eager_step
+from jllm.programs.packed_step import Layout, packed_step
 from jllm.speculative import quantized_copy
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import Tree, chain
-from jllm.state import init_state
+from jllm.step.buckets import Bucket
+from jllm.step.merge import eager_step
+from jllm.step.state import init_state
 from tests.tiny import tiny_model
 
 PAGES = 37

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jllm.errors import ConfigError, DrafterError
-from jllm.hf_config import load_config
-from jllm.paged import Chunks
-from jllm.param_specs import abstract_params
-from jllm.sampling import neutral_sampling, sample
+from jllm.files.hf_config import load_config
+from jllm.model.paged import Chunks
+from jllm.model.param_specs import abstract_params
+from jllm.model.sampling import neutral_sampling, sample
 from jllm.speculative import draft_model, eagle, levels, medusa
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.tree import Tree, chain
-from pallas_kernels.segments import as_numbers
+from pallas_kernels.formats.segments import as_numbers
 from tests.kernels_of import kernels_of
 from tests.speculative.drafters_reference import hidden_states, logits_of
 from tests.speculative.simulation import SLOTS, TREES, M, N, P, Simulation, make, random_step, sequences

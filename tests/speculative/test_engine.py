@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
+from jllm.engine.draft_policy import Drafting
 from jllm.engine.drafters import copy_of, find_drafter
-from jllm.engine.drafting import Drafting
 from jllm.engine.engine import Engine
-from jllm.engine.programs import Programs
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.model import head
+from jllm.model.backbone import head
+from jllm.programs.programs import Programs
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
 from jllm.speculative.medusa import init_medusa
 from jllm.speculative.ngram import NGram
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import Tree, chain
+from jllm.step.buckets import Bucket
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.speculative.scripted import Scripted, scripted
 from tests.speculative.test_oracle import BUSHY, POOL, TIGHT, some_jobs

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.speculative.ngram import NGram
+from jllm.step.buckets import Bucket
 from tests.ascii import EOS, TOKENIZER
 from tests.gpu_models import Job, kernel_model, play
 from tests.tiny import full_logits
@@ -17,8 +17,8 @@ from tests.tiny import full_logits
 pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
 
-from jllm.engine.guides import Guides  # noqa: E402
-from tests.engine.test_guided import GUIDES  # noqa: E402
+from jllm.guides.matcher import Guides  # noqa: E402
+from tests.guides.test_guided import GUIDES  # noqa: E402
 from tests.speculative.scripted import scripted  # noqa: E402
 from tests.speculative.test_guided import KEYS, SHAPES  # noqa: E402
 

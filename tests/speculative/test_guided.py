@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import rows, step_draft
-from jllm.buckets import choose_bucket
 from jllm.engine.engine import Engine
-from jllm.engine.guide import Guide
 from jllm.engine.request import SamplingParams
+from jllm.guides.guide import Guide
 from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.forced import coming_tokens, with_forced
 from jllm.speculative.tree import Tree, chain
+from jllm.step import draft as step_draft
+from jllm.step import rows
+from jllm.step.buckets import choose_bucket
 from tests.ascii import EOS, TOKENIZER
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
 from tests.speculative.scripted import scripted
@@ -26,9 +27,9 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from jllm.engine.guides import Guided, Guides  # noqa: E402
-from jllm.sampling import words  # noqa: E402
-from tests.engine.test_guided import GUIDES  # noqa: E402
+from jllm.guides.matcher import Guided, Guides  # noqa: E402
+from jllm.model.sampling import words  # noqa: E402
+from tests.guides.test_guided import GUIDES  # noqa: E402
 
 SHAPES = {"chain": chain(3), "tree": BUSHY}
 LIKELY = tuple(TOKENIZER.vocabulary.encode('ae"x'))

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jllm.errors import ConfigError
-from jllm.paged import Chunks
-from jllm.sampling import neutral_sampling
+from jllm.model.paged import Chunks
+from jllm.model.sampling import neutral_sampling
 from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.ngram import NGram
 

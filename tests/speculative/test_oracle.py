@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jllm import rows, step_sample
-from jllm.buckets import Bucket
 from jllm.engine.request import SamplingParams
 from jllm.speculative.accept import accept
 from jllm.speculative.ngram import NGram
 from jllm.speculative.tree import Tree, chain
+from jllm.step import rows
+from jllm.step import sample as step_sample
+from jllm.step.buckets import Bucket
 from tests.engine.test_oracle import ASKING, COMPANY, TINY, Job, alone, assert_same, jobs, play
 from tests.speculative.scripted import MOST, scripted
 from tests.tiny import tiny_model

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.buckets import Bucket
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.tree import Tree, chain
+from jllm.step.buckets import Bucket
 from tests.engine.test_engine import Letters
 from tests.engine.test_oracle import Job, alone, assert_same, play
 from tests.speculative.scripted import scripted

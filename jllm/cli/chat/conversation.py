@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from jllm.errors import RequestError, SnapshotError
-from jllm.messages import check_messages
+from jllm.files.messages import check_messages
 
 if TYPE_CHECKING:
-    from jllm.tokenizer import Tokenizer
+    from jllm.files.tokenizer import Tokenizer
 
 PLAIN_STOP = "\nUser:"  # ends an answer where the model has no chat template
 

@@ -61,10 +61,10 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
     """An engine for one conversation, with its steps compiled; without `wait`, those that the first step needs, and
     the others while the first message is typed. All is checked, and nothing has run."""
     cache = compile_cache(args)
-    from jllm.checkpoint_files import find_model
     from jllm.cli.chat.session import Session
     from jllm.engine.engine import Engine
-    from jllm.pretrained import BUNDLED
+    from jllm.files.find import find_model
+    from jllm.files.load import BUNDLED
 
     folder = find_model(BUNDLED if args.model is None else args.model)
     warn_of_ignored(folder, sampling)
@@ -83,8 +83,8 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
 
 def _sizes(given: dict, sampling: SamplingParams) -> dict:
     """Engine options for one text at a time, whose prompts are mostly short."""
-    from jllm.buckets import Bucket
     from jllm.engine.one_run import options_for_run
+    from jllm.step.buckets import Bucket
 
     options = options_for_run([(256, sampling)], given)
     if all(bucket.tokens == 0 or bucket.tokens > 64 for bucket in options.get("buckets", ())):

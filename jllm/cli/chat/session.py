@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jllm import snapshot as snapshots
 from jllm.cli.chat.conversation import Conversation, from_json, prompt_ids
 from jllm.cli.jsonl import nth_seed
 from jllm.engine.checks import fitted
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.errors import CheckpointError, RequestError, SnapshotError
-from jllm.safetensors_io import read_metadata
+from jllm.files import snapshot as snapshots
+from jllm.files.safetensors_io import read_metadata
 
 if TYPE_CHECKING:
-    from jllm.tokenizer import Tokenizer
+    from jllm.files.tokenizer import Tokenizer
 
 KEY = "conversation"  # in a snapshot's metadata
 
@@ -68,7 +68,7 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
     finally:
         engine.abort(request)
         _finish(engine)
-    snapshots.save(path, value, {KEY: conversation.to_json()})
+    snapshots.save_snapshot(path, value, {KEY: conversation.to_json()})
     return value.length
 
 
@@ -81,7 +81,7 @@ def load(session: Session, path: Path) -> Conversation:
         raise SnapshotError(str(error)) from None
     if text is None:
         raise SnapshotError(f"{path}: not a conversation: /save writes those")
-    value = snapshots.load(path)
+    value = snapshots.load_snapshot(path)
     try:
         conversation = from_json(text, value.tokens.tolist())
     except SnapshotError as error:

@@ -1,5 +1,7 @@
-"""Scales of blocks of small floats (pallas_kernels/block_floats.py) that round a weight with the least squared error,
-in place of those that the formats' definitions give: as MR-GPTQ has them (Egiazarian et al., arXiv 2509.23202).
+"""Searches the scales of blocks of small floats that round a weight with the least squared error.
+
+They take the place of the scales that the formats' definitions give (pallas_kernels/formats/block_floats.py), as in
+MR-GPTQ (Egiazarian et al., arXiv 2509.23202).
 
 A power of two (E8M0) is the best of the definition's, its half and its double, block by block: a block is then clipped
 or has a code to spare. An E4M3 scale is the best of factors of what the block asks for; the float32 that all of them
@@ -10,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_floats import to_e4m3
-from pallas_kernels.weight_codes import code_values, fit_scales, round_codes, store_scales
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.block_floats import to_e4m3
+from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes, store_scales
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 POWERS = (1.0, 0.5, 2.0)  # the definition's first: of equals it stays
 FACTORS = tuple(float(x) for x in np.round(np.arange(1.0, 0.49, -0.05), 2)) + (1.1, 1.2, 1.3, 1.4, 1.5)

@@ -11,15 +11,15 @@ import numpy as np
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.linear import embed
-from jllm.model import Packed, tapped_backbone
-from jllm.model_value import Model
-from jllm.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries
+from jllm.model.backbone import Packed, tapped_backbone
+from jllm.model.linear import embed
+from jllm.model.model import Model
+from jllm.model.params import LayerParams, Params, Weight, layer_prefix, matrices, matrix_entries
 from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights, quantize_weight, weight_formats
 from jllm.quant.schemes import Formats, Scheme, choose_format
-from pallas_kernels.numerics import compute_dtype
-from pallas_kernels.quantized_weights import QuantizedWeight, rotate_groups
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, rotate_groups
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 DELAY = 2  # seconds after which a progress bar shows
 

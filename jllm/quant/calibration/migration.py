@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.params import AttentionParams, LayerParams, MLPParams
+from jllm.model.params import AttentionParams, LayerParams, MLPParams
 
 FIELDS = ("qkv", "o", "gate_up", "down")  # whose inputs can take a scale
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
-from jllm.model_value import Model
-from jllm.params import LayerParams, Params, matrices, with_matrices
+from jllm.model.model import Model
+from jllm.model.params import LayerParams, Params, matrices, with_matrices
 from jllm.quant.calibration.inputs import (
     DELAY,
     InputStats,
@@ -25,9 +25,16 @@ from jllm.quant.calibration.inputs import (
 )
 from jllm.quant.calibration.migration import migrate, tie_heads
 from jllm.quant.schemes import Scheme
-from pallas_kernels.quantized_weights import QuantizedWeight, decode, encode, encode_with, grouped, rotate_groups
-from pallas_kernels.weight_codes import code_values, fit_scales, round_codes
-from pallas_kernels.weight_formats import WeightFormat
+from pallas_kernels.formats.quantized_weights import (
+    QuantizedWeight,
+    decode,
+    encode,
+    encode_with,
+    grouped,
+    rotate_groups,
+)
+from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 GRID = 20  # exponents 0, 1/20, .. 19/20 of a channel's mean magnitude, as in the authors' code
 SHRINK = tuple(1 - i / GRID for i in range(GRID // 2))  # of a group's range: 1, 0.95, .. 0.55

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.model_value import Model
-from jllm.params import LayerParams, Params, matrices
+from jllm.model.model import Model
+from jllm.model.params import LayerParams, Params, matrices
 from jllm.quant.calibration.inputs import (
     DELAY,
     InputStats,
@@ -26,7 +26,7 @@ from jllm.quant.calibration.inputs import (
 from jllm.quant.calibration.migration import FIELDS, migrate, scale_keys, tie_heads
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme
-from pallas_kernels.numerics import compute_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 
 
 def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:

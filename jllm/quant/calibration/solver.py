@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
-from jllm.model_value import Model
-from jllm.params import Params, layer_prefix, matrices, matrix_entries, with_matrices
+from jllm.model.model import Model
+from jllm.model.params import Params, layer_prefix, matrices, matrix_entries, with_matrices
 from jllm.quant.calibration.block_scales import search_scales
 from jllm.quant.calibration.inputs import (
     DELAY,
@@ -25,9 +25,9 @@ from jllm.quant.calibration.inputs import (
     round_rest,
 )
 from jllm.quant.schemes import Formats, Scheme
-from pallas_kernels.quantized_weights import QuantizedWeight, assemble, grouped, rotate_groups
-from pallas_kernels.weight_codes import code_values, fit_scales, round_codes, store_scales
-from pallas_kernels.weight_formats import WeightFormat, padded
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, assemble, grouped, rotate_groups
+from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes, store_scales
+from pallas_kernels.formats.weight_formats import WeightFormat, padded
 
 BLOCK = 128  # most columns whose errors are gathered before later columns are corrected
 

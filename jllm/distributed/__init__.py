@@ -1,0 +1,1 @@
+"""More than one engine: replicas and their routing, prefill and decode apart, and what travels between processes."""

@@ -1,0 +1,197 @@
+"""Prefill and decode apart: one engine computes prompts, another one all tokens after the first, behind the surface of
+one engine (DistServe, Zhong et al., arXiv 2401.09670; Splitwise, Patel et al., arXiv 2311.18677).
+
+A long prompt then delays no other request's next token. It costs a second copy of the weights and the way of K and V
+from one engine to the other.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from jllm.distributed.handover import DecodeEngine, PrefillEngine, joining_buckets
+from jllm.distributed.remote import RemotePrefill, identity
+from jllm.distributed.replica import Replica, Request
+from jllm.distributed.replicas import Replicas
+from jllm.engine.engine import Engine
+from jllm.engine.metrics import Metrics
+from jllm.engine.moved import Handover
+from jllm.engine.options import MAX_SLOTS, EngineKeywords
+from jllm.engine.placement import Placement, devices_of, find_placements
+from jllm.engine.request import Event, SamplingParams
+from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
+from jllm.programs.sizes import EngineSizes
+
+if TYPE_CHECKING:
+    from jllm.model.model import Model
+
+
+class Disaggregated(Replicas):
+    """Serves requests by two engines on two devices, or on two meshes, each with all the weights, and is used as an
+    Engine is.
+
+    The first device computes prompts and their first tokens; pages go to the other one by a copy from device to device
+    while it decodes, and the request goes on there once they have arrived. While all of its slots are taken, requests
+    go on where they began. Those that need their prompt where they decode (penalties of tokens, snapshots) run on the
+    second device from the start. When a device fails, its requests begin again on the other, as those of Replicas do.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        devices: Sequence[Placement] | None = None,
+        *,
+        prefill: Mapping[str, Any] | None = None,
+        **options: Unpack[EngineKeywords],
+    ):
+        """devices: that of prompts, and that of decoding, or where the model is on a mesh two meshes of its size; None
+        for the first two. Options are those of both engines, and `prefill` has those that are others where prompts are
+        computed (slots, tokens of a step). Raises ConfigError as Replicas does, and for another number of devices, and
+        pages that are not alike."""
+        there = find_placements(None, model.config) if devices is None else devices
+        if len(there) < 2 or (devices is not None and len(devices) != 2):
+            what = "devices" if model.config.mesh is None else "meshes"
+            raise ConfigError(f"prefill and decode apart take two {what}, not {len(there)}")
+        chosen = find_placements(there[:2], model.config)
+        prefill = dict(prefill or {})
+        if odd := sorted({"page_size", "kv_cache"} & prefill.keys()):
+            raise ConfigError(f"both engines have pages that are alike: give {odd[0]} for both, not in prefill")
+
+        def make(here: "Model", **given: Any) -> PrefillEngine | DecodeEngine:
+            if here.params.norm.devices() == {*devices_of(chosen[0])}:
+                own = {**given, **prefill}
+                return PrefillEngine(here, to=chosen[1], room=self._reserve, likely=self._has_room, **own)
+            slots = given.get("max_slots") or MAX_SLOTS
+            tokens = given.get("max_step_tokens") or max(256, 2 * slots)
+            return DecodeEngine(here, **{**given, "buckets": given.get("buckets") or joining_buckets(slots, tokens)})
+
+        super().__init__(model, chosen, make=make, **options)
+        self._link()
+
+    @classmethod
+    def over(cls, prefill: RemotePrefill, decode: DecodeEngine) -> Self:
+        """With prompts that another process computes. It is to have the same model and KV formats (else RemoteError),
+        and pages of any size; when it goes, all is computed here, and when the engine here fails, step() raises."""
+        ours = identity(decode)
+        for name, theirs in prefill.identity.items():
+            if theirs != ours[name]:
+                prefill.close()
+                what = "another model" if name == "model" else f"K and V in {theirs}"
+                raise RemoteError(f"{prefill.address} has {what} than this engine ({ours[name]}): load the same there")
+        self = cls.__new__(cls)
+        self._begin_empty(decode.has_text)
+        self._all = [
+            Replica(prefill.address, prefill, self._news),  # type: ignore[arg-type]
+            Replica("this process", decode, self._news),
+        ]
+        self._link()
+        return self
+
+    def _link(self) -> None:
+        self._prefill, self._decode = self._all
+        self._reserved = 0  # samples that were let go, and are not yet known to go on
+        self._moved: dict[int, int] = {}  # those that went on, by request
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """Those of the engine that decodes."""
+        return self._decode.engine.sizes
+
+    def metrics(self) -> dict[str, Any]:
+        """As Engine.metrics, of all engines of this process together."""
+        own = [replica.engine for replica in self._all if isinstance(replica.engine, Engine)]
+        return Metrics.joined([engine.measured() for engine in own]).as_dict()
+
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
+        """As Engine.compile_ahead, on both devices at once, and with what moves pages."""
+        compiled = super().compile_ahead(samplings, wait=wait)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda replica: replica.engine.warm_up(), self._alive()))
+        return compiled
+
+    def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """The prompt's token ids, if submit would take it; else the error that submit would raise. Either engine may
+        have to serve it alone."""
+        while True:
+            *others, last = self._alive()
+            with suppress(EngineClosed):  # one fails just now
+                ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
+                for other in others:
+                    other.engine.check(ids, replace(sampling, guide=None))
+                return ids
+
+    def _call(self, method: str, request_id: int, sample: int) -> Any:
+        try:
+            return super()._call(method, request_id, sample)
+        except RequestError:
+            request, where = self._find(request_id)
+            if where is self._prefill and sample in request.left:
+                why = f"request {request_id} is on its way to the engine that decodes it: call step() first"
+                raise RequestError(why) from None
+            raise
+
+    def _place(self, request: Request) -> Future:
+        whole = request.snapshot is not None or request.sampling.counts_tokens
+        wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
+        best = other if wanted.engine.closed else wanted
+        request.tokens = len(request.prompt) + request.sampling.n * request.sampling.max_new_tokens
+        best.load.tokens += request.tokens
+        self._requests[request.id] = request, best
+        return best.submit(request)
+
+    def _take(self, replica: Replica, events: Iterable[Any]) -> list[Event]:
+        news = list(events)
+        found = super()._take(replica, [one for one in news if isinstance(one, Event)])
+        with self._lock:
+            for one in news:
+                if isinstance(one, Handover):
+                    found += self._go_on(one)
+        return found
+
+    def _go_on(self, given: Handover) -> list[Event]:
+        """Gives a request that has left the one engine to the other, or begins it again where that has failed: the ends
+        of its samples that cannot."""
+        self._reserved = max(0, self._reserved - len(given.samples))  # another process asks for no room
+        request, where = self._requests.get(given.id, (None, None))
+        if request is None or where is not self._prefill or self._closed is not None:
+            return []
+        ends = super()._take(where, request.ends_of_forks(self._has_text)) if self._decode.failed else []
+        if not request.left:
+            return ends
+        self._moved[request.id] = len(given.samples)
+        request.begin_again()
+        self._prefill.load.tokens -= request.tokens
+        self._prefill.forget(request)
+        if self._decode.failed:
+            self._place(request)
+            return ends
+        self._decode.load.tokens += request.tokens
+        self._requests[request.id] = request, self._decode
+        self._decode.submit(replace(request, snapshot=given))
+        return ends
+
+    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+        if replica is self._decode and isinstance(self._prefill.engine, RemotePrefill):
+            replica.failed = True
+            raise error  # no other engine decodes
+        return super()._move(replica, error)
+
+    def _has_room(self, samples: int) -> bool:
+        """Whether there is room for these samples where they decode."""
+        with self._lock:
+            there = self._reserved + sum(self._moved.values())
+            return not self._decode.engine.closed and there + samples <= self._decode.engine.slots
+
+    def _reserve(self, samples: int) -> bool:
+        """The same; it is theirs then."""
+        with self._lock:
+            if not self._has_room(samples):
+                return False
+            self._reserved += samples
+            return True
+
+    def _drop(self, request: Request, replica: Replica) -> None:
+        super()._drop(request, replica)
+        self._moved.pop(request.id, None)

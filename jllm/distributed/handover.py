@@ -1,0 +1,156 @@
+"""Engines that let requests go once their prompts are computed, and engines that go on with them (moved.py)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+from jllm.engine.engine import Engine
+from jllm.engine.loop import Loop
+from jllm.engine.moved import DevicePages, Handover
+from jllm.engine.options import EngineKeywords
+from jllm.engine.placement import Placement
+from jllm.engine.plan import StepPlan
+from jllm.engine.reuse import known_tokens
+from jllm.engine.scheduler import Scheduler
+from jllm.engine.sequence import Sequence
+from jllm.engine.turns import in_turn
+from jllm.files.snapshot import Snapshot, join
+from jllm.step.buckets import Bucket, make_buckets
+
+if TYPE_CHECKING:
+    from jllm.model.model import Model
+
+JOINING = 16  # tokens of a step that requests from elsewhere may have together: each has one, or a few
+MOVED = "moved"  # the finish reason of a sample that goes on elsewhere: no completion ever says so
+
+
+def _always(samples: int) -> bool:
+    return True
+
+
+@dataclass
+class Leaving:
+    """The part of a loop that lets requests go once each of their samples has begun.
+
+    K and V go to the place `to`; without one they become a Snapshot on the host. `room` is asked first, for a number of
+    samples; where it says no they go on here. `likely` says whether there will probably be room, and takes none.
+    """
+
+    to: Placement | None = None
+    room: Callable[[int], bool] = _always
+    likely: Callable[[int], bool] = _always
+    sent: dict[int, DevicePages] = field(default_factory=dict)  # ahead of their requests, by request
+    gone: list[Handover] = field(default_factory=list)  # which step() has not returned
+
+    def dispatched(self, loop: Loop, plan: StepPlan) -> None:
+        """Sends a prompt's K and V on their way right behind the step that computes the last of them: behind the next
+        step, which is dispatched before this one's tokens are read, they would come by a whole step of prompts later.
+        """
+        for seq in (chunk.seq for chunk in plan.chunks if chunk.final):
+            length = loop.scheduler.sharing.whole(len(seq.prompt))
+            wanted = self.to is not None and length and not seq.params.counts_tokens
+            if wanted and seq.request_id not in self.sent and self.likely(seq.params.n):
+                self.sent[seq.request_id] = self._send(loop, seq, length)
+
+    def stepped(self, loop: Loop) -> None:
+        """Lets go whom it can, and keeps pages of those alone whose first token is not read yet: all others have gone,
+        or stay."""
+        for request_id in dict.fromkeys(seq.request_id for seq in loop.scheduler.running if seq.output):
+            samples = loop.ledger.request(request_id).unfinished
+            stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
+            if not stays and self.room(len(samples)):
+                self.gone.append(self._take_out(loop, request_id))
+        plan = None if loop.in_flight is None else loop.in_flight.plan
+        coming = set() if plan is None else {chunk.seq.request_id for chunk in plan.chunks if chunk.final}
+        self.sent = {request_id: pages for request_id, pages in self.sent.items() if request_id in coming}
+
+    def close(self) -> None:
+        """Drops what it has on devices."""
+        self.sent.clear()
+
+    def _take_out(self, loop: Loop, request_id: int) -> Handover:
+        """Ends a request here, of which no event tells."""
+        request = loop.ledger.request(request_id)
+        lives = list(request.unfinished.values())
+        seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
+        kv = self.sent[request_id] if request_id in self.sent else self._kv_of_prompt(loop, seq)
+        for live in lives:
+            loop.drop(live, MOVED)
+        samples = tuple(live.begun() for live in lives)
+        return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
+
+    def _kv_of_prompt(self, loop: Loop, seq: Sequence) -> Snapshot | DevicePages | None:
+        length = 0 if seq.slot is None else min(known_tokens(seq), len(seq.prompt))
+        length = loop.scheduler.sharing.whole(length)
+        if not length:
+            return None
+        if self.to is not None:
+            return self._send(loop, seq, length)
+        pages = seq.pages[: loop.scheduler.pool.pages_for(length)]
+        value = join(loop.device.read_pages(pages), seq.prompt, length)
+        return replace(value, weights=loop.device.weights)
+
+    def _send(self, loop: Loop, seq: Sequence, length: int) -> DevicePages:
+        assert self.to is not None
+        return loop.device.pack(seq.pages[: loop.scheduler.pool.pages_for(length)], length, self.to)
+
+
+class PrefillEngine(Engine):
+    """An Engine that lets requests go (Leaving): step() has their Handover behind their events."""
+
+    def __init__(
+        self,
+        model: "Model",
+        *,
+        to: Placement | None = None,
+        room: Callable[[int], bool] = _always,
+        likely: Callable[[int], bool] = _always,
+        **options: Unpack[EngineKeywords],
+    ):
+        self.leaving = Leaving(to, room, likely)
+        super().__init__(model, beside=self.leaving, **options)
+
+    @in_turn
+    def warm_up(self) -> None:
+        """Compiles what lets requests go, as compile_ahead does steps."""
+        if self.leaving.to is not None:
+            self._device.warm_up(self.most_tokens - 1, self.leaving.to)
+
+    def step(self) -> list[Any]:
+        """Events, then the Handover of each request that leaves."""
+        events, gone = super().step(), self.leaving.gone
+        self.leaving.gone = []
+        return [*events, *gone]
+
+
+class DecodeEngine(Engine):
+    """An Engine that goes on with requests that another one has let go: take_in() has their Handover. It takes them in
+    few at a time, in steps that are hardly larger than those that decode alone."""
+
+    def __init__(self, model: "Model", **options: Unpack[EngineKeywords]):
+        super().__init__(model, scheduler=partial(Scheduler, most_joining=JOINING), **options)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether completions have a text."""
+        return self._tokenizer is not None
+
+    @in_turn
+    def warm_up(self) -> None:
+        """Compiles what takes requests in, as compile_ahead does steps."""
+        self._device.warm_up(self.most_tokens - 1, None)
+
+
+def joining_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
+    """Sizes of an engine to which requests come with their prompts computed: decodes alone, decodes with a few tokens,
+    and the one for all that has to be computed here after all."""
+    usual = make_buckets(max_slots, max_step_tokens)
+    alone = {bucket.decodes for bucket in usual if not bucket.tokens}
+    few = min(JOINING, max(1, max_step_tokens - max_slots))
+    sizes = {(n, tokens) for n in alone for tokens in (0, few)}
+    return tuple(sorted({Bucket(n, tokens, min(tokens, max_slots)) for n, tokens in sizes} | {max(usual, key=_top)}))
+
+
+def _top(bucket: Bucket) -> tuple[int, int, int]:
+    return bucket.decodes, bucket.tokens, bucket.chunks

@@ -1,0 +1,212 @@
+"""One of several engines with the same weights, and the thread that calls it; and a request that may change engines."""
+
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from jllm.distributed.routing import Load
+from jllm.engine.engine import Engine
+from jllm.engine.moved import Handover
+from jllm.engine.request import Completion, Event, SamplingParams, Timings
+from jllm.errors import EngineClosed, RequestError
+from jllm.files.snapshot import Snapshot
+
+
+class Refused(NamedTuple):
+    """Tells what an engine was asked for a request, and could not do."""
+
+    id: int  # of Replicas
+    error: BaseException
+
+
+# What a step made, under the ids of Replicas, or how it failed; or what it was asked for that failed.
+News = tuple["Replica", list[Event] | Refused | BaseException]
+
+
+@dataclass
+class Sent:
+    """What the caller has been given of a sample, so that it comes once however often the sample begins."""
+
+    tokens: int = 0
+    letters: int = 0
+    first: float | None = None  # when the first token came
+    again_tokens: int = 0  # that are to come a second time, and are dropped
+    again_letters: int = 0
+
+    def begin_again(self) -> None:
+        self.again_tokens, self.again_letters = self.tokens, self.letters
+
+    def rest(self, event: Event) -> Event:
+        """The part of an event that is new."""
+        tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
+        self.again_tokens -= tokens
+        self.again_letters -= letters
+        ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
+        self.tokens += len(ids)
+        self.letters += len(text)
+        if ids and self.first is None:
+            self.first = time.perf_counter()
+        return event._replace(token_ids=ids, text=text, logprobs=logprobs)
+
+
+@dataclass(eq=False)
+class Request:
+    """One that has not ended, with all that it takes to begin it again."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams  # with its seed
+    snapshot: Snapshot | Handover | None
+    share: bool  # whether other requests may have what is in it
+    submitted: float
+    left: set[int]  # samples that have not ended
+    priority: int = 0
+    deadline: float | None = None  # seconds, from `submitted` on
+    tokens: int = 0  # that are still to be computed, at most
+    moved: bool = False  # whether it has begun again
+    unwanted: bool = False  # whether it was aborted
+    awaited: bool = False  # whether a caller waits for its beginning, and is told there how that fails
+    sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
+
+    def urgency(self) -> dict[str, Any]:
+        """How an engine is to be asked for it now."""
+        deadline = self.deadline
+        if deadline is not None:
+            deadline = max(0.0, self.submitted + deadline - time.perf_counter())
+        return {"priority": self.priority, "deadline": deadline}
+
+    def begin_again(self) -> None:
+        """Makes it one that begins in another engine: what was sent of it comes no second time."""
+        self.moved, self.awaited = True, False
+        for sent in self.sent.values():
+            sent.begin_again()
+
+    def take(self, event: Event) -> Event:
+        """An event as the caller gets it."""
+        event = self.sent[event.sample].rest(event)
+        if event.completion is None:
+            return event
+        self.left.discard(event.sample)
+        if not self.moved:
+            return event
+        first, total = self.sent[event.sample].first, time.perf_counter() - self.submitted
+        first = None if first is None else first - self.submitted
+        timings = replace(event.completion.timings, first_token=first, total=total)
+        return event._replace(completion=replace(event.completion, timings=timings))
+
+    def end(self, sample: int, reason: str, with_text: bool) -> Event:
+        """The end of a sample that no engine has."""
+        first, total = self.sent[sample].first, time.perf_counter() - self.submitted
+        timings = Timings(None if first is None else first - self.submitted, total, len(self.prompt), 0)
+        text, seed = "" if with_text else None, self.sampling.seed or 0
+        return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
+
+    def ends_of_forks(self, with_text: bool) -> list[Event]:
+        """Of those that are left, where the request begins again: they do not, since their tokens began in another."""
+        return [self.end(sample, "error", with_text) for sample in sorted(self.left) if sample >= self.sampling.n]
+
+
+class Replica:
+    """What its engine is asked for is done in one thread, between two steps. What these make goes to `news`."""
+
+    def __init__(self, name: str, engine: Engine, news: "queue.SimpleQueue[News]"):
+        self.name, self.engine, self.failed = name, engine, False  # the name of where it runs
+        limits = engine.sizes.limits
+        self.load = Load(limits.page_size, limits.num_pages)  # which the others may read at any time
+        self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
+        self._names: dict[int, int] = {}  # the other way
+        self._news, self._stepping, self._closing = news, False, False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
+
+    def submit(self, request: Request) -> Future[None]:
+        """Begins a request. What that raises, in the thread, is news too."""
+        done = self._ask(partial(self._submit, request), request)
+        if request.unwanted:  # where it was before, which did not come to it
+            self.abort(request)
+        return done
+
+    def abort(self, request: Request) -> None:
+        def abort() -> None:
+            with suppress(RequestError):  # it has ended, and its last event is on its way
+                self.engine.abort(self._ids.get(request.id, -1))
+
+        self._ask(abort, request)
+
+    def fork(self, request: Request, sample: int) -> int:
+        """Engine.fork. The new sample is the request's before it can have an event, whoever takes that meanwhile."""
+
+        def fork() -> int:
+            index = self.engine.fork(self._ids.get(request.id, -1), sample)
+            request.left.add(index)
+            return index
+
+        return self._ask(fork).result()
+
+    def snapshot(self, request: Request, sample: int) -> Snapshot:
+        """Engine.snapshot."""
+        return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
+
+    def forget(self, request: Request) -> None:
+        """Once it has ended."""
+        with suppress(EngineClosed):
+            self._ask(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
+
+    def named(self, events: Iterable[Event]) -> list[Event]:
+        """Events of the engine, under the ids of Replicas; those of forgotten requests are dropped."""
+        return [event._replace(id=self._names[event.id]) for event in events if event.id in self._names]
+
+    def close(self, reason: str) -> None:
+        """Closes the engine, once all that it was asked for before has been done. Raises what closing it raises."""
+        self._closing = True
+        done = self._thread.submit(self.engine.close, reason)
+        self._thread.shutdown()
+        done.result()
+
+    def _ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
+        """Has the thread do something. What it raises is the Future's, and news where it was for a request."""
+        try:
+            done = self._thread.submit(work)
+        except RuntimeError as error:  # close() is under way
+            raise EngineClosed(f"{self.name} takes no more work: {error}") from error
+        if request is not None:
+            done.add_done_callback(partial(self._tell, request.id))
+        return done
+
+    def _tell(self, name: int, done: Future[Any]) -> None:
+        if error := done.exception():
+            self._news.put((self, Refused(name, error)))
+
+    def _submit(self, request: Request) -> None:
+        if request.snapshot is None:
+            local = self.engine.submit(request.prompt, request.sampling, **request.urgency())
+        elif isinstance(request.snapshot, Handover):
+            local = self.engine.take_in(request.snapshot, **request.urgency())
+        else:
+            snapshot, share = request.snapshot, request.share
+            local = self.engine.resume(snapshot, request.sampling, share=share, **request.urgency())
+        self._ids[request.id], self._names[local] = local, request.id
+        if not self._stepping:
+            self._stepping = True
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        """One step; and the next one, after whatever it was asked for meanwhile."""
+        if self._closing:
+            return
+        try:
+            if events := self.named(self.engine.step()):
+                self._news.put((self, events))
+            self._stepping = self.engine.has_work
+            if self._stepping:
+                with suppress(RuntimeError):  # close() is under way, and has the thread take nothing more
+                    self._thread.submit(self._step)
+        except BaseException as error:
+            with suppress(Exception):  # which it does itself where its step fails
+                self.engine.close("what follows its step failed")
+            self._news.put((self, error))

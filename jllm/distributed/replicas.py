@@ -1,0 +1,409 @@
+"""Engines with the same weights, one a device or a mesh of devices, behind the surface of one."""
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from jllm.distributed.replica import News, Refused, Replica, Request
+from jllm.distributed.routing import route
+from jllm.engine.checks import Prompt, check_urgency
+from jllm.engine.drafters import with_drafter
+from jllm.engine.engine import Engine
+from jllm.engine.metrics import Metrics
+from jllm.engine.options import EngineKeywords
+from jllm.engine.placement import Placement, copy_to, find_placements, name_of
+from jllm.engine.request import Event, SamplingParams
+from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.files.snapshot import Snapshot
+from jllm.guides.matcher import Guides
+from jllm.programs.sizes import EngineSizes
+
+if TYPE_CHECKING:
+    from jllm.model.model import Model
+
+
+class Replicas:
+    """Serves requests by one engine a device, or a mesh of devices, each with all the weights, and is used as an Engine
+    is.
+
+    A request goes where, with it, the fewest tokens are still to be computed: tokens of its prompt that the prefix
+    cache there should have don't count. Each engine steps in a thread of its own while it has work; step() waits until
+    one has news. When a step fails for good, that engine's requests begin again on the others, with the seeds that they
+    had: what step() had returned of them comes no second time, and but for near ties the tokens are the same. Samples
+    that fork() made end with "error" then, and so does a request that an engine could not begin or abort. step() raises
+    only when the last engine has failed.
+
+    Threads: as with an Engine.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        devices: int | Sequence[Placement] | None = None,
+        *,
+        make: Callable[..., Engine] = Engine,
+        **options: Unpack[EngineKeywords],
+    ):
+        """devices: one for each engine, or where the model is on a mesh a mesh of as many for each; or how many engines
+        there are to be, and None for all that fit. `make` makes an engine of the model in its place and of the options,
+        which are those of each. Raises ConfigError as find_placements does, and for a trace, which is of one engine."""
+        placements = find_placements(devices, model.config)
+        if options.get("trace") is not None:
+            raise ConfigError("a trace is of one engine: leave it out with replicas")
+        self._begin_empty(model.tokenizer is not None)
+        try:
+            given = with_drafter(options, model)
+            for where in placements:
+                self._all.append(Replica(name_of(where), make(copy_to(where, model), **given), self._news))
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_empty(self, has_text: bool) -> None:
+        """Without an engine."""
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._requests: dict[int, tuple[Request, Replica]] = {}
+        self._next_id = itertools.count()
+        self._closed: str | None = None
+        self._last: tuple[Event, ...] = ()
+        self._all: list[Replica] = []
+        self._has_text = has_text
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() still has something to report."""
+        return bool(self._requests)
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """One engine's; all have the same options, and on like devices the same sizes."""
+        return self._all[0].engine.sizes
+
+    @property
+    def slots(self) -> int:
+        """Samples that can run at once, on all devices together."""
+        return sum(replica.engine.slots for replica in self._all)
+
+    @property
+    def most_tokens(self) -> int:
+        """As Engine.most_tokens, of the engine that has the fewest: a sample may run on any."""
+        return min(replica.engine.most_tokens for replica in self._all)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._all[0].engine.vocab_size
+
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """What step() had not returned at the close, as an Engine has it."""
+        return self._last
+
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
+        """As Engine.compile_ahead, on all devices at once."""
+        samplings, alive = list(samplings), self._alive()
+
+        def compile_one(replica: Replica) -> int:
+            return replica.engine.compile_ahead(samplings, wait=wait)
+
+        with ThreadPoolExecutor(len(alive)) as threads:
+            return max(threads.map(compile_one, alive))
+
+    def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """The prompt's token ids, if submit would take it; else the error that submit would raise. It has to fit the
+        engine with the fewest pages, since it may run on any."""
+        while True:
+            least = min(self._alive(), key=lambda replica: replica.engine.sizes.limits.num_pages)
+            with suppress(EngineClosed):  # it fails just now, and another one knows as well
+                return least.engine.check(prompt, sampling)
+
+    @property
+    def guides(self) -> Guides:
+        """As Engine.guides; all engines of this process have them in common, and the last one is always here."""
+        return self._alive()[-1].engine.guides
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """As Engine.submit. Priorities are those among the requests of one engine."""
+        ids = self.check(prompt, sampling)
+        check_urgency(priority, deadline)
+        return self._begin(ids, sampling, priority, deadline)[0]
+
+    def resume(
+        self,
+        snapshot: Snapshot,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        share: bool = False,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
+        """As Engine.resume."""
+        check_urgency(priority, deadline)
+        ids = [int(token) for token in snapshot.tokens]
+        name, done = self._begin(ids, sampling, priority, deadline, snapshot, share, awaited=True)
+        try:
+            with suppress(EngineClosed):  # its engine has just failed, and step() begins it on another
+                done.result()
+        except BaseException:
+            with self._lock:
+                if name in self._requests:
+                    self._drop(*self._requests.pop(name))
+            raise
+        with self._lock:
+            if name in self._requests:
+                self._requests[name][0].awaited = False
+        return name
+
+    def fork(self, request_id: int, sample: int = 0) -> int:
+        """As Engine.fork."""
+        return self._call("fork", request_id, sample)
+
+    def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
+        """As Engine.snapshot; any of the engines resumes it."""
+        return self._call("snapshot", request_id, sample)
+
+    def _call(self, method: str, request_id: int, sample: int) -> Any:
+        request, replica = self._find(request_id)
+        try:
+            return getattr(replica, method)(request, sample)
+        except EngineClosed:
+            self._alive()
+            why = "its device failed, and the next step() begins it again on another"
+            raise RequestError(f"request {request_id} is not running now: {why}") from None
+
+    def abort(self, request_id: int) -> None:
+        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        with self._lock:
+            request, replica = self._find(request_id)
+            request.unwanted = True
+            replica.abort(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what runs goes on."""
+        for replica in self._alive():
+            with self._lock:  # in which requests are routed
+                replica.load.forget_prefixes()
+            replica.engine.reset_prefix_cache()
+
+    def step(self) -> list[Event]:
+        """Waits until an engine has something new, or for wake(), and returns what all have. After an exception all
+        are closed, and last_events has the ends of all requests."""
+        self._check_open()
+        events: list[Event] = []
+        try:
+            woken = False
+            while self.has_work and not events and not woken:
+                for replica, news in itertools.chain([self._news.get()], self._waiting()):
+                    woken = woken or news == []
+                    events += self._hear(replica, news)
+            return events
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what = "was interrupted" if interrupted else f"failed ({_line(error)})"
+            for more in self._close(f"a step {what} half-way", "abort" if interrupted else "error"):
+                error.add_note(f"and closing failed ({_line(more)})")
+            self._last = (*events, *self._last)
+            raise
+
+    def wake(self) -> None:
+        """Has a step() that waits return (from any thread), or the next one, if with nothing."""
+        self._news.put((self._all[0], []))
+
+    def run(self) -> Iterator[Event]:
+        """Steps until nothing is left; yields events as they come."""
+        while self.has_work:
+            yield from self.step()
+
+    def metrics(self) -> dict[str, Any]:
+        """As Engine.metrics, of all together: means over steps are those of one engine. Besides `replicas`, how many
+        there are, and `replicas_failed`."""
+        found = Metrics.joined([replica.engine.measured() for replica in self._all]).as_dict()
+        return found | {"replicas": len(self._all), "replicas_failed": sum(replica.failed for replica in self._all)}
+
+    def reset_metrics(self) -> None:
+        """As Engine.reset_metrics, on all."""
+        for replica in self._alive():
+            replica.engine.reset_metrics()
+
+    def close(self, reason: str = "it was closed") -> None:
+        """Closes all engines, and ends all requests (see last_events). To close again is no mistake. Raises, once all
+        of that is done, what went wrong meanwhile."""
+        for error in self._close(reason, "abort"):
+            raise error
+
+    def _close(self, reason: str, ended: str) -> list[Exception]:
+        """Returns what went wrong; the rest is done all the same. `ended`: the finish reason of what is left."""
+        with self._lock:
+            if self._closed is not None:
+                return []
+            self._closed = reason
+        events: list[Event] = []
+        failed: list[Exception] = []
+        for replica in self._all:
+            with _noted(failed):
+                replica.close(reason)
+        for replica, news in self._waiting():
+            with _noted(failed):
+                events += self._take(replica, news) if isinstance(news, list) else []
+        for replica in self._all:
+            with _noted(failed):
+                events += self._take(replica, replica.named(replica.engine.last_events))
+        for request, _ in self._requests.values():
+            events += [request.end(sample, ended, self._has_text) for sample in sorted(request.left)]
+        self._requests.clear()
+        self._last = tuple(events)
+        if self._all:
+            self.wake()
+        return failed
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosed(f"these engines take no more work: {self._closed}")
+
+    def _alive(self) -> list[Replica]:
+        """The engines that take work. EngineClosed if there are none."""
+        self._check_open()
+        alive = [replica for replica in self._all if not replica.engine.closed]
+        if not alive:
+            raise EngineClosed("these engines take no more work: all have failed, and step() says how")
+        return alive
+
+    def _find(self, request_id: int) -> tuple[Request, Replica]:
+        self._check_open()
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise RequestError(f"request {request_id} is not running: it has ended or was never submitted") from None
+
+    def _waiting(self) -> Iterator[News]:
+        with suppress(queue.Empty):  # close() may read them in another thread
+            while True:
+                yield self._news.get_nowait()
+
+    # Where requests run
+
+    def _begin(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        priority: int,
+        deadline: float | None,
+        snapshot: Snapshot | None = None,
+        share: bool = False,
+        awaited: bool = False,
+    ) -> tuple[int, Future]:
+        if sampling.seed is None:  # drawn here, so that it is the same wherever the request runs
+            sampling = replace(sampling, seed=secrets.randbits(32))
+        with self._lock:
+            self._check_open()
+            name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
+            request = Request(name, tuple(ids), sampling, snapshot, share, now, left, priority, deadline)
+            request.awaited = awaited
+            return name, self._place(request)
+
+    def _place(self, request: Request) -> Future:
+        """Gives a request to the engine with the fewest tokens to compute."""
+        alive = self._alive()
+        prompt = request.prompt if request.snapshot is None else ()
+        output = request.sampling.n * request.sampling.max_new_tokens
+        index, request.tokens = route([replica.load for replica in alive], prompt, output)
+        best = alive[index]
+        self._requests[request.id] = request, best
+        return best.submit(request)
+
+    def _hear(self, replica: Replica, news: list[Event] | Refused | BaseException) -> list[Event]:
+        """Takes in what an engine has to say; returns what step() does of it."""
+        if isinstance(news, Refused):
+            return self._refuse(replica, news)
+        return self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
+
+    def _refuse(self, replica: Replica, refused: Refused) -> list[Event]:
+        """Ends a request of which an engine could not do what it was asked for; the ends of its samples."""
+        with self._lock:
+            request, where = self._requests.get(refused.id, (None, None))
+            if request is None or where is not replica:
+                return []  # it has ended, or goes on elsewhere
+            if replica.engine.closed:  # and all else there ends with it
+                return self._move(replica, refused.error)
+            if request.awaited:
+                return []  # whoever waits for it ends it
+            self._drop(*self._requests.pop(request.id))
+            warnings.warn(
+                f"request {request.id} ends: {replica.name} failed at it ({_line(refused.error)})",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return [request.end(sample, "error", self._has_text) for sample in sorted(request.left)]
+
+    def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
+        """Events of an engine, as step() returns them."""
+        found = []
+        with self._lock:
+            for event in events:
+                request, where = self._requests.get(event.id, (None, None))
+                if request is None or where is not replica or event.sample not in request.left:
+                    continue  # it goes on elsewhere, or had ended before it began again
+                event = request.take(event)
+                done = min(len(event.token_ids), request.tokens)
+                request.tokens -= done
+                replica.load.tokens -= done
+                if not request.left:
+                    del self._requests[request.id]
+                    self._drop(request, replica)
+                if event.token_ids or event.text or event.completion is not None:
+                    found.append(event)
+        return found
+
+    def _drop(self, request: Request, replica: Replica) -> None:
+        replica.load.tokens -= request.tokens
+        if self._closed is None:
+            replica.forget(request)
+
+    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+        """Begins the requests of an engine that failed again on the others, and returns the ends of those that cannot.
+        Raises the error if there are no others."""
+        with self._lock:
+            known, replica.failed = replica.failed, True
+            mine = [request for request, where in self._requests.values() if where is replica]
+            if all(one.engine.closed for one in self._all):
+                raise error
+            if known and not mine:
+                return []
+            last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
+            forked = [end for r in mine for end in r.ends_of_forks(self._has_text)]
+            ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
+            mine = [request for request in mine if request.left]
+            what = f"what ran there, {len(mine)} requests, begins again elsewhere"
+            warnings.warn(f"{replica.name} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
+            for request in mine:
+                request.begin_again()
+                self._place(request)
+            return ends
+
+
+@contextmanager
+def _noted(failed: list[Exception]) -> Iterator[None]:
+    """Goes on behind a block that raises; `failed` has what."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(error)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

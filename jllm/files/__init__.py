@@ -1,0 +1,1 @@
+"""All that is read from and written to a disk: configs, weights, tokenizers, snapshots, fingerprints."""

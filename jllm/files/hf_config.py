@@ -1,0 +1,276 @@
+"""Reads and writes the config.json of Hugging Face directories."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jllm.errors import ConfigError
+from jllm.files.hf_fields import (
+    FAMILIES,
+    ROPE_FIELDS,
+    UNDERSTOOD_BY,
+    check_fields,
+    read_architecture,
+    read_boolean,
+    read_integer,
+    read_number,
+    read_token_ids,
+)
+
+if TYPE_CHECKING:
+    pass
+from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig, RopeScaling
+
+ROPE_KINDS = ("default", "linear", "llama3")
+
+
+_LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
+
+
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:
+    """Read a model's config.json, given the file or its directory.
+
+    A generation_config.json beside it overrides the begin and end token ids; its sampling defaults (temperature, top_k,
+    ...) are left alone: sampling is what the caller says. Raises ConfigError, also for more layers than the weights
+    have (`stored_layers`).
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    raw = _read_json(file)
+    generation = file.parent / "generation_config.json"
+    if generation.exists():
+        ids = _read_json(generation)
+        raw |= {key: ids[key] for key in ("bos_token_id", "eos_token_id") if ids.get(key) is not None}
+    layers = raw.get("num_hidden_layers")
+    if stored_layers and isinstance(layers, int) and layers > stored_layers:
+        raise ConfigError(f"{file}: num_hidden_layers is {layers}, but the weights beside it have {stored_layers}")
+    return from_hf(raw, source=str(file))
+
+
+def load_quantization(path: str | Path) -> dict[str, Any] | None:
+    """What a model directory says about how its weights are quantized: `quantization_config` in config.json (older
+    files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is none.
+    Raises ConfigError, also where both are there and contradict each other."""
+    file = Path(path) / "config.json"
+    if not file.exists():
+        return None
+    raw = _read_json(file)
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{file}: quantization_config is a {type(found).__name__}, not a JSON object")
+    for name, method in _QUANTIZATION_FILES.items():
+        if not (file.parent / name).exists():
+            continue
+        beside = {"quant_method": method} | _read_json(file.parent / name)
+        if not found:
+            found = beside
+        elif found.get("quant_method") == beside["quant_method"] and (odd := _differing(found, beside)):
+            one, other = (json.dumps(config[odd[0]]) for config in (found, beside))
+            raise ConfigError(f"{file}: quantization_config says {odd[0]} = {one}, but {name} beside it says {other}")
+    return found or None
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [key for key in _LAYOUT if key in one and key in other and one[key] != other[key]]
+
+
+def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConfig:
+    """A config from the dict of a Hugging Face config.json, in the older (`rope_theta`, `rope_scaling`, `torch_dtype`)
+    or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
+
+    Absent fields mean what they mean in transformers. How the weights are quantized is no part of it: load_quantization
+    reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of unknown fields.
+    """
+    try:
+        return _from_hf(raw, source)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
+    architecture = read_architecture(raw)
+    family = FAMILIES[architecture]
+    check_fields(raw, architecture, source)
+    hidden, heads = read_integer(raw, "hidden_size", least=1), read_integer(raw, "num_attention_heads", least=1)
+    head_dim = read_integer(raw, "head_dim", family.head_dim or 0, null=0)
+    if head_dim == 0:
+        if hidden % heads:
+            raise ConfigError(f"hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is not given")
+        head_dim = hidden // heads
+    layers = read_integer(raw, "num_hidden_layers", least=1, most=MOST_LAYERS)
+    context = read_integer(raw, "max_position_embeddings", family.context, least=1)
+    rope_theta, rope_scaling = _rope(raw, context, source)
+    attention_bias = read_boolean(raw, "attention_bias")
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
+    return LlamaConfig(
+        architecture=architecture,
+        vocab_size=read_integer(raw, "vocab_size", least=1),
+        hidden_size=hidden,
+        intermediate_size=read_integer(raw, "intermediate_size", least=1),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=read_integer(raw, "num_key_value_heads", family.kv_heads or heads, null=heads, least=1),
+        head_dim=head_dim,
+        context=context,
+        norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        windows=_windows(raw, architecture, layers),
+        tie_embeddings=read_boolean(raw, "tie_word_embeddings"),
+        qkv_bias=True if architecture == "Qwen2ForCausalLM" else attention_bias,
+        o_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
+        mlp_bias=read_boolean(raw, "mlp_bias"),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=dtype,
+        bos_id=next(iter(read_token_ids(raw, "bos_token_id", family.bos)), None),
+        eos_ids=read_token_ids(raw, "eos_token_id", family.eos),
+    )
+
+
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """The dict of a config.json that means `config`: `from_hf(to_hf(config)) == config`.
+
+    Written in the older layout, which every version of transformers reads. Raises ConfigError for a config that its
+    architecture cannot express (say, a Mistral with biases).
+    """
+    if type(config) is not LlamaConfig:
+        raise ConfigError(f"config.json cannot say what a {type(config).__name__} is; it can for a LlamaConfig")
+    if config.architecture not in FAMILIES:
+        raise ConfigError(f"architecture {config.architecture!r} is not one of {', '.join(FAMILIES)}")
+    raw: dict[str, Any] = {
+        "architectures": [config.architecture],
+        "model_type": FAMILIES[config.architecture].model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling_to_hf(config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.dtype,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": (config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None),
+    }
+    understood = UNDERSTOOD_BY[config.architecture]
+    if "attention_bias" in understood:
+        raw["attention_bias"] = config.o_bias
+    if "mlp_bias" in understood:
+        raw["mlp_bias"] = config.mlp_bias
+    if "sliding_window" in understood:
+        raw["sliding_window"] = next((window for window in config.windows if window is not None), None)
+    if "use_sliding_window" in understood:
+        raw["use_sliding_window"] = raw["sliding_window"] is not None
+        kinds = [
+            "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)
+        ]
+        raw["layer_types"] = kinds
+        raw["max_window_layers"] = (kinds + ["sliding_attention"]).index("sliding_attention")
+    read_back = from_hf(raw, source="to_hf")
+    lost = [name for name in config.__dataclass_fields__ if getattr(read_back, name) != getattr(config, name)]
+    if lost:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in lost)
+        raise ConfigError(f"a {config.architecture} cannot have {values}")
+    return raw
+
+
+def _rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    raw: dict[str, Any] = {"rope_type": scaling.kind, "type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        raw["low_freq_factor"] = scaling.low_freq_factor
+        raw["high_freq_factor"] = scaling.high_freq_factor
+        raw["original_max_position_embeddings"] = scaling.original_context
+    return raw
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: holds a {type(raw).__name__}, not a JSON object")
+    return raw
+
+
+def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, of either layout; a value in the dict wins over one beside it, as in transformers."""
+    older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
+    differing = [key for key in older if key in newer and older[key] != newer[key]]
+    if differing:
+        raise ConfigError(f"rope_scaling and rope_parameters disagree about {', '.join(differing)}")
+    rope = newer | older
+    if nested := [key for key, value in rope.items() if isinstance(value, dict) and key != "rope_type"]:
+        raise ConfigError(
+            f"rope parameters of their own for {', '.join(nested)} are not supported; give all layers one"
+        )
+    theta = read_number({"rope_theta": 10000.0} | dict(raw) | rope, "rope_theta", 10000.0)
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ConfigError(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; supported: 1")
+    if unknown := sorted(set(rope) - ROPE_FIELDS):
+        warnings.warn(f"{source}: unknown rope fields are ignored: {', '.join(unknown)}", stacklevel=5)
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, read_number(rope, "factor"))
+    low, high = read_number(rope, "low_freq_factor"), read_number(rope, "high_freq_factor")
+    if high <= low:
+        raise ConfigError(f"rope high_freq_factor {high} must be greater than low_freq_factor {low}")
+    beside = raw if raw.get("original_max_position_embeddings") is not None else rope
+    original = read_integer(beside, "original_max_position_embeddings", context, null=context)
+    return theta, RopeScaling(kind, read_number(rope, "factor"), low, high, original)
+
+
+def _rope_fields(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The dict of either layout, its kind under "rope_type", whichever of the two names the file has for it."""
+    fields = raw.get(key) or {}
+    if not isinstance(fields, dict):
+        raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")
+    kinds = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise ConfigError(f"{key} has rope_type {kinds[0]!r} and type {kinds[1]!r}; they must be the same")
+    rest = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
+    return rest | ({"rope_type": kinds[0]} if kinds else {})
+
+
+def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
+    if architecture == "LlamaForCausalLM":
+        return ()
+    window = read_integer(raw, "sliding_window", 4096, least=1) if raw.get("sliding_window", 4096) is not None else None
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers if window is not None else ()
+    if not read_boolean(raw, "use_sliding_window"):
+        window = None
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = read_integer(raw, "max_window_layers", 28)
+        kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"layer_types must list one type for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
+    if "sliding_attention" not in kinds:
+        return ()
+    if window is None:
+        raise ConfigError("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,96 @@
+"""A model as people hold it: config, weights and tokenizer together."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jllm.errors import ConfigError, TokenizerError
+from jllm.files.find import count_layers, find_model, stored_tensors
+from jllm.files.hf_config import load_config
+from jllm.files.load_params import load_params
+from jllm.files.tokenizer import load_tokenizer
+from jllm.model.model import Model
+from jllm.parallel.memory import Memory
+from jllm.parallel.mesh import free_of, make_mesh, spread
+from jllm.quant.rotation import quantize_model
+from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
+
+BUNDLED = Path(__file__).parents[1] / "assets" / "fairytale"
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+def load(
+    path: str | Path = BUNDLED,
+    *,
+    dtype=None,
+    quantize: str | Path | Scheme | None = None,
+    mesh: Mesh | int | None = None,
+    activation_parts: int = 1,
+    memory: Memory | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+) -> Model:
+    """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
+
+    dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
+    16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
+    name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read, unless it rotates them
+    (`w4a16-g64+rotate-all`): then all are read first, which takes twice their room. The preset "bf16" is a dtype. A
+    directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over devices, a
+    jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no device
+    holds more than its share and one weight, or where the scheme rotates a layer, or embedding and head.
+    activation_parts quantizes activations on one device as a mesh of that many devices does. Raises ConfigError for a
+    mesh that does not fit the model. eos_token_ids are the end tokens, in the place of all that the files name.
+
+    Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
+    the device is asked by default.
+    """
+    scheme = None if quantize is None else find_scheme(quantize)
+    wanted = _dtype(dtype, scheme)
+    folder = find_model(path)
+    config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
+    config = replace(config, activation_parts=activation_parts)
+    if eos_token_ids is not None:
+        config = replace(config, eos_ids=_checked_ids(eos_token_ids, config.vocab_size))
+    if wanted is None:
+        wanted = jnp.dtype(config.dtype)
+        if jax.default_backend() == "cpu" and wanted.itemsize < 4:
+            wanted = jnp.dtype("float32")
+    if mesh is not None:
+        config = spread(config, make_mesh(mesh) if isinstance(mesh, int) else mesh)
+    free = memory() if memory else free_of(config.mesh)
+    rotated = scheme is not None and scheme.rotate is not None
+    params = load_params(folder, config, wanted, None if rotated else scheme, free)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except TokenizerError:
+        if any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+            raise
+        tokenizer = None
+    if eos_token_ids is not None and tokenizer is not None:
+        tokenizer = replace(tokenizer, eos_ids=config.eos_ids)
+    model = Model(config, params, tokenizer)
+    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if isinstance(ids, int) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+        raise ConfigError(f"eos_token_ids must be token ids in [0, {vocab_size}), the model's vocabulary, not {ids!r}")
+    return tuple(ids)
+
+
+def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:
+    """The dtype that the arguments ask for, None if that is left to the checkpoint."""
+    is_dtype = scheme == PRESETS[PLAIN]  # a file of rules may be called bf16, too
+    if dtype is None:
+        return jnp.dtype("bfloat16") if is_dtype else None
+    try:
+        wanted = jnp.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        raise ConfigError(f"dtype {dtype!r} is not known; known are {', '.join(DTYPES)}") from None
+    if is_dtype and wanted.name != "bfloat16":
+        raise ConfigError(f"quantize='bf16' and dtype={wanted.name!r} contradict each other")
+    return wanted

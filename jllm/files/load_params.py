@@ -1,0 +1,223 @@
+"""Hugging Face checkpoint directories -> Params, one tensor at a time: host memory never holds a second copy. The other
+way is save.py."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.errors import CheckpointError, QuantizationError, counted
+from jllm.files.find import BLOCK, stored_tensors
+from jllm.files.fit import check_weights
+from jllm.files.hf_config import load_quantization
+from jllm.files.importers.kv_scales import scale_names, tensor_factors
+from jllm.files.safetensors_io import DTYPES as STORED_DTYPES
+from jllm.files.safetensors_io import StoredTensor, read_as_stored, read_bytes, read_tensor
+from jllm.files.stored import StoredWeight
+from jllm.files.stored_names import modules_renamed
+from jllm.model.param_specs import LeafSpec, param_dtype, param_specs, weight_specs
+from jllm.model.params import EMBED, HEAD, Params, Weight, matrix_modules
+from jllm.model.shards import share
+from jllm.parallel.mesh import ranks_of
+from jllm.quant.codes import scale_rows
+from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that_fit
+from jllm.quant.schemes import Formats, Scheme
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+
+PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
+LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
+
+
+def load_params(
+    path: str | Path,
+    config: LlamaConfig,
+    dtype: Any = None,
+    scheme: Scheme | None = None,
+    free: int | None = None,
+) -> Params:
+    """Read a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
+
+    Every leaf is read, part by part, into one host buffer of its own shape, put on the device, and dropped before the
+    next: host memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is
+    there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
+    they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
+    superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit, and NoRoomError for weights
+    that take more than `free` bytes of each device (None: not known). With a mesh in the config every device gets its
+    share of a leaf as soon as that is there.
+    """
+    path, dtype = Path(path), param_dtype(config, dtype)
+    stored = stored_tensors(path)
+    quantized, kv_scales = _quantized_weights(path, config, stored)
+    if quantized and scheme is not None:
+        raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
+    apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
+    specs = _specs(config, head=not config.tie_embeddings or apart)
+    formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
+    _check_tensors(path, specs, quantized, stored, kv_scales)
+    check_shapes(specs, formats)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    room = None if free is None else free * ranks_of(config)  # a little is on each device alike
+    check_weights(path, config, dtype, scheme, room, total if quantized else None)
+    with _progress_bar(total) as advance:
+        with _named(path):
+            factors = tensor_factors({name: read_as_stored(stored[name], advance) for name in kv_scales}, stored)
+
+        def read(spec: LeafSpec) -> np.ndarray:
+            host, row = np.empty(spec.shape, dtype), 0
+            for name, rows in spec.parts:
+                part = host[row : row + rows]
+                read_tensor(stored[name], part, advance)
+                if name in factors:
+                    part[...] = part.astype(compute_dtype(dtype)) * factors[name]
+                row += rows
+            return host
+
+        def placed(spec: LeafSpec, leaf: Any) -> Any:
+            """On its device, or its devices, before the next buffer is made."""
+            shared = share(leaf, spec.entry, config, spec.weight or "")
+            return jax.block_until_ready(shared if config.mesh is not None else jax.device_put(leaf))
+
+        def load_weight(name: str, spec: LeafSpec, wanted: Formats) -> Weight:
+            if name in quantized:
+                return placed(spec, _build(path, quantized[name], stored, advance, spec, factors))
+            if wanted:
+                return placed(spec, quantize_weight(name, jax.device_put(read(spec)), wanted))
+            return placed(spec, read(spec))
+
+        weights = map_weights(load_weight, specs, formats)
+        params = jax.tree.map(lambda leaf: placed(leaf, read(leaf)) if isinstance(leaf, LeafSpec) else leaf, weights)
+        if specs.head is None and f"{HEAD}.weight" in stored:
+            _check_tied(stored[f"{EMBED}.weight"], stored[f"{HEAD}.weight"], advance)
+    return params
+
+
+def _specs(config: LlamaConfig, *, head: bool) -> Params:
+    """param_specs, with a head or without: a tied model has one where it is quantized apart from the embedding."""
+    return param_specs(replace(config, tie_embeddings=not head))
+
+
+def _quantized_weights(
+    path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredWeight], tuple[str, ...]]:
+    """The weights that a checkpoint stores quantized, by name, and the names of its scales of K and V."""
+    raw = load_quantization(path)
+    if raw is None:
+        return {}, ()
+    from jllm.files.importers import has_kv_scales, stored_weights, warn_of_unknown
+
+    vectors = {name for leaf in jax.tree.leaves(param_specs(config)) if leaf.weight is None for name, _ in leaf.parts}
+    with _named(path):
+        raw = modules_renamed(raw, stored)
+        others = {name: tensor for name, tensor in stored.items() if name not in vectors}
+        found = stored_weights(raw, weight_specs(config), others), scale_names(stored) if has_kv_scales(raw) else ()
+    warn_of_unknown(raw, str(path))
+    return found
+
+
+def _build(
+    path: Path,
+    weight: StoredWeight,
+    stored: dict[str, StoredTensor],
+    advance: Callable[[int], object],
+    spec: LeafSpec,
+    factors: Mapping[str, np.float32],
+) -> QuantizedWeight:
+    with _named(path):
+        built = weight.build({name: read_as_stored(stored[name], advance) for name in weight.tensors})
+        if any(name in factors for name, _ in spec.parts):
+            rows = np.concatenate([np.full(rows, factors.get(name, 1), np.float32) for name, rows in spec.parts])
+            built = scale_rows(built, rows, factors.get(f"{spec.modules[0]}.input_scale"))
+    return jax.block_until_ready(jax.device_put(built))
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
+    if not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from tqdm import tqdm
+
+    delay = 0 if total > LONG else 2
+    with tqdm(
+        total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, delay=delay, leave=False
+    ) as bar:
+        yield bar.update
+
+
+def _check_tensors(
+    path: Path,
+    specs: Params,
+    quantized: dict[str, StoredWeight],
+    stored: dict[str, StoredTensor],
+    kv_scales: tuple[str, ...],
+) -> None:
+    plain = [spec for spec in jax.tree.leaves(specs) if spec.weight not in quantized]
+    wanted: dict[str, tuple[str | None, tuple[int, ...]]] = {
+        name: (None, spec.part_shape(rows)) for spec in plain for name, rows in spec.parts
+    }
+    wanted |= {name: tensor for weight in quantized.values() for name, tensor in weight.tensors.items()}
+    wanted |= {name: (None, (1,) if stored[name].shape == (1,) else ()) for name in kv_scales}
+    if missing := [name for name in wanted if name not in stored]:
+        by = ", by its quantization_config" if quantized else ""
+        if not quantized and (packed := [name for name in stored if name.endswith(PACKED)]):
+            by = f" ({packed[0]} is there, but no quantization_config for it)"
+        raise CheckpointError(f"{path}: {len(missing)} of {len(wanted)} tensors missing{by}, the first is {missing[0]}")
+    ignored = ("rotary_emb.inv_freq", f"{HEAD}.weight") if specs.head is None else ("rotary_emb.inv_freq",)
+    if extra := [name for name in stored if name not in wanted and not name.endswith(ignored)]:
+        few = counted(len(extra), "tensor")
+        raise CheckpointError(f"{path}: {few} that its config has no use for, the first is {extra[0]}")
+    for name, (dtype, shape) in wanted.items():
+        found, config = stored[name], "config" if dtype is None else "quantization_config"
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(found.shape)}, but the {config} says {list(shape)}"
+            )
+        if dtype is not None and found.dtype != dtype:
+            raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}, but the {config} says {dtype}")
+        if dtype is None and found.dtype not in STORED_DTYPES:
+            supported = ", ".join(STORED_DTYPES)
+            raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}; supported are {supported}")
+
+
+def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int], object]) -> None:
+    """A tied model may store its head as well, but it has to be the embedding."""
+    if _holds(head, embed, advance):
+        return
+    cut = "" if head.shape == embed.shape else f", and cut the tensor from {list(head.shape)} to {list(embed.shape)}"
+    raise CheckpointError(
+        f"{head.path}: {head.name} is not the embedding, though config.json ties them: remove the tensor, or set "
+        f"tie_word_embeddings to false{cut}"
+    )
+
+
+def _holds(head: StoredTensor, embed: StoredTensor, advance: Callable[[int], object]) -> bool:
+    """Tells whether a head has the embedding's rows, as they are or rounded to either's dtype; more rows, of no token,
+    may follow."""
+    if head.dtype not in STORED_DTYPES or head.shape[1:] != embed.shape[1:] or head.shape < embed.shape:
+        return False
+    one, other = STORED_DTYPES[embed.dtype], STORED_DTYPES[head.dtype]
+    size, step = math.prod(embed.shape), BLOCK // 8
+    for start in range(0, size, step):
+        count = min(step, size - start)
+        x = np.frombuffer(read_bytes(embed, start * one.itemsize, count * one.itemsize), one)
+        y = np.frombuffer(read_bytes(head, start * other.itemsize, count * other.itemsize), other)
+        advance(y.nbytes)
+        if x.tobytes() != y.astype(one).tobytes() and x.astype(other).tobytes() != y.tobytes():
+            return False
+    return True

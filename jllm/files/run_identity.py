@@ -1,0 +1,74 @@
+"""What decides the results of a run besides its prompts or texts and its options, as flat JSON. What an interrupted run
+left is continued only by a run of the same identity. Only the functions that need JAX import it."""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jllm.quant.schemes import Scheme
+
+PACKAGES = ("jllm", "jax", "jaxlib", "sentencepiece", "tokenizers")
+CONFIG = ("config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+
+
+def of_machine() -> dict[str, str]:
+    """The device, and the versions of the packages."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind} | {name: version_of(name) for name in PACKAGES}
+
+
+def of_model(model: str | Path) -> dict[str, str]:
+    """A directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
+    from jllm.files import fingerprint
+    from jllm.files.find import find_model
+
+    folder = find_model(model)
+    return {
+        "config": _of_files(folder, CONFIG),
+        "weights": fingerprint.of_files(folder),
+        "tokenizer": _of_files(folder, TOKENIZER),
+    }
+
+
+def of_scheme(scheme: "str | Path | Scheme") -> str:
+    """By its rules and rotation, whatever it is called. Raises QuantizationError."""
+    from jllm.quant.schemes import find_scheme
+
+    found = find_scheme(scheme)
+    return digest([json.dumps(found.rules).encode(), *([] if found.rotate is None else [found.rotate.encode()])])
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The keys that only one has, or with another value."""
+    return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """A short text that differs where the parts do."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()[:32]
+
+
+def _of_files(folder: Path, names: Iterable[str]) -> str:
+    """By name and content, those that are there."""
+    files = [folder / name for name in names]
+    return digest(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes()))
+
+
+def version_of(package: str) -> str:
+    """That which is installed, or "none"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

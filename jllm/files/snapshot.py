@@ -1,0 +1,271 @@
+"""The KV cache of one sequence as a value: take it out of the pages, cut it, edit it, keep it in a file, put it into
+pages again, of this cache or of another one.
+
+A snapshot holds K and V bit for bit as they are stored, scales included, as a cache of one page that is as long as
+the sequence. So everything that reads pages reads a snapshot, and the page size of the cache that it goes to may be
+another. All functions but save and load are pure, and take numpy arrays as well as jax ones.
+
+    snapshot = take(state.cache, pages, tokens)             # while the tokens' K and V are in these pages
+    state = replace(state, cache=put(state.cache, other_pages, snapshot))
+    batch = ragged_batch([PromptChunk(1, more, snapshot.length, pages=other_pages)])
+
+Every sequence that is put somewhere from one snapshot is a fork of it: the value stays as it was.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from numbers import Integral
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.errors import CheckpointError, SnapshotError, counted
+from jllm.files.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
+from jllm.model.backbone import Cache
+from pallas_kernels.formats.kv_formats import Kivi, KVFormat, dim_of, parse_format
+from pallas_kernels.formats.kv_pages import KVPages, Pages
+
+KIND = "jllm-kv-snapshot"
+OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Snapshot:
+    """K and V of a sequence's first T tokens, and its L >= T tokens (the newest one has no K and V yet)."""
+
+    tokens: Any  # i32[L]
+    cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
+    # Fingerprint of the model that made it (fingerprint.of_function). None: unknown, and then resumed with any.
+    weights: str | None = field(default=None, metadata={"static": True})
+    # Where the text of its sample's guide begins, which goes on when it is resumed with a guide. None: it had none.
+    guided: int | None = field(default=None, metadata={"static": True})
+
+    @property
+    def length(self) -> int:
+        """T: tokens whose K and V are in it."""
+        return self.cache[0].k.page_size
+
+    @property
+    def ready(self) -> bool:
+        """Returns True: it is here, while pages of another device may be on their way."""
+        return True
+
+
+def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int | None = None) -> Snapshot:
+    """The first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this order.
+
+    Raises SnapshotError where the pages hold fewer tokens than that, or one of them is not in the cache.
+    """
+    length = len(tokens) if length is None else length
+    _check_pages(cache, pages, length)
+    if not 0 <= length <= len(tokens):
+        raise SnapshotError(f"length must be in [0, {len(tokens)}], the number of tokens, not {length}")
+    _check_blocks(cache, length)
+    return join(gather_pages(cache, jnp.asarray(pages, jnp.int32)), tokens, length)
+
+
+def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
+    """The cache with the snapshot's K and V in `pages`, in this order. What follows in the last page becomes zero.
+
+    Raises SnapshotError for a snapshot of other shapes or formats, pages that are too few, given twice, or not in the
+    cache. Whether the weights are those that the snapshot was made with is the caller's to know.
+    """
+    check_fits(snapshot, cache)
+    _check_pages(cache, pages, snapshot.length)
+    _check_blocks(cache, snapshot.length)
+    size = cache[0].k.page_size
+    count = -(-snapshot.length // size)
+    return scatter_pages(cache, jnp.asarray(pages[:count], jnp.int32), split(snapshot, size, count))
+
+
+def cut(snapshot: Snapshot, length: int) -> Snapshot:
+    """The snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its end."""
+    if not 0 <= length <= snapshot.length:
+        raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
+    guided = None if snapshot.guided is None else min(snapshot.guided, length)
+    return replace(join(snapshot.cache, snapshot.tokens[:length], length), weights=snapshot.weights, guided=guided)
+
+
+def check_fits(snapshot: Snapshot, cache: Cache) -> None:
+    """SnapshotError unless the snapshot has the cache's layers, heads, head dim and formats."""
+    if len(snapshot.cache) != len(cache):
+        raise SnapshotError(f"the snapshot has {len(snapshot.cache)} layers, the cache {len(cache)}")
+    ours, theirs = _shape(snapshot.cache), _shape(cache)
+    if ours != theirs:
+        raise SnapshotError(f"the snapshot has {ours}, the cache {theirs}")
+
+
+def check_guided(snapshot: Snapshot) -> None:
+    """SnapshotError unless its guide, if it has one, begins within its tokens or at their end."""
+    at, count = snapshot.guided, len(snapshot.tokens)
+    if at is not None and not (isinstance(at, Integral) and not isinstance(at, bool) and 0 <= at <= count):
+        raise SnapshotError(f"a snapshot's guide begins at a token in [0, {count}], or is None, not {at!r}")
+
+
+# Between many pages and one
+
+
+@jax.jit
+def gather_pages(cache: Cache, page: jax.Array) -> Cache:
+    """A cache of these pages alone, i32[n], in this order."""
+    return jax.tree.map(lambda pool: pool[page], cache)
+
+
+def _scatter_pages(cache: Cache, page: jax.Array, rows: Cache) -> Cache:
+    """The cache with page i of `rows` at page[i] (i32[n]). A page outside of the cache is dropped."""
+    return jax.tree.map(lambda pool, new: pool.at[page].set(new, mode="drop"), cache, rows)
+
+
+scatter_pages = jax.jit(_scatter_pages)
+scatter_pages_donated = partial(jax.jit, donate_argnums=0)(_scatter_pages)
+
+
+def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
+    """The first `length` tokens of all pages of `rows`, one after another."""
+
+    def one(pages: Pages) -> Pages:
+        values, scales = pages.values, pages.scales
+        count, heads, size, row = values.shape
+        values = values.swapaxes(0, 1).reshape(1, heads, count * size, row)[:, :, :length]
+        if scales is not None:
+            numbers = pages.format.numbers(pages.head_dim)
+            scales = scales.swapaxes(0, 1).reshape(1, heads, count * size * numbers)[:, :, : length * numbers]
+        return replace(pages, values=values, scales=scales)
+
+    return Snapshot(np.asarray(tokens, np.int32), tuple(KVPages(one(layer.k), one(layer.v)) for layer in rows))
+
+
+def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
+    """A cache of `count` pages of `page_size` tokens that hold the snapshot one after another, then zeros."""
+
+    def many(pages: Pages) -> Pages:
+        values, scales = pages.values, pages.scales
+        _, heads, _, row = values.shape
+        values = _padded(values[0], count * page_size).reshape(heads, count, page_size, row).swapaxes(0, 1)
+        if scales is not None:
+            flat = page_size * pages.format.numbers(pages.head_dim)
+            scales = _padded(scales[0], count * flat).reshape(heads, count, flat).swapaxes(0, 1)
+        return replace(pages, values=values, scales=scales)
+
+    return tuple(KVPages(many(layer.k), many(layer.v)) for layer in snapshot.cache)
+
+
+def _padded(x: Any, length: int) -> Any:
+    """x with zeros up to `length` along axis 1."""
+    xp = x.__array_namespace__()
+    return xp.concat([x, xp.zeros((x.shape[0], length - x.shape[1], *x.shape[2:]), dtype=x.dtype)], axis=1)
+
+
+def _shape(cache: Cache) -> str:
+    layer = cache[0]
+    heads, dim = layer.k.values.shape[1], layer.k.head_dim
+    return f"{heads} heads of {dim}, k={layer.k.format.name}, v={layer.v.format.name}"
+
+
+def _check_blocks(cache: Cache, length: int) -> None:
+    fmt = cache[0].k.format
+    if isinstance(fmt, Kivi) and length % fmt.residual:
+        whole = length - length % fmt.residual
+        raise SnapshotError(f"K stored as {fmt.name} leaves its slot in whole blocks: {whole} tokens, not {length}")
+
+
+def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
+    size, count = cache[0].k.page_size, cache[0].k.num_pages
+    if len(pages) * size < length:
+        need = counted(-(-length // size), "page")
+        raise SnapshotError(f"{counted(length, 'token')} need {need} of {size}, not {len(pages)}")
+    if len(set(pages)) != len(pages) or not all(0 <= page < count for page in pages):
+        raise SnapshotError(f"pages must be different ones in [0, {count}), not {list(pages)}")
+
+
+# Files
+
+
+def save_snapshot(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes one safetensors file, which load gives back bit for bit; `about` goes into its metadata, beside what a
+    snapshot says of itself, whose names are not for others. The file gets its name once it is complete; OutputError
+    when it cannot be written."""
+    check_guided(snapshot)
+    if taken := OWN.intersection(about):
+        raise SnapshotError(f"{min(taken)!r} is what a snapshot says of itself: give `about` another name for it")
+    arrays, metadata = as_arrays(snapshot)
+    write_file(Path(path), arrays, {**about, **metadata})
+
+
+def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
+    """A snapshot as it was saved, in numpy arrays; `formats` are those of the caller's own that it may be in.
+    SnapshotError for a file that is damaged or none of these."""
+    path = Path(path)
+    try:
+        metadata, stored = read_metadata(path), read_header(path)
+        if metadata.get("kind") != KIND:
+            raise SnapshotError(f"{path}: not a snapshot of a KV cache: its metadata are {json.dumps(metadata)}")
+        arrays = {name: read_as_stored(tensor) for name, tensor in stored.items() if tensor.dtype in NAMES.values()}
+    except CheckpointError as error:
+        raise SnapshotError(str(error)) from None
+    try:
+        return from_arrays(arrays, metadata, formats)
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}") from None
+
+
+def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """What a file or a message holds of a snapshot: arrays of dtypes that safetensors have, by name, and metadata."""
+    first = snapshot.cache[0]
+    metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
+    metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
+    arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
+    for i, layer in enumerate(snapshot.cache):
+        for side, pages in (("k", layer.k), ("v", layer.v)):
+            arrays[f"layers.{i}.{side}.values"] = np.asarray(pages.values[0])
+            if pages.scales is not None:
+                arrays[f"layers.{i}.{side}.scales"] = np.asarray(pages.scales[0])
+    return arrays, metadata
+
+
+def from_arrays(arrays: dict[str, np.ndarray], metadata: dict[str, str], formats: Iterable[KVFormat] = ()) -> Snapshot:
+    """The reverse of as_arrays. SnapshotError where they are not those of a snapshot."""
+    try:
+        return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(f"garbled snapshot: {error}") from None
+
+
+def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapping[str, KVFormat]) -> Snapshot:
+    """As from_arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
+    tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
+    first = arrays["layers.0.k.values"]
+    heads, length = first.shape[:2]
+    used = {"tokens"}
+
+    def side(i: int, which: str) -> Pages:
+        name = f"layers.{i}.{which}"
+        values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
+        stored = metadata[f"{which}_format"]
+        fmt = own.get(stored) or parse_format(stored, dim_of(stored, values.shape[-1]))
+        dim = values.shape[-1] * 8 * fmt.storage_dtype.itemsize // fmt.bits
+        scales: Any = arrays[f"{name}.scales"] if fmt.group else None
+        used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))
+        if values.shape[:2] != (heads, length) or values.ndim != 3 or values.dtype != fmt.storage_dtype:
+            raise ValueError(f"{name}.values is {values.dtype} of shape {list(values.shape)}")
+        if scales is not None and (scales.shape, scales.dtype) != ((heads, length * fmt.numbers(dim)), np.float16):
+            raise ValueError(f"{name}.scales is {scales.dtype} of shape {list(scales.shape)}")
+        return Pages(values[None], None if scales is None else scales[None], fmt)
+
+    layers = tuple(KVPages(side(i, "k"), side(i, "v")) for i in range(count))
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < length:
+        raise ValueError(f"tokens is {tokens.dtype} of shape {list(tokens.shape)}, and K and V are of {length}")
+    if odd := sorted(arrays.keys() - used):
+        raise ValueError(f"{odd[0]} has no place in it")
+    guided = int(metadata["guided"]) if "guided" in metadata else None
+    if guided is not None and not 0 <= guided <= len(tokens):
+        raise ValueError(f"its guide begins at token {guided} of {len(tokens)}")
+    return Snapshot(tokens, layers, metadata.get("weights"), guided)

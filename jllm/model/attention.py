@@ -1,0 +1,226 @@
+"""The attention block, the first half of a layer: the residual stream plus attention of its norm.
+
+It alone tells sequences apart. Without a cache (training) it runs over packed segments; with one (serving) this step's
+K and V are written to their pages first, and decode rows and prompt chunks then read the pages.
+
+Another kind of attention is a params type with its entries in the table (params.py), registered for a config in
+param_specs.layer_types, and its block, registered here by that type.
+"""
+
+from dataclasses import dataclass
+from functools import partial, singledispatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.model.attention_weights import packed_weights, paged_weights
+from jllm.model.fused_linear import norm_linear
+from jllm.model.linear import linear
+from jllm.model.paged import Packed, Paged
+from jllm.model.params import AttentionParams
+from jllm.model.shapes import Array, Float, shaped
+from jllm.model.taps import Tap
+from pallas_kernels import decode_attention, prefill_attention
+from pallas_kernels.cache_update import cache_update, cache_update_fused
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.kv_tail import settle, with_row_map
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import fenced
+from pallas_kernels.rotary import rotate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The inputs of attention beside the residual stream and its pages. They depend on positions and lengths alone, so
+    that all layers of one window share them."""
+
+    cos: jax.Array  # [T, D / 2]
+    sin: jax.Array  # [T, D / 2]
+    batch: Packed | Paged
+    decode: decode_attention.Work | None = None
+    prefill: prefill_attention.Work | None = None
+
+
+@shaped
+def attention_inputs(
+    batch: Packed | Paged,
+    cos: Float[Array, "T {config.head_dim//2}"],
+    sin: Float[Array, "T {config.head_dim//2}"],
+    pages: KVPages | None,
+    dtype: Any,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+) -> AttentionInputs:
+    """The inputs of all layers of a window, for queries of this dtype and pages of any of the layers."""
+    if pages is None or isinstance(batch, Packed):
+        return AttentionInputs(cos, sin, batch)
+    R = batch.short_rows
+    C = batch.tokens.shape[0] - R
+    q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
+    chunks = (batch.chunk_cu, batch.chunk_lengths)
+    options: dict[str, Any] = {"window": window, "backend": backend}
+    segments = batch.segments
+    decode = decode_attention.plan(q, pages, batch.decode_lengths, segments=segments, **options) if R else None
+    prefill = prefill_attention.plan(qs, pages, *chunks, scale=config.head_dim**-0.5, **options) if C else None
+    return AttentionInputs(cos, sin, batch, decode, prefill)
+
+
+@singledispatch
+def attention_block(
+    p: Any,
+    x: Float[Array, "T E"],
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    tap: Tap,
+) -> tuple[Float[Array, "T E"], KVPages | None]:
+    """Returns x [T, E] plus attention of its norm, and the updated pages. The type of `p` decides which attention. Each
+    value that a tap can name goes through `tap`, at least where tap.open says that one is asked for."""
+    raise NotImplementedError(f"{type(p).__name__} has no attention_block: register one for it")
+
+
+@attention_block.register
+@shaped
+def _(
+    p: AttentionParams,
+    x: Float[Array, "T E"],
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    tap: Tap,
+) -> tuple[Float[Array, "T E"], KVPages | None]:
+    if tap.open:
+        return _open_block(p, x, inputs, pages, config=config, window=window, backend=backend, tap=tap)
+    return _fast_block(p, x, inputs, pages, config=config, window=window, backend=backend)
+
+
+def _fast_block(
+    p: AttentionParams,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+) -> tuple[jax.Array, KVPages | None]:
+    """Computes the block by fused operations, which keep the values between them to themselves."""
+    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
+    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
+    qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
+    if isinstance(batch, Packed):
+        q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+        out, kept = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, batch.segments, **options), None
+    else:
+        assert pages is not None, "a Paged batch has a cache"
+        pages = with_row_map(pages, batch.row_map)
+        if p.q_norm is None:
+            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        else:
+            q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+            q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
+        out, kept = paged_attention(q, pages, inputs, **options), settle(pages)
+    return _output(p, out.reshape(x.shape[0], -1), x, config, backend), kept
+
+
+def _open_block(
+    p: AttentionParams,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    tap: Tap,
+) -> tuple[jax.Array, KVPages | None]:
+    """Computes the block one operation at a time, with a name for each value."""
+    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
+    scope: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window}
+    rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    qkv = tap("qkv", linear(rows, p.qkv, p.qkv_bias, backend=backend))
+    q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+    q = tap("q", fenced(backend, rotate, q, cos, sin))
+    k = tap("k", fenced(backend, rotate, k, cos, sin))
+    v = tap("v", v)
+    if isinstance(batch, Packed):
+        if tap.wants("weights"):
+            tap("weights", packed_weights(q, k, batch.segments, **scope))
+        out, kept = causal_attention(q, k, v, batch.segments, **scope, backend=backend), None
+    else:
+        assert pages is not None, "a Paged batch has a cache"
+        pages = with_row_map(pages, batch.row_map)
+        unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
+        q, pages = cache_update(q, k, v, *unturned, pages, batch.page, batch.offset, backend=backend)
+        if tap.wants("weights"):
+            tap("weights", paged_weights(q, pages, batch, **scope))
+        out, kept = paged_attention(q, pages, inputs, **scope, backend=backend), settle(pages)
+    out = tap("attention", out.reshape(x.shape[0], -1))
+    return _output(p, out, x, config, backend), kept
+
+
+@shaped
+def _output(
+    p: AttentionParams,
+    rows: Float[Array, "T {config.num_heads*config.head_dim}"],
+    x: Float[Array, "T E"],
+    config: LlamaConfig,
+    backend: str | None,
+) -> Float[Array, "T E"]:
+    """Returns x plus the output projection of rows."""
+    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
+    return linear(rows, p.o, p.o_bias, residual=x, backend=backend, **shared)
+
+
+@shaped
+def _split_qkv(
+    p: AttentionParams, config: LlamaConfig, qkv: Float[Array, "T _"]
+) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+    """Returns q, k and v, before rotation."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
+    if p.q_norm is not None and p.k_norm is not None:
+        q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
+    return q, k, v
+
+
+@shaped
+def paged_attention(
+    q: Float[Array, "T H D"], pages: KVPages, inputs: AttentionInputs, **options: Any
+) -> Float[Array, "T H D"]:
+    """Returns attention of queries over pages. Decode rows and prompt chunks each go to their own kernel,
+    which take all queries and write to one array; both take the options scale, window and backend."""
+    batch = inputs.batch
+    assert isinstance(batch, Paged), "with a cache, the batch is Paged"
+    R, out = batch.short_rows, None
+    if R:
+        rows = (batch.decode_pages, batch.decode_lengths)
+        own = options | {"segments": batch.segments, "rows": batch.width, "work": inputs.decode}
+        out = decode_attention.decode_attention(q, pages, *rows, **own)
+    if out is None or q.shape[0] > R:
+        chunks = (batch.chunk_pages, batch.chunk_cu, batch.chunk_lengths)
+        own = options | {"into": out, "first": R, "work": inputs.prefill}
+        out = prefill_attention.prefill_attention(q, pages, *chunks, **own)
+    return out
+
+
+@shaped
+def rms_norm(x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*rows E"]:
+    """Root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at least."""
+    y = x.astype(compute_dtype(x.dtype))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return y.astype(x.dtype) * weight.astype(x.dtype)

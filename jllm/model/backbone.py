@@ -1,0 +1,197 @@
+"""The LLaMA forward pass, a pure function of weights, tokens and (optionally) a paged KV cache.
+
+All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls and rotary embeddings see [T, E] and
+know nothing of sequences. A layer is an attention block and an MLP block, each chosen by the type of its params.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
+from jllm.model.attention import AttentionInputs, attention_block, attention_inputs
+from jllm.model.cache import Cache
+from jllm.model.fused_linear import norm_linear
+from jllm.model.hooks import Edits, HookRows, make_edits
+from jllm.model.linear import embed, linear
+from jllm.model.mlp import mlp_block
+from jllm.model.paged import Packed, Paged
+from jllm.model.params import LayerParams, Params
+from jllm.model.rope import angles
+from jllm.model.shapes import Array, Float, shaped
+from jllm.model.taps import Tap, of_layer, resolve_taps
+from jllm.parallel.ranks import HEADS, STACKED, WHOLE, on_mesh
+from pallas_kernels.backends import DIFFERENTIABLE
+from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import fenced
+
+Taps = dict[str, jax.Array]  # by names of jllm.model.taps
+
+
+@shaped
+def packed_logits(
+    params: Params,
+    config: LlamaConfig,
+    batch: Packed,
+    edit: Mapping[str, Callable] = MappingProxyType({}),
+    *,
+    backend: str = DIFFERENTIABLE,
+) -> Float[Array, "T {config.vocab_size}"]:
+    """Returns logits of whole sequences without a cache, in float32 at least: differentiable, and fit for vmap.
+
+    `edit` is that of Hooks; the slot of its rows is the segment. `backend` is one whose operations have gradients:
+    XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
+    edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
+    hidden, _, _ = tapped_backbone(params, config, batch, None, backend=backend, edits=edits)
+    return head(params, config, hidden, backend=backend, edits=edits)
+
+
+@shaped
+def backbone(
+    params: Params, config: LlamaConfig, batch: Packed | Paged, cache: Cache | None, *, backend: str | None = None
+) -> tuple[Float[Array, "T {config.hidden_size}"], Cache | None]:
+    """Returns hidden states before the final norm, and the updated cache."""
+    return tapped_backbone(params, config, batch, cache, backend=backend)[:2]
+
+
+@on_mesh({"params": STACKED, "batch": WHOLE, "cache": HEADS, "edits": WHOLE}, (WHOLE, HEADS, WHOLE))
+@shaped
+def tapped_backbone(
+    params: Params,
+    config: LlamaConfig,
+    batch: Packed | Paged,
+    cache: Cache | None,
+    taps: tuple[str, ...] = (),
+    *,
+    backend: str | None = None,
+    edits: Edits | None = None,
+) -> tuple[Float[Array, "T {config.hidden_size}"], Cache | None, Taps]:
+    """Returns what backbone does, with edits of its values, and the values that taps name (see jllm.model.taps). Raises
+    EvaluationError for names that the model doesn't have, or one of its layers."""
+    taps = resolve_taps(taps, config.num_layers)
+    tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
+    x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
+    x = x if edits is None else edits.apply("embedding", x)
+    found = {"embedding": x} if "embedding" in taps else {}
+    x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend, edits=edits)
+    return x, cache, found | inside
+
+
+@shaped
+def run_layers(
+    layers: tuple[LayerParams, ...],
+    config: LlamaConfig,
+    x: Float[Array, "T E"],
+    batch: Packed | Paged,
+    cache: Cache | None,
+    taps: tuple[str, ...] = (),
+    *,
+    backend: str | None = None,
+    edits: Edits | None = None,
+) -> tuple[Float[Array, "T E"], Cache | None, Taps]:
+    """Does what tapped_backbone does after the embedding: x are its inputs, and taps are resolved. batch.tokens play no
+    part."""
+    if backend is None and cache is None:
+        backend = DIFFERENTIABLE
+    found: Taps = {}
+    cos, sin = fenced(backend, lambda at: angles(config, at, compute_dtype(x.dtype)), batch.positions)
+    rows = (batch, cos, sin, None if cache is None else cache[0], x.dtype)
+    options: dict[str, Any] = {"config": config, "backend": backend}
+    windows = dict.fromkeys(config.windows or (None,))
+    inputs = {window: attention_inputs(*rows, window=window, **options) for window in windows}
+    pools = []
+    for i, layer in enumerate(layers):
+        window = config.window(i)
+        pages = None if cache is None else cache[i]
+        wanted = of_layer(taps, i)
+        own = None if edits is None else edits.of_layer(i)
+        x, pages, inside = _layer(layer, x, inputs[window], pages, own, window=window, taps=wanted, **options)
+        if missing := [name for name in wanted if name not in inside]:
+            raise EvaluationError(f"tap layers.{i}.{missing[0]}: this kind of layer has no such value")
+        found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
+        pools.append(pages)
+    return x, None if cache is None else tuple(pools), found
+
+
+@on_mesh({"params": STACKED, "hidden": WHOLE, "edits": WHOLE}, WHOLE)
+@shaped
+def head(
+    params: Params,
+    config: LlamaConfig,
+    hidden: Float[Array, "T E"],
+    *,
+    backend: str | None = None,
+    edits: Edits | None = None,
+    whole: bool = True,
+) -> Float[Array, "T V"]:
+    """Returns logits of hidden states, float32 at least. Not `whole`: a device of a mesh has those of its part of
+    the vocabulary."""
+    w = params.embed if params.head is None else params.head
+    dtype = compute_dtype(hidden.dtype)
+    if edits is not None:
+        normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
+        return edits.apply("logits", whole_rows(linear(normed, w, out_dtype=dtype, backend=backend), config))
+    logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    return whole_rows(logits, config) if whole else logits
+
+
+@shaped
+def whole_rows(logits: Float[Array, "T part"], config: LlamaConfig) -> Float[Array, "T {config.vocab_size}"]:
+    """Returns whole rows of logits, of which each device of a mesh computed a part; without a mesh they are whole."""
+    if config.axis is None:
+        return logits
+    parts = jax.lax.all_gather(logits, config.axis.name, axis=1, tiled=True)
+    return parts[:, : config.vocab_size]  # the last device's rows are padded
+
+
+@shaped
+def head_taps(
+    params: Params,
+    config: LlamaConfig,
+    hidden: Float[Array, "rows E"],
+    logits: Float[Array, "rows V"],
+    taps: tuple[str, ...],
+    *,
+    backend: str | None = None,
+    edits: Edits | None = None,
+) -> Taps:
+    """Returns the values of the head that taps name."""
+    names, found = resolve_taps(taps, config.num_layers), {}
+    if "norm" in names:
+        weight = params.norm if config.mesh is None else params.norm[0]  # all devices have the same
+        normed = norm_quant(hidden, weight, eps=config.norm_eps, backend=backend)[0]
+        found["norm"] = normed if edits is None else edits.apply("norm", normed)
+    return found | ({"logits": logits} if "logits" in names else {})
+
+
+# One trace and one lowering serve all layers of the same kinds and window.
+@partial(jax.jit, static_argnames=("config", "window", "backend", "taps"))
+@shaped
+def _layer(
+    p: LayerParams,
+    x: Float[Array, "T E"],
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    edits: Edits | None = None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    taps: tuple[str, ...] = (),
+) -> tuple[Float[Array, "T E"], KVPages | None, Taps]:
+    tap = Tap(taps, edits, config)
+    options: dict[str, Any] = {"config": config, "backend": backend, "tap": tap}
+    x = tap("input", x)
+    middle, pages = attention_block(p.attention, x, inputs, pages, window=window, **options)
+    middle = tap("middle", middle)
+    y = mlp_block(p.mlp, middle, **options)
+    y = tap("output", y)
+    tap.check_edits()
+    return y, pages, tap.found

@@ -1,0 +1,145 @@
+"""linear together with what comes before it: a norm, SiLU, or both, as the weight that reads their rows takes them.
+
+The norm or SiLU before a weight with quantized activations makes its rows of eight bits in the same pass (`norm`,
+`silu_mul`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.model.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
+from jllm.model.params import Weight
+from jllm.model.shapes import Array, Float, shaped
+from jllm.model.weight_inputs import rows_kind, takes_numbers, takes_plain_rows
+from pallas_kernels.all_reduce import MeshAxis
+from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
+from pallas_kernels.formats.quantized_rows import QuantizedRows
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.matmul import matmul
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
+from pallas_kernels.silu_mul_quant import silu_mul_quant
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_swiglu
+
+
+@shaped
+def norm(
+    x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float, reader: Weight, *, backend: str | None = None
+) -> Float[Array, "T E"] | QuantizedRows:
+    """Returns RMSNorm of x, as the weight that reads it takes it."""
+    return norm_quant(x, weight, eps=eps, kind=rows_kind(reader), backend=backend)[0]
+
+
+@shaped
+def silu_mul(
+    gate_up: Float[Array, "T G"], reader: Weight, *, backend: str | None = None
+) -> Float[Array, "T G//2"] | QuantizedRows:
+    """Returns SiLU(gate) * up of their halves of G = 2F, as the weight that reads it takes it."""
+    kind = rows_kind(reader)
+    return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
+
+
+@shaped
+def norm_linear(
+    x: Float[Array, "T E"],
+    weight: Float[Array, " E"],
+    w: Weight,
+    bias: Float[Array, " outputs"] | None = None,
+    *,
+    eps: float,
+    out_dtype=None,
+    backend: str | None = None,
+) -> Float[Array, "T outputs"]:
+    """Returns linear of norm of x in out_dtype (default: x's). Differentiable, which norm and then linear
+    are not where codes lie between them."""
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if not isinstance(w, QuantizedWeight):
+        return matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=where_faster(backend))
+
+    def run(x, weight, w, bias):
+        if takes_plain_rows(w):
+            how: dict[str, Any] = {"norm": weight, "eps": eps, "out_dtype": out_dtype, "backend": backend}
+            return of_plain_rows(x, w.values, w.scales, bias=bias, **how)
+        if takes_numbers(w):
+            return weight_only_matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=backend)
+        rows = norm(x, weight, eps, w, backend=backend)
+        return multiply(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
+
+    def straight(x, weight, w, bias):
+        rows = _plain_norm(x, weight, eps)
+        return straight_through(rows, w, bias, None, out_dtype=out_dtype)
+
+    return with_gradient(run, straight)(x, weight, w, bias)
+
+
+@shaped
+def silu_linear(
+    gate_up: Float[Array, "T G"],
+    w: Weight,
+    bias: Float[Array, " outputs"] | None = None,
+    *,
+    residual: Float[Array, "T outputs"],
+    backend: str | None = None,
+    axis: MeshAxis | None = None,
+    parts: int = 1,
+) -> Float[Array, "T outputs"]:
+    """Returns linear of silu_mul of gate_up, in the residual's dtype; axis and parts as linear has them."""
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
+        gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
+        cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
+        options: dict[str, Any] = {"out_dtype": residual.dtype, "backend": backend}
+        each = zip(cut, column_parts(w, parts))
+        return sum_parts([linear(silu_mul(r, v, backend=backend), v, **options) for r, v in each], bias, residual)
+    if axis is not None:
+        whole = backend == DETERMINISTIC  # linear quantizes whole rows, of which this device has a part
+        rows = silu_mul_quant(gate_up, backend=backend) if whole else silu_mul(gate_up, w, backend=backend)
+        return linear(rows, w, bias, residual=residual, out_dtype=residual.dtype, backend=backend, axis=axis)
+
+    def run(gate_up, w, bias, residual):
+        rows = silu_mul(gate_up, w, backend=backend)
+        return multiply(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend, parts=parts)
+
+    def straight(gate_up, w, bias, residual):
+        rows = silu_mul_quant(gate_up, backend=DIFFERENTIABLE)
+        return straight_through(rows, w, bias, residual, out_dtype=residual.dtype, parts=parts)
+
+    return (with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)
+
+
+def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
+    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows as they
+    are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what
+    comes."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or takes_numbers(w):
+        return bias is None and rows_kind(reader) is None
+    if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):
+        return False
+    return one_kernel(x, w.values, gated=True, backend=backend) is not None
+
+
+@shaped
+def norm_swiglu(
+    x: Float[Array, "T E"], weight: Float[Array, " E"], w: Weight, *, eps: float, backend: str | None = None
+) -> Float[Array, "T F"]:
+    """Returns swiglu of norm of x with w [2F, E], where fuses_swiglu says so."""
+    if not isinstance(w, QuantizedWeight):
+        return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
+
+    def run(x, weight, w):
+        if takes_numbers(w):
+            return weight_only_swiglu(x, w, norm=weight, eps=eps, backend=backend)
+        return of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
+
+    def straight(x, weight, w):
+        rows = _plain_norm(x, weight, eps)
+        return silu_mul_quant(straight_through(rows, w, None, None, out_dtype=None), backend=DIFFERENTIABLE)
+
+    return with_gradient(run, straight)(x, weight, w)
+
+
+def _plain_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of x [T, E] in plain jnp."""
+    return norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]

@@ -1,0 +1,230 @@
+"""linear(x, w): the one place that knows what each kind of weight leaf is multiplied by, and who makes that.
+
+A plain weight takes rows in the model's dtype, and so do a weight-only format and those of block_floats.py, whose rows
+are rounded here to what the format would hold of them. A format with quantized activations takes rows of eight bits:
+the norm or SiLU before it makes them in the same pass (fused_linear.py); what comes from elsewhere, attention's output,
+is quantized here. Residuals are added in the product's epilogue: one pass over the sum less than adding them in the
+norm that follows.
+
+`backend` chooses the implementation of all of these operations, as pallas_kernels.backends says.
+
+Gradients of products with quantized weights are those of plain jnp's, whatever runs forward: with respect to inputs,
+scales, biases and norms. Quantized activations pass them straight through (Bengio et al., arXiv 1308.3432: as if
+rounding were not there); integer codes get float0, and codes of fp8 zeros.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.model.params import Weight
+from jllm.model.shapes import Array, Float, Int32, shaped
+from jllm.model.weight_inputs import input_blocks, part_outliers, rounded_inputs, row_codes, takes_plain_rows
+from pallas_kernels.all_reduce import MeshAxis, all_reduce
+from pallas_kernels.backends import DETERMINISTIC, where_faster
+from pallas_kernels.formats.block_floats import KINDS
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_rows import QuantizedRows
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, take_rows
+from pallas_kernels.formats.weight_formats import padded
+from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.matmul import matmul
+from pallas_kernels.one_order import fenced
+from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows
+from pallas_kernels.weight_only_matmul import weight_only_matmul
+
+Inputs = jax.Array | QuantizedRows
+
+
+@shaped
+def linear(
+    x: Float[Array, "*rows inputs"] | QuantizedRows,
+    w: Weight,
+    bias: Float[Array, " outputs"] | None = None,
+    *,
+    residual: Float[Array, "*rows outputs"] | None = None,
+    out_dtype=None,
+    backend: str | None = None,
+    axis: MeshAxis | None = None,
+    parts: int = 1,
+) -> Float[Array, "*rows outputs"]:
+    """Returns x times w [outputs, inputs] transposed, plus bias and residual, in out_dtype
+    (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
+    of that mesh axis, and their products are summed; each device quantizes its part with scales of its own, but with
+    those of whole rows where the backend is deterministic. `parts` quantizes the inputs on one device as that number of
+    devices would. Differentiable but for QuantizedRows."""
+    if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
+        assert not isinstance(x, QuantizedRows), "parts of what is not quantized yet"
+        each = zip(jnp.split(x, parts, axis=-1), column_parts(w, parts))
+        return sum_parts([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
+    if axis is not None:
+        name = axis.name if backend == DETERMINISTIC else None
+        if isinstance(w, QuantizedWeight) and w.columns is not None:
+            x, w = _in_order(x, w, axis, name, backend)
+        part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, axis=name)
+        return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
+    return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
+
+
+@shaped
+def embed(
+    w: Weight, tokens: Int32[Array, "*rows"], dtype, *, axis: MeshAxis | None = None, backend: str | None = None
+) -> Float[Array, "*rows E"]:
+    """Returns rows of an embedding [V, E]. Token ids out of range are clipped. With `axis` each device of
+    that mesh axis has a part of the rows, and the one that has a token's gives it to all."""
+    if axis is not None:
+        own = tokens - jax.lax.axis_index(axis.name) * w.shape[0]
+        here = (own >= 0) & (own < w.shape[0])
+        rows = embed(w, own, dtype, backend=backend)
+        rows = jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype))
+        return all_reduce(rows, axis, backend=where_faster(backend))
+    if isinstance(w, QuantizedWeight):
+        return fenced(backend, lambda tokens: take_rows(w, tokens, dtype), tokens)
+    return jnp.take(w, tokens, axis=0, mode="clip")
+
+
+def _product(
+    x: Inputs,
+    w: Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    out_dtype,
+    backend: str | None,
+    **how: Any,
+) -> jax.Array:
+    """linear of one device, and its gradient. how: axis and parts, as rounded_inputs has them."""
+    run: Callable[..., jax.Array] = partial(multiply, out_dtype=out_dtype, backend=backend, **how)
+    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
+        return with_gradient(run, partial(straight_through, out_dtype=out_dtype, **how))(x, w, bias, residual)
+    return run(x, w, bias, residual)
+
+
+@shaped
+def multiply(
+    x: Float[Array, "*rows inputs"] | QuantizedRows,
+    w: Weight,
+    bias: Float[Array, " outputs"] | None,
+    residual: Float[Array, "*rows outputs"] | None,
+    *,
+    out_dtype,
+    backend: str | None,
+    axis: str | None = None,
+    parts: int = 1,
+) -> Float[Array, "*rows outputs"]:
+    """Does what linear does on one device, without a gradient of its own; axis and parts: see rounded_inputs."""
+    added: dict[str, Any] = {"bias": bias, "residual": residual}
+    if not isinstance(w, QuantizedWeight):
+        assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
+        return matmul(x, w, **added, out_dtype=out_dtype, backend=where_faster(backend))
+    if isinstance(x, QuantizedRows):
+        return _codes_product(x, w, **added, out_dtype=out_dtype, backend=backend)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if w.format.row_codes is not None:
+        if w.format.outliers is not None:
+            x, large = part_outliers(x, w.format.outliers)
+            kept = weight_only_matmul(large, w, **added, out_dtype=out_dtype, backend=backend)
+            added = {"bias": None, "residual": kept}
+        if takes_plain_rows(w) and axis is None:
+            flat = x.reshape(-1, w.shape[1])
+            if added["residual"] is not None:
+                added["residual"] = added["residual"].reshape(-1, w.shape[0])
+            y = of_plain_rows(flat, w.values, w.scales, **added, out_dtype=out_dtype, backend=backend)
+            return y.reshape(*x.shape[:-1], w.shape[0])
+        codes = fenced(backend, partial(row_codes, fmt=w.format, scale=w.input_scale, axis=axis), x)
+        return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
+    if w.format.activations in KINDS:
+        x = fenced(backend, partial(input_blocks, fmt=w.format, scale=w.input_scale, axis=axis, parts=parts), x)
+        w = replace(w, format=replace(w.format, rotated=False))  # as x is now
+    return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
+
+
+def _codes_product(
+    x: QuantizedRows,
+    w: QuantizedWeight,
+    *,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    out_dtype,
+    backend: str | None,
+) -> jax.Array:
+    """Codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
+    plain = w.format.group is None and w.zeros is None and w.columns is None
+    assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
+    (N, K), leading = w.shape, x.values.shape[:-1]
+    rows, columns = w.values.shape[0] - N, w.values.shape[1] - K
+    values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, columns)))
+    scales = x.scales.reshape(len(values), *x.scales.shape[len(leading) :])
+    if bias is not None:
+        bias = jnp.pad(bias, (0, rows))
+    if residual is not None:
+        residual = jnp.pad(residual.reshape(-1, N), ((0, 0), (0, rows)))
+    product = int8_matmul if w.format.codes == "int8" else fp8_matmul
+    added = {"bias": bias, "residual": residual}
+    if w.format.row_group is not None:
+        backend = where_faster(backend)  # scales of groups have no kernel, be it named
+    y = product(values, w.values, scales, w.scales.astype(scales.dtype), **added, out_dtype=out_dtype, backend=backend)
+    return y[:, :N].reshape(*leading, N)
+
+
+def with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`run`, with the gradient of `straight`, which is computed where it is asked for."""
+    function = jax.custom_vjp(run)
+    function.defvjp(lambda *args: (run(*args), args), lambda args, g: jax.vjp(straight, *args)[1](g))
+    return function
+
+
+@shaped
+def straight_through(
+    x: Float[Array, "*rows inputs"],
+    w: QuantizedWeight,
+    bias: Float[Array, " outputs"] | None,
+    residual: Float[Array, "*rows outputs"] | None,
+    *,
+    out_dtype,
+    **how: Any,
+) -> Float[Array, "*rows outputs"]:
+    """Does what linear does in plain jnp, on numbers instead of codes. Rounding of activations passes gradients."""
+    x = rounded_inputs(x, w.format, w.input_scale, **how)
+    w = replace(w, values=jax.lax.stop_gradient(w.values))
+    wide = compute_dtype(x.dtype)
+    y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+    if bias is not None:
+        y = y + bias.astype(wide).reshape((1,) * (y.ndim - 1) + bias.shape)
+    if residual is not None:
+        y = y + residual.astype(wide)
+    return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _in_order(
+    x: Inputs, w: QuantizedWeight, axis: MeshAxis, whole: str | None, backend: str | None
+) -> tuple[jax.Array, QuantizedWeight]:
+    """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
+    of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats are
+    of inputs as they come, and rounded before; `whole` is rounded_inputs' axis."""
+    assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
+    assert w.columns is not None
+    x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, axis=whole), x)
+    every = jax.lax.all_gather(x, axis.name, axis=x.ndim - 1, tiled=True)
+    return jnp.take(every, w.columns, axis=-1), replace(w, columns=None, format=replace(w.format, activations=None))
+
+
+def column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
+    """The weight's columns in equal parts: of a format with quantized activations, whose scales are of whole rows."""
+    K = w.shape[1] // parts
+    cut = (w.values[:, i * K : (i + 1) * K] for i in range(parts))
+    return [replace(w, values=jnp.pad(v, ((0, 0), (0, padded(K) - K))), shape=(w.shape[0], K)) for v in cut]
+
+
+def sum_parts(products: list[jax.Array], bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The products in order, then bias and residual: what all_reduce makes of those of several devices."""
+    y = reduce(jnp.add, products)
+    wide = compute_dtype(y.dtype)
+    for added in (None if bias is None else bias[None], residual):
+        y = y if added is None else (y.astype(wide) + added.astype(wide)).astype(y.dtype)
+    return y

@@ -1,0 +1,157 @@
+"""What the rows of a step are to the model: sequences by page tables, or whole ones without a cache."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.model.shapes import Array, Int32, shaped
+from pallas_kernels.formats.kv_pages import RowMap
+from pallas_kernels.formats.segments import Segments, depths
+
+NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Whole sequences without a cache. Under vmap for a batch of rows."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T], from 0 in each segment
+    segments: jax.Array  # i32[T], equal for tokens that may see each other
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShortSegments:
+    """Rows of R sequences that already have tokens in their pages: Q each, of which the first `used` count."""
+
+    tokens: jax.Array  # i32[R, Q]
+    start: jax.Array  # i32[R], committed tokens: the first row's cache index
+    used: jax.Array  # i32[R], 0 .. Q
+    pages: jax.Array  # i32[R, M]
+    ancestors: jax.Array | None = None  # u32[R, Q, ceil(Q / 32)], as Segments has it; None: a chain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunks:
+    """B chunks of prompts, head to tail on C rows."""
+
+    tokens: jax.Array  # i32[C]
+    start: jax.Array  # i32[B], cache index of each chunk's first token
+    lengths: jax.Array  # i32[B]
+    pages: jax.Array  # i32[B, M]
+
+
+def no_segments(max_pages: int) -> ShortSegments:
+    """No segment, beside chunks whose page tables have M entries."""
+    return ShortSegments(*(np.zeros(shape, np.int32) for shape in ((0, 1), 0, 0, (0, max_pages))))  # type: ignore[arg-type]
+
+
+def no_chunks(max_pages: int) -> Chunks:
+    """No chunk, beside segments whose page tables have M entries. Made where it is traced, since XLA crashes on empty
+    arguments of a mesh's devices (JAX 0.11.2), which constants become."""
+    return Chunks(*(jnp.zeros(shape, jnp.int32) for shape in (0, 0, 0, (0, max_pages))))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paged:
+    """One step's rows over a paged cache: R short segments of Q rows, then B prompt chunks on C rows."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T], rotary
+    page: jax.Array  # i32[T], where the token's K and V go; >= N writes nothing
+    offset: jax.Array  # i32[T], within the page
+    decode_pages: jax.Array  # i32[R, M]
+    decode_lengths: jax.Array  # i32[R], keys in the pages with the segment's own; 0: an unused segment
+    chunk_pages: jax.Array  # i32[B, M]
+    chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R Q + chunk_cu[b] .. R Q + chunk_cu[b + 1]
+    chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
+    segments: Segments | None = None  # which rows of each are in use, and what they see, where Q > 1
+    width: int = field(default=1, metadata={"static": True})  # Q
+    row_map: RowMap | None = None  # of the T rows, where the cache has tails
+
+    @property
+    def short_rows(self) -> int:
+        """R Q, the rows before those of chunks."""
+        return self.decode_lengths.shape[0] * self.width
+
+
+def paged_batch(
+    short: ShortSegments,
+    chunks: Chunks,
+    *,
+    num_pages: int,
+    page_size: int,
+    slots: tuple[Int32[Array, " R"], Int32[Array, " B"]] | None = None,
+) -> Paged:
+    """Returns where each row of a step stands in its sequence and in the page pool of N pages of P tokens. `slots` are
+    those of the segments and of the chunks, for a cache with tails; drafts are chains there."""
+    (R, Q), C = short.tokens.shape, chunks.tokens.shape[0]
+    row = jnp.arange(Q, dtype=jnp.int32)[None, :]
+    in_use = row < short.used[:, None]
+    index = jnp.where(in_use, short.start[:, None] + row, 0)
+    depth = row if short.ancestors is None else depths(short.ancestors)
+    position = jnp.where(in_use, short.start[:, None] + depth, 0).reshape(-1)
+    cu = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(chunks.lengths, dtype=jnp.int32)])
+    chunk = chunk_of_row(cu[1:], C)
+    in_chunk = chunk < chunks.lengths.shape[0]
+    chunk_index = jnp.where(in_chunk, jnp.arange(C, dtype=jnp.int32) - _at(cu, chunk) + _at(chunks.start, chunk), 0)
+
+    short_page = _page(short.pages, jnp.repeat(jnp.arange(R, dtype=jnp.int32), Q), index.reshape(-1), page_size)
+    chunk_page = _page(chunks.pages, chunk, chunk_index, page_size)
+    writes = jnp.concatenate([in_use.reshape(-1), in_chunk])
+    row_map = None
+    if slots is not None:
+        assert short.ancestors is None, "a cache with tails takes no trees of drafts"
+
+        def each(of_short: jax.Array, of_chunk: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.repeat(of_short, Q), _at(of_chunk, chunk) if C else of_chunk[:0]])
+
+        slot = jnp.where(writes, each(*slots), NOWHERE)
+        stop = each(short.start + short.used, chunks.start + chunks.lengths)
+        index = jnp.concatenate([index.reshape(-1), chunk_index])
+        row_map = RowMap(slot, index, each(short.start, chunks.start), stop, R + chunks.lengths.shape[0])
+        index = index[: R * Q].reshape(R, Q)
+    return Paged(
+        tokens=jnp.concatenate([short.tokens.reshape(-1), chunks.tokens]),
+        positions=jnp.concatenate([position, chunk_index]),
+        page=jnp.where(writes, jnp.concatenate([short_page, chunk_page]), num_pages),
+        offset=jnp.concatenate([index.reshape(-1), chunk_index]) % page_size,
+        decode_pages=short.pages,
+        decode_lengths=jnp.where(short.used > 0, short.start + short.used, 0),
+        chunk_pages=chunks.pages,
+        chunk_cu=cu,
+        chunk_lengths=jnp.where(chunks.lengths > 0, chunks.start + chunks.lengths, 0),
+        segments=None if Q == 1 else Segments(short.used, short.ancestors),
+        width=Q,
+        row_map=row_map,
+    )
+
+
+@shaped
+def chunk_of_row(ends: Int32[Array, " B"], rows: int) -> Int32[Array, " {rows}"]:
+    """Returns which chunk each row is in, of chunks that end before the rows `ends`; B for the unused tail."""
+    # Not by halves, which would be a loop of small kernels before anything else.
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all").astype(
+        jnp.int32
+    )
+
+
+@shaped
+def _page(
+    table: Int32[Array, "sequences M"], sequence: Int32[Array, " rows"], index: Int32[Array, " rows"], page_size: int
+) -> Int32[Array, " rows"]:
+    """Returns the pages of cache indices of sequences, by their page table."""
+    if not index.shape[0]:
+        return index
+    last = table.shape[1] - 1
+    return table.at[sequence, jnp.clip(index // page_size, 0, last)].get(mode="clip")
+
+
+def _at(array: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(array, index, mode="clip")

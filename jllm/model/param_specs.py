@@ -1,0 +1,139 @@
+"""The table of weights with a config's numbers in it, leaf by leaf, and Params of random weights."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial, singledispatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import DTYPES, LlamaConfig
+from jllm.errors import ConfigError, NoRoomError
+from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params, WeightEntry, entries, layer_prefix
+from jllm.parallel.memory import free_memory, gib
+from pallas_kernels.formats.numerics import compute_dtype
+
+INITIAL = {"matrix": (0.0, 0.02), "norm": (1.0, 0.0), "bias": (0.0, 0.0)}  # mean and standard deviation
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of Params: its shape, the normal distribution that it starts from (std 0: a constant), and the stored
+    tensors, as (name, rows), that make it up when stacked along the first axis."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+    entry: WeightEntry
+    mean: float = 0.0
+    std: float = 0.0
+    weight: str | None = None  # of a matrix: its name in schemes
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The Hugging Face modules that are merged in it."""
+        return tuple(name.rpartition(".")[0] for name, _ in self.parts)
+
+    def part_shape(self, rows: int) -> tuple[int, ...]:
+        return (rows, *self.shape[1:])
+
+
+def param_specs(config: LlamaConfig) -> Params:
+    """Params with a LeafSpec at every leaf: the table of weights (params.py) with a config's numbers in it."""
+
+    def layer(i: int) -> LayerParams:
+        attention, mlp = (part(**_leaf_specs(part, config, layer_prefix(i))) for part in layer_types(config, i))
+        return LayerParams(attention, mlp)
+
+    top = _leaf_specs(Params, config) | ({"head": None} if config.tie_embeddings else {})
+    return Params(**top, layers=tuple(map(layer, range(config.num_layers))))
+
+
+@singledispatch
+def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
+    """The types of a layer's attention and MLP params. A config class with other layers registers its own."""
+    return AttentionParams, MLPParams
+
+
+def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
+    """Every matrix by name, the head of a tied model included."""
+    specs = param_specs(replace(config, tie_embeddings=False))
+    return {spec.weight: spec for spec in jax.tree.leaves(specs) if spec.weight is not None}
+
+
+def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a dataclass by field; None for what this model does not have."""
+    axes = config.axes
+
+    def size(dimension: str) -> int:
+        return math.prod(axes[axis] for axis in dimension.split())
+
+    def leaf(entry: WeightEntry) -> LeafSpec | None:
+        if entry.switch is not None and not getattr(config, entry.switch):
+            return None
+        parts = tuple((prefix + name, size(dimension)) for name, dimension in entry.tensors)
+        mean, std = INITIAL[entry.kind]
+        if entry.residual:
+            std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
+        shape = (sum(count for _, count in parts), *((size(entry.columns),) if entry.columns else ()))
+        return LeafSpec(shape, parts, entry, mean, std, None if entry.name is None else prefix + entry.name)
+
+    return {field: leaf(entry) for field, entry in entries(part).items()}
+
+
+def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
+    """Params of jax.ShapeDtypeStruct: what to lower a step with, or count, without memory. dtype None: config.dtype."""
+    dtype = param_dtype(config, dtype)
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
+
+
+def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
+    """Random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2 layers)
+    smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype. NoRoomError where
+    the device of `key` has less memory free than they take."""
+    dtype = param_dtype(config, dtype)
+    specs = param_specs(config)
+    if not isinstance(key, jax.core.Tracer):
+        _check_room(specs, dtype, key)
+    keys = jax.random.split(key, config.num_layers + 1)
+    top = _draw(replace(specs, layers=()), keys[0], dtype)
+    layers = tuple(_draw(layer, keys[i + 1], dtype) for i, layer in enumerate(specs.layers))
+    return replace(top, layers=layers)
+
+
+def _check_room(specs: Params, dtype: np.dtype, key: jax.Array) -> None:
+    need = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)) * dtype.itemsize
+    free = free_memory(min(key.devices(), key=lambda device: device.id))
+    if free is not None and need > free:
+        what = f"random weights in {dtype.name} take {gib(need)}"
+        raise NoRoomError(f"{what}, and the device has {gib(free)} free: take fewer or smaller layers")
+
+
+def _draw(specs: Any, key: jax.Array, dtype: np.dtype) -> Any:
+    leaves, tree = jax.tree.flatten(specs)
+    return jax.tree.unflatten(tree, _normals(key, tuple((s.shape, s.mean, s.std) for s in leaves), dtype))
+
+
+@partial(jax.jit, static_argnums=(1, 2))  # all layers look alike: one compilation serves them
+def _normals(
+    key: jax.Array, shapes: tuple[tuple[tuple[int, ...], float, float], ...], dtype: np.dtype
+) -> list[jax.Array]:
+    compute = compute_dtype(dtype)
+
+    def draw(key: jax.Array, shape: tuple[int, ...], mean: float, std: float) -> jax.Array:
+        if std == 0:
+            return jnp.full(shape, mean, dtype)
+        return (mean + std * jax.random.normal(key, shape, compute)).astype(dtype)
+
+    return [draw(k, *spec) for k, spec in zip(jax.random.split(key, len(shapes)), shapes)]
+
+
+def param_dtype(config: LlamaConfig, dtype: Any = None) -> np.dtype:
+    """The dtype of all leaves: the one asked for, or config.dtype. Raises ConfigError for one that is no use."""
+    dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+    if dtype.name not in DTYPES:
+        raise ConfigError(f"dtype {dtype.name} is not supported for parameters; supported are {', '.join(DTYPES)}")
+    if dtype.name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ConfigError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
+    return dtype

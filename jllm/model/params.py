@@ -1,0 +1,179 @@
+"""The weights of a model as an explicit pytree, a tuple of per-layer dataclasses and never stacked arrays, and the one
+table of what they are made of.
+
+Each field that holds a weight has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers,
+initial values and memory estimates all read these entries. A matrix may be a plain array or a QuantizedWeight.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import jax
+
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+
+Weight = jax.Array | QuantizedWeight
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One weight of a model: its shape, its parts, its names and its initial values.
+
+    A dimension is a product of axes, such as "heads head_dim"; LlamaConfig.axes has their sizes.
+    """
+
+    kind: Literal["matrix", "norm", "bias"]  # decides the initial values, too (param_specs.INITIAL)
+    modules: tuple[tuple[str, str], ...]  # Hugging Face module, first dimension; merged along it, in this order
+    columns: str | None = None  # second dimension of a matrix
+    name: str | None = None  # of a matrix in schemes and our files: its module's, or vLLM's for merged ones
+    reads: str | None = None  # the tap (jllm.model.taps) that is a linear layer's input
+    residual: bool = False  # writes to the residual stream: starts smaller
+    switch: str | None = None  # the field of LlamaConfig that says whether a model has this weight
+
+    @property
+    def tensors(self) -> tuple[tuple[str, str], ...]:
+        """The name of each module's tensor in Hugging Face files, and the tensor's first dimension."""
+        suffix = "bias" if self.kind == "bias" else "weight"
+        return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
+
+
+def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **more: Any) -> dict[str, WeightEntry]:
+    """Metadata of a field that holds a matrix. Merged modules need a name of their own."""
+    (name,) = modules if name is None else (name,)
+    return {"weight": WeightEntry("matrix", tuple(modules.items()), columns, name, **more)}
+
+
+def norm_weight(module: str, size: str, switch: str | None = None) -> dict[str, WeightEntry]:
+    """Metadata of a field that holds the weight of an RMSNorm."""
+    return {"weight": WeightEntry("norm", ((module, size),), switch=switch)}
+
+
+def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightEntry]:
+    """Metadata of a field that holds the bias of a linear layer."""
+    return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch)}
+
+
+def entries(part: Any) -> dict[str, WeightEntry]:
+    """The entries of a dataclass (or of an instance), by field."""
+    return {f.name: f.metadata["weight"] for f in fields(part) if "weight" in f.metadata}
+
+
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+QKV = {
+    "self_attn.q_proj": "heads head_dim",
+    "self_attn.k_proj": "kv_heads head_dim",
+    "self_attn.v_proj": "kv_heads head_dim",
+}
+OUT = {"self_attn.o_proj": "embed"}
+GATE_UP = {"mlp.gate_proj": "ffn", "mlp.up_proj": "ffn"}
+DOWN = {"mlp.down_proj": "embed"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionParams:
+    """Rotary attention and the norm before it, for attention.attention_block."""
+
+    norm: jax.Array = field(metadata=norm_weight("input_layernorm", "embed"))  # [E]
+    # [(H + 2K) D, E]: query rows, key rows, value rows
+    qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))
+    qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))  # [(H + 2K) D]
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "head_dim", "qk_norm"))  # [D]
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "head_dim", "qk_norm"))  # [D]
+    o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
+    o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MLPParams:
+    """SwiGLU and the norm before it, for mlp.mlp_block."""
+
+    norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]
+    # [2F, E]: gate rows, up rows
+    gate_up: Weight = field(metadata=matrix(GATE_UP, "embed", "mlp.gate_up_proj", reads="mlp_norm"))
+    gate_up_bias: jax.Array | None = field(metadata=bias(GATE_UP, "mlp_bias"))  # [2F]
+    down: Weight = field(metadata=matrix(DOWN, "ffn", reads="silu_mul", residual=True))  # [E, F]
+    down_bias: jax.Array | None = field(metadata=bias(DOWN, "mlp_bias"))  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerParams:
+    """One decoder layer. The types of its two parts decide what it computes. Linear weights are [out, in]; merged ones
+    are concatenated along out."""
+
+    attention: Any  # AttentionParams, or another type that attention_block knows
+    mlp: Any  # MLPParams, or another type that mlp_block knows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """A whole model."""
+
+    embed: Weight = field(metadata=matrix({EMBED: "vocab"}, "embed"))  # [V, E]
+    layers: tuple[LayerParams, ...]
+    norm: jax.Array = field(metadata=norm_weight("model.norm", "embed"))  # [E]
+    head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the model computes in, whatever its matrices are stored in."""
+        return self.norm.dtype
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def matrix_entries(layer: LayerParams) -> dict[str, WeightEntry]:
+    """The entries of a layer's matrices by field, in order of computation."""
+    found = entries(layer.attention) | entries(layer.mlp)
+    return {name: entry for name, entry in found.items() if entry.kind == "matrix"}
+
+
+def matrices(layer: LayerParams) -> dict[str, Any]:
+    """A layer's matrices by field, in order of computation."""
+    found = vars(layer.attention) | vars(layer.mlp)
+    return {name: found[name] for name in matrix_entries(layer)}
+
+
+def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams:
+    """The layer with other matrices in some fields."""
+
+    def part(old: Any) -> Any:
+        return replace(old, **{name: leaf for name, leaf in changed.items() if name in entries(old)})
+
+    return LayerParams(part(layer.attention), part(layer.mlp))
+
+
+def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
+    """Name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied models, too.
+    `params` may have leaves of any type."""
+    found = {
+        f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + module for module, _ in entry.modules)
+        for i, layer in enumerate(params.layers)
+        for entry in matrix_entries(layer).values()
+    }
+    return {EMBED: (EMBED,), **found, HEAD: (HEAD,)}
+
+
+def linears(params: Params) -> dict[str, Any]:
+    """All layers' matrices by name."""
+    return {
+        f"{layer_prefix(i)}{entry.name}": leaf
+        for i, layer in enumerate(params.layers)
+        for entry, leaf in zip(matrix_entries(layer).values(), matrices(layer).values())
+    }
+
+
+def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
+    """`params` with f(name, leaf) in place of each layer's matrices, layer by layer."""
+
+    def one(i: int, layer: LayerParams) -> LayerParams:
+        names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}
+        return with_matrices(layer, {field: f(names[field], leaf) for field, leaf in matrices(layer).items()})
+
+    return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))

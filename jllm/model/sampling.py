@@ -1,0 +1,298 @@
+"""Sampling on the device: per row, without a sort, and batch-invariant.
+
+Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, with noise
+by a row's seed, sample and position.
+
+Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens, X bias entries a row.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jllm.model.shapes import Array, Bool, Float, Int32, UInt32, shaped
+from pallas_kernels import sample as kernels
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.sample import xla
+from pallas_kernels.sample.noise import gumbel
+
+STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
+
+MAX_LOGIT_BIAS = 512  # entries of a request
+
+
+class Draws(enum.IntEnum):
+    """How rows are drawn at most, in the order of what that takes."""
+
+    GREEDY = 0  # none has a temperature
+    NOISE = 1  # none has top-k, top-p or min-p
+    FILTERED = 2
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Penalties:
+    """What changes logits before a token is drawn. Bias ids lie in [0, V) and are distinct within a row; -1 pads."""
+
+    repetition_penalty: Any  # f32[R]; 1 is off
+    presence_penalty: Any  # f32[R]; 0 is off
+    frequency_penalty: Any  # f32[R]; 0 is off
+    bias_ids: Any  # i32[R, X]
+    bias_values: Any  # f32[R, X]; -inf bans
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence's tokens are drawn and when they end. One struct serves slots (a row a slot), batches (a row a
+    prompt chunk, numpy views on the host) and the rows that a step samples. Fields that users set have the names of
+    engine.request.SamplingParams. A row that is only padding may hold anything, zeros included."""
+
+    temperature: Any  # f32[R]; 0 is greedy
+    top_k: Any  # i32[R]; 0 is off
+    top_p: Any  # f32[R]; 1 is off
+    min_p: Any  # f32[R]; 0 is off
+    seed: Any  # u32[R]; the request's
+    sample: Any  # i32[R]; the index of the sample within its request
+    stop_ids: Any  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
+    max_length: Any  # i32[R]; prompt and output tokens at which the sequence ends
+    penalties: Penalties | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenCounts:
+    """Which tokens there were: what penalties ask. Kept per slot [S, V], gathered per row [R, V]."""
+
+    seen: Array  # bool[S, V]; the token occurs in the prompt or the output
+    counts: Array  # i32[S, V]; occurrences in the output
+
+
+def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
+    """Sampling that changes nothing: greedy, without end, in numpy. bias: X; 0 leaves the penalties out."""
+
+    def ints(value: int, *shape: int) -> np.ndarray:
+        return np.full((rows, *shape), value, np.int32)
+
+    def floats(value: float, *shape: int) -> np.ndarray:
+        return np.full((rows, *shape), value, np.float32)
+
+    penalties = Penalties(floats(1), floats(0), floats(0), ints(-1, bias), floats(0, bias)) if bias else None
+    return Sampling(
+        temperature=floats(0),
+        top_k=ints(0),
+        top_p=floats(1),
+        min_p=floats(0),
+        seed=np.zeros(rows, np.uint32),
+        sample=ints(0),
+        stop_ids=ints(-1, STOP_IDS),
+        max_length=ints(0),
+        penalties=penalties,
+    )
+
+
+def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
+    """Writes values by name of their field into one row of numpy arrays: numbers, and for stop_ids, bias_ids and
+    bias_values as many as there are. Penalties without room for them (neutral_sampling's bias 0) must be neutral."""
+    structs = (sampling,) if sampling.penalties is None else (sampling, sampling.penalties)
+    for struct in structs:
+        for each in fields(struct):
+            if each.name in values:
+                array, value = getattr(struct, each.name), values[each.name]
+                if array.ndim == 1:
+                    array[row] = value
+                else:
+                    array[row, : len(value)] = value
+
+
+def make_counts(slots: int, vocab: int) -> TokenCounts:
+    """No token was there: for S slots and V tokens."""
+    return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+
+
+@shaped
+def constrain(logits: Float[Array, "R V"], allowed: UInt32[Array, "R words"]) -> Float[Array, "R V"]:
+    """Returns logits with -inf for tokens that are not allowed: token i is bit i % 32 of word i // 32."""
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
+
+
+@shaped
+def penalize(
+    logits: Float[Array, "R V"],
+    penalties: Penalties | None,
+    counts: TokenCounts | None,
+    drafts: Int32[Array, "R D"] | None = None,
+) -> Float[Array, "R V"]:
+    """Returns logits after penalties, then bias, in the compute dtype; None changes nothing.
+
+    Repetition divides positive and multiplies other logits of seen tokens (Keskar et al. 2019, as Hugging Face has
+    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it). `drafts` are tokens
+    of the output that each row comes after and that counts do not have, -1 pads.
+    """
+    if penalties is None or counts is None:
+        return logits
+    logits = logits.astype(compute_dtype(logits.dtype))
+    row = jnp.arange(logits.shape[0])[:, None]
+    penalized = _penalized(logits, counts.seen, counts.counts, penalties)
+    if drafts is not None:
+        ids = jnp.maximum(drafts, 0)
+        more = jnp.sum(drafts[:, :, None] == drafts[:, None, :], axis=2, dtype=counts.counts.dtype)
+        again = _penalized(logits[row, ids], jnp.ones_like(ids, bool), counts.counts[row, ids] + more, penalties)
+        penalized = penalized.at[row, _or_none(drafts, logits)].set(again, mode="drop")
+    bias = penalties.bias_values.astype(logits.dtype)
+    return penalized.at[row, _or_none(penalties.bias_ids, logits)].add(bias, mode="drop")
+
+
+def _or_none(ids: Array, logits: Array) -> Array:
+    """Ids out of range where they are negative: an index below 0 would wrap around."""
+    return jnp.where(ids < 0, logits.shape[1], ids)
+
+
+def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) -> Array:
+    """Logits [R, n] of tokens that were seen bool[R, n], and occurred in the output i32[R, n] times."""
+    repetition, presence, frequency = (
+        x.astype(logits.dtype)[:, None]
+        for x in (penalties.repetition_penalty, penalties.presence_penalty, penalties.frequency_penalty)
+    )
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    times = output.astype(logits.dtype)
+    return jnp.where(seen, repeated, logits) - (times * frequency + (times > 0).astype(logits.dtype) * presence)
+
+
+@shaped
+def count_tokens(
+    counts: TokenCounts, slot: Int32[Array, " T"], tokens: Int32[Array, " T"], is_output: Bool[Array, " T"]
+) -> TokenCounts:
+    """Enters tokens of slots as seen and, where is_output, as output.
+
+    A slot >= S drops its token; a token may come several times.
+    """
+    seen = counts.seen.at[slot, tokens].set(True, mode="drop")
+    output = counts.counts.at[slot, tokens].add(is_output.astype(counts.counts.dtype), mode="drop")
+    return TokenCounts(seen, output)
+
+
+@shaped
+def sample(
+    logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"], *, backend: str | None = None
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    """Returns one token a row, and whether all of the row's logits are finite, which the same pass finds. Logits are
+    penalized; position is the new token's index in its sequence.
+
+    Greedy rows take the most likely token, at ties the lowest id. A row's token depends on its logits, params and
+    position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
+    row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
+    """
+    return kernels.sample(logits, *_asked(logits, params), _keys(params, position), backend=backend)
+
+
+@shaped
+def sample_parts(
+    logits: Float[Array, "R W"],
+    params: Sampling,
+    position: Int32[Array, " R"],
+    *,
+    axis: str,
+    vocabulary: int,
+    draws: Draws,
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    """Does what sample does, of logits [R, V] of which device i of a mesh axis has W columns from i W on. No row has
+    filters: draws is GREEDY or NOISE. vocabulary is V; columns past it may hold anything. All devices get tokens and
+    flags of whole rows, to the bit those of sample by xla."""
+    options: dict[str, Any] = {"axis": axis, "vocabulary": vocabulary, "noise": draws > Draws.GREEDY}
+    return kernels.sample_parts(logits, _asked(logits, params)[0], _keys(params, position), **options)
+
+
+@shaped
+def perturbed(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Float[Array, "R V"]:
+    """Returns the scores of which `sample` takes the largest, in the compute dtype, for a drafter whose tree holds the
+    best few.
+
+    With a temperature T they are (logit - the row's largest) / T + noise, and -inf for tokens that top-k, top-p or
+    min-p drop; without one they are the logits, NaN as -inf and +inf as the largest number. Where two scores are within
+    rounding of each other, another backend of `sample` may take either.
+    """
+    return xla.perturbed(logits, *_asked(logits, params), _keys(params, position))
+
+
+@shaped
+def threshold(logits: Float[Array, "R V"], params: Sampling) -> Float[Array, " R"]:
+    """Returns the lowest logit of each row that top-k, top-p and min-p leave to be drawn; -inf when all are off.
+
+    top-k keeps what reaches the k-th largest logit; top-p the smallest set of the most likely tokens whose
+    probability, renormalized after top-k, reaches p; min-p what is at least min_p times as likely as the most likely
+    token. Ties are kept together, and the most likely token always.
+    """
+    return xla.threshold(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+@shaped
+def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
+    """Returns log-softmax of raw logits at tokens in the compute dtype; no [R, V] softmax is kept."""
+    logits = logits.astype(compute_dtype(logits.dtype))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+@shaped
+def token_ranks(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """Returns the tokens' ranks among raw logits: 1 for the most likely, which ties share."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")
+    return 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
+
+
+@shaped
+def top_logprobs(logits: Float[Array, "R V"], n: int) -> tuple[Int32[Array, "R {n}"], Float[Array, "R {n}"]]:
+    """Returns the n most likely tokens of raw logits, best first, and their log-probabilities."""
+    logits = logits.astype(compute_dtype(logits.dtype))
+    values, ids = lax.top_k(logits, n)
+    return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
+
+
+@shaped
+def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """`sample` as one would first write it, by sorting each row: the reference in tests and a baseline for speed."""
+    dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
+    logits = logits.astype(dtype)
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1).astype(dtype)[:, None]
+    probability = jax.nn.softmax(logits / temperature, axis=1)
+    order = jnp.argsort(-logits, axis=1, stable=True)
+    by_rank = jnp.take_along_axis(logits, order, axis=1)
+
+    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocabulary), vocabulary)
+    kept = by_rank >= jnp.take_along_axis(by_rank, k[:, None] - 1, axis=1)
+    mass = jnp.where(kept, jnp.take_along_axis(probability, order, axis=1), 0)
+    mass /= mass.sum(axis=1, keepdims=True)
+    more_likely = jnp.cumsum(mass, axis=1) - mass
+    kept &= (more_likely < params.top_p.astype(dtype)[:, None]) | (params.top_p >= 1)[:, None]
+    lowest = jnp.take_along_axis(by_rank, kept.sum(axis=1, keepdims=True) - 1, axis=1)
+    likely = probability >= params.min_p.astype(dtype)[:, None] * probability.max(axis=1, keepdims=True)
+
+    scores = logits / temperature + gumbel(_keys(params, position), vocabulary, dtype)
+    drawn = jnp.argmax(jnp.where((logits >= lowest) & likely, scores, -jnp.inf), axis=1)
+    return jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=1)).astype(jnp.int32)
+
+
+def _asked(logits: Array, params: Sampling) -> tuple[Array, Array, Array, Array]:
+    """What pallas_kernels.sample takes between logits [R, V] and keys: temperature, top_k, top_p and min_p."""
+    dtype = compute_dtype(logits.dtype)
+    temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
+    return temperature, params.top_k, top_p, min_p
+
+
+def _keys(params: Sampling, position: Array) -> Array:
+    """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
+    parts = (params.seed, params.sample, position, jnp.zeros_like(position))  # all draws have one purpose
+    return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)
+
+
+def words(vocab_size: int) -> int:
+    """Returns how many words of 32 bits a mask of a vocabulary has."""
+    return -(-vocab_size // 32)

@@ -1,0 +1,263 @@
+"""A rank's share of each weight, as the table of weights (params.py) says.
+
+Rows are shared out by the first axis of their dimension, and so are columns: "heads head_dim" by heads, "ffn" and
+"vocab" by one. Each part of a merged weight is shared out by itself, so that a rank has its query rows, then its key
+rows, then its value rows. Codes, scales and zeros of a quantized weight go with their rows and columns: every rank has
+numbers that the whole weight has. The vocabulary is padded to a multiple of the ranks by rows that are never read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jllm.config import LlamaConfig
+from jllm.errors import QuantizationError
+from jllm.model.param_specs import LeafSpec, init_params, param_specs
+from jllm.model.params import Params, WeightEntry
+from jllm.parallel.mesh import SHARED, rank_config
+from jllm.parallel.ranks import STACKED, WHOLE
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales, unpacked
+from pallas_kernels.formats.weight_codes import pack4, unpack4
+from pallas_kernels.formats.weight_formats import MULTIPLE, WeightFormat, padded
+
+
+def share_params(params: Params, config: LlamaConfig) -> Params:
+    """Params of the config's mesh, of those of one device: each leaf a stack of the ranks' shares [ranks, ...]; without
+    a mesh the params as they are. Raises QuantizationError for a format that cannot be cut there, or by the config's
+    activation_parts."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    return jax.tree.map(lambda spec, leaf: share(leaf, spec.entry, config, spec.weight or ""), specs, params)
+
+
+def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
+    """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
+    is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts. Of shapes alone the
+    shapes."""
+    if config.mesh is None:
+        parts = config.activation_parts
+        if isinstance(leaf, QuantizedWeight) and not fits(leaf.format, entry, config):
+            raise _cuts_groups(leaf.format, leaf.shape[1] // parts, name, f"each of {parts} activation_parts")
+        return leaf
+    ranks = range(config.mesh.size)
+    shares = (partial(_cut, rows=_rows(entry, config, r), columns=_columns(entry, config, r), name=name) for r in ranks)
+    if not _is_abstract(leaf):
+        return stack((cut(leaf) for cut in shares), config.mesh)
+    n, on = config.mesh.size, NamedSharding(config.mesh, STACKED)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=on), jax.eval_shape(next(shares), leaf)
+    )
+
+
+def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
+    """The reverse of share, of a leaf whose whole shape is given: on a device of this process, or of each one. Scales
+    that were quantized themselves remain the float16 that they stand for. Without a mesh the leaf as it is. Of shapes
+    alone the shapes."""
+    if config.mesh is None:
+        return leaf
+    join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
+    run = partial(join, rows=share_indices(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
+    if _is_abstract(leaf):
+        return jax.eval_shape(run, leaf)
+    joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf)
+    return jax.tree.map(lambda x: x.addressable_data(0), joined)
+
+
+def whole_params(params: Params, config: LlamaConfig) -> Params:
+    """The reverse of share_params."""
+    specs = param_specs(replace(config, tie_embeddings=params.head is None))
+    return jax.tree.map(lambda spec, leaf: whole(leaf, spec.entry, config, spec.shape), specs, params)
+
+
+def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
+    """The shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the leaf's."""
+    if config.mesh is None:
+        return spec.shape
+    columns = _columns(spec.entry, config, 0)
+    return *share_indices(spec.entry, config).rows.shape, *(spec.shape[1:] if columns is None else columns[1:])
+
+
+def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
+    """What `change` makes of a whole leaf, in shares again."""
+    return share(change(whole(leaf, spec.entry, config, spec.shape)), spec.entry, config, spec.weight or "")
+
+
+def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
+    """Whether no device of the config's mesh, and none of its activation_parts, has a part of a group."""
+    size = _shared_columns(entry, config)
+    parts = config.mesh.size if config.mesh else 1 if fmt.activations is None else config.activation_parts
+    group = fmt.group or fmt.row_group
+    return size is None or parts == 1 or group is None or size // parts % math.lcm(group, MULTIPLE) == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShareIndices:
+    """Where the shares of a leaf lie in the whole one."""
+
+    rows: np.ndarray  # i32[ranks, n]
+    first: np.ndarray  # bool[ranks, n]: that no rank before has, which may have the same
+    column: np.ndarray  # i32[ranks] the first
+
+
+def share_indices(entry: WeightEntry, config: LlamaConfig) -> ShareIndices:
+    """Of a leaf."""
+    assert config.mesh is not None
+    ranks = range(config.mesh.size)
+    rows = np.stack([_rows(entry, config, r) for r in ranks]).astype(np.int32)
+    columns = [_columns(entry, config, r) for r in ranks]
+    first = np.ones(rows.shape, bool)  # of the same rows the ranks have other columns
+    if columns[0] is None:
+        first = np.zeros(rows.shape, bool)
+        first.flat[np.unique(rows, return_index=True)[1]] = True
+    return ShareIndices(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct)
+
+
+def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
+    """Which rows of a weight a rank has."""
+    found, start = [], 0
+    for _, dimension in entry.modules:
+        axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
+        first, count = _span(axis, size, config, rank)
+        found.append(start + np.minimum(np.arange(first, first + count), size - 1))
+        start += size
+    return np.concatenate(found)
+
+
+def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, int] | None:
+    """The first column that a rank has, and how many; None for all."""
+    size = _shared_columns(entry, config)
+    return None if size is None or entry.columns is None else _span(entry.columns.split()[0], size, config, rank)
+
+
+def _shared_columns(entry: WeightEntry, config: LlamaConfig) -> int | None:
+    """How many columns a weight has that ranks share; None where each has all."""
+    if entry.columns is None or entry.columns.split()[0] not in SHARED:
+        return None
+    return math.prod(config.axes[a] for a in entry.columns.split())
+
+
+def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
+    """The start of a rank's share of a dimension, and its length."""
+    assert config.mesh is not None
+    if axis not in SHARED:
+        return 0, size
+    n, units = config.mesh.size, config.axes[axis]
+    if units < n and axis == "kv_heads":
+        return rank * units // n * (size // units), size // units
+    count = -(-units // n) * (size // units)
+    return rank * count, count
+
+
+def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> Any:
+    if isinstance(leaf, QuantizedWeight):
+        return _cut_codes(leaf, rows, columns, name)
+    taken = leaf if len(rows) == leaf.shape[0] else leaf[rows]
+    return taken if columns is None else taken[:, columns[0] : sum(columns)]
+
+
+def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
+    N, K = len(rows), w.shape[1] if columns is None else columns[1]
+    stored = np.pad(rows, (0, padded(N) - N), mode="edge")
+    small = w.format.scale_codes is not None  # kept as they are, since what they are in units of is a row's
+    values, scales = w.values[stored], (w.scales if small else group_scales(w))[..., stored]
+    steps = w.scale_steps[stored] if small and w.scale_steps is not None else None
+    zeros = None if w.zeros is None else w.zeros[..., stored]
+    order = w.columns
+    if columns is not None:
+        first, group = columns[0], w.format.group or w.format.row_group
+        if group is not None and K % math.lcm(group, MULTIPLE):
+            raise _cuts_groups(w.format, K, name, "a device")
+        codes = unpack4(values, signed=False) if w.format.packed else values
+        codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
+        values = pack4(codes) if w.format.packed else codes
+        order = None if order is None else order[first : first + K]  # of whole rows
+        if w.format.group is not None:
+            groups = slice(first // w.format.group, (first + K) // w.format.group)
+            scales, zeros = scales[groups], None if zeros is None else zeros[groups]
+    plain = replace(w.format, double_quant=False)
+    more: dict[str, Any] = {"zeros": zeros, "scale_steps": steps, "columns": order, "shape": (N, K), "format": plain}
+    return replace(w, values=values, scales=scales, **more)
+
+
+def _join(x: jax.Array, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape, of parts [ranks, ...] of its columns, or of its `rows`, i32[ranks, n]."""
+    if cut:
+        return x.swapaxes(0, 1).reshape(shape)
+    return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
+
+
+def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> QuantizedWeight:
+    (N, K), own = shape, jax.vmap(unpacked)(w)
+    stored = np.minimum(np.arange(padded(N)), N - 1)
+
+    def join(x: jax.Array) -> jax.Array:
+        """[ranks, n, k] -> [N', ..]"""
+        return _join(x, rows, cut, (N, x.shape[2] * (len(rows) if cut else 1)))[stored]
+
+    def of_rows(x: jax.Array | None) -> jax.Array | None:
+        """[ranks, n] -> [N'], or of groups [ranks, G, n] -> [.., N']"""
+        if x is None or x.ndim == 3:
+            return None if x is None else join(x.swapaxes(1, 2)).T
+        return (x[0] if cut else _join(x, rows, cut, (N,)))[stored]
+
+    codes = jnp.pad(join(own.values), ((0, 0), (0, padded(K) - K)))
+    order = own.columns  # of whole rows on each device, or of its own part
+    return QuantizedWeight(
+        values=pack4(codes) if w.format.packed else codes,
+        scales=of_rows(own.scales),  # type: ignore[arg-type]
+        zeros=of_rows(own.zeros),
+        scale_steps=of_rows(own.scale_steps),
+        columns=None if order is None else order[0] if order.shape[1] == K else order.reshape(-1),
+        input_scale=None if own.input_scale is None else own.input_scale[0],
+        shape=(N, K),
+        format=w.format,
+    )
+
+
+def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> QuantizationError:
+    """For a weight whose groups `who`, which has this many columns, would have parts of."""
+    least = 8 if fmt.group else MULTIPLE
+    found = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
+    why = f"groups of {', '.join(map(str, found))} would fit" if found else "a format with a scale a row would fit"
+    group = fmt.group or fmt.row_group
+    return QuantizationError(f"{name}: {fmt.name} has groups of {group}, and {who} {columns} inputs; {why}")
+
+
+def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[int, Params], Params]) -> Params:
+    """Random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer at a
+    time; make(i, params) may quantize those of layer i, a model of its own."""
+    assert config.mesh is not None
+    n, own = config.mesh.size, replace(rank_config(config), axis=None)
+
+    def layer(i: int, rank: int, device: Any) -> Params:
+        small = replace(own.one_layer(i), vocab_size=1 if i else -(-config.vocab_size // n))
+        return make(i, init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
+
+    ranks = list(enumerate(config.mesh.devices.flat))
+    found = [stack((layer(i, *rank) for rank in ranks), config.mesh) for i in range(config.num_layers)]
+    return replace(found[0], layers=tuple(each.layers[0] for each in found))
+
+
+def stack(shares: Any, mesh: Mesh) -> Any:
+    """Shares of all ranks, each put on its device, as arrays [ranks, ...]; those of another process's devices are put
+    there by that one, which has read the same weight."""
+    own = [
+        (part, device) for part, device in zip(shares, mesh.devices.flat) if device.process_index == jax.process_index()
+    ]
+    placed = [jax.device_put(part, device) for part, device in own]
+
+    def stacked(*parts: jax.Array) -> jax.Array:
+        shape = (mesh.size, *parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, STACKED), [p[None] for p in parts])
+
+    return jax.tree.map(stacked, *placed)

@@ -1,0 +1,129 @@
+"""Names the values inside a forward pass: taps give them back, and hooks (hooks.py) change them.
+
+A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, as in `layers.*.attention`, but for
+attention weights, which are large: they must be named. Where the
+reader of a value has quantized activations, it is the value before that rounding. Rows are those of the step: R decode
+rows, then C prompt tokens; for the head's they are the rows that it runs on.
+
+A layer with a tap or an edit inside of its blocks runs one operation at a time (Tap.open). In 16 bits it may round
+otherwise than the fused operations of a step without.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from jllm.errors import EvaluationError
+from jllm.parallel.values import gathered, own_part
+
+if TYPE_CHECKING:
+    from jllm.config import LlamaConfig
+    from jllm.model.hooks import Edits
+
+LAYER = {  # in order of their computation
+    "input": "[T, E] the residual stream before the layer",
+    "attn_norm": "[T, E] what the query, key and value projections read",
+    "qkv": "[T, (H + 2K) D] what they yield",
+    "q": "[T, H, D] queries, rotated",
+    "k": "[T, K, D] keys, rotated, before they are stored",
+    "v": "[T, K, D] values, before they are stored",
+    "weights": "[T, H, keys] attention's, float32 at least; 0 for keys that a query does not see",
+    "attention": "[T, H D] what the output projection reads",
+    "middle": "[T, E] the residual stream between attention and MLP",
+    "mlp_norm": "[T, E] what the gate and up projections read",
+    "gate_up": "[T, 2F] what they yield",
+    "silu_mul": "[T, F] SiLU(gate) * up: what the down projection reads",
+    "output": "[T, E] the residual stream after the layer",
+}
+TOP = {
+    "embedding": "[T, E]",
+    "norm": "[rows, E] what the head reads",
+    "logits": "[rows, V]",
+}
+SEAMS = ("input", "middle", "output")  # of LAYER: these lie outside of a layer's two blocks
+NEAR = 4  # names that an error suggests
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Collects the values of one layer that `names` ask for, and changes those with edits, while it is traced.
+
+    `q = tap("q", q)` stands where a layer has a value of that name.
+    """
+
+    names: tuple[str, ...]  # without the layer's prefix
+    edits: "Edits | None" = None  # likewise
+    config: "LlamaConfig | None" = None  # of a device's share of a model on a mesh
+    found: dict[str, Any] = field(default_factory=dict)
+    edited: set[str] = field(default_factory=set)
+
+    @property
+    def open(self) -> bool:
+        """Says whether a value inside of a block is wanted or changed, so that no fused operation may hide it."""
+        return any(name not in SEAMS for name in (*self.names, *self._edits))
+
+    @property
+    def _edits(self) -> dict[str, Any]:
+        return {} if self.edits is None else self.edits.functions
+
+    def wants(self, name: str) -> bool:
+        return name in self.names
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Returns the value as the layer goes on with it, and keeps it if it is wanted."""
+        if self.edits is not None and name in self._edits:
+            whole = self.edits.apply(name, self._whole(name, value))
+            value = whole if self.config is None else own_part(name, whole, self.config)
+            self.edited.add(name)
+        if self.wants(name):
+            self.found[name] = self._whole(name, value)
+        return value
+
+    def check_edits(self) -> None:
+        """Raises EvaluationError for an edit of what this kind of layer does not have."""
+        for name in self._edits:
+            if name not in self.edited:
+                raise EvaluationError(f"edit of layers.*.{name}: one of these layers passes on no such value")
+
+    def _whole(self, name: str, value: Any) -> Any:
+        return value if self.config is None else gathered(name, value, self.config)
+
+
+def tap_names(num_layers: int) -> list[str]:
+    """Every name, in order of computation."""
+    layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in LAYER]
+    return ["embedding", *layers, "norm", "logits"]
+
+
+def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """The names that patterns stand for, in order of computation. Raises EvaluationError for one that stands for none,
+    with those near it."""
+    if isinstance(patterns, str):
+        raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
+    known = tap_names(num_layers)
+    for pattern in patterns:
+        if not any(_means(pattern, name) for name in known):
+            raise EvaluationError(_unknown(pattern, num_layers, known))
+    return tuple(name for name in known if any(_means(pattern, name) for pattern in patterns))
+
+
+def _means(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) and (pattern.endswith("weights") or not name.endswith("weights"))
+
+
+def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
+    """Those of one layer, without its prefix."""
+    prefix = f"layers.{layer}."
+    return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _unknown(pattern: str, num_layers: int, known: list[str]) -> str:
+    parts = pattern.split(".")
+    if len(parts) == 3 and parts[0] == "layers" and parts[1].isdecimal() and int(parts[1]) >= num_layers:
+        return f"tap {pattern!r}: the model has layers 0 .. {num_layers - 1}"
+    close = get_close_matches(pattern, [*known, *LAYER], NEAR, 0.5)
+    names = dict.fromkeys(f"layers.*.{name}" if name in LAYER else name for name in close)
+    hint = f"near ones: {', '.join(names)}" if names else f"names: {', '.join(TOP)}, layers.I. and {', '.join(LAYER)}"
+    return f"unknown tap {pattern!r}; {hint}"

@@ -1,0 +1,201 @@
+"""Programs compiled in threads, the most needed first, or by the step that needs them now; and how many there were."""
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import config as jax_config
+from tqdm import tqdm
+
+from jllm.errors import NoRoomError
+from jllm.parallel.memory import out_of_memory
+from jllm.programs.tracing import Tracers, TracingFailed
+from jllm.step.buckets import Bucket
+
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: on a terminal, and elsewhere
+
+
+@dataclass
+class Compiled:
+    """What was compiled for an engine so far: ahead of requests, behind their steps, or at a step's first use."""
+
+    programs: int = 0
+    first_use: int = 0  # those of them that a step had to wait for
+    seconds: float = 0.0  # while at least one was made, tracing included
+    cache_hits: int = 0  # programs that JAX's persistent cache had
+    loaded: int = 0  # programs that files had (executables.py)
+    elsewhere: int = 0  # steps that other processes traced (tracing.py)
+
+
+class Recipe(NamedTuple):
+    """How a program is made: where it may be found, how it is traced and lowered, and what is done with a new one."""
+
+    lower: Callable[[], jax.stages.Lowered]
+    find: Callable[[], jax.stages.Compiled | None] = lambda: None
+    keep: Callable[[jax.stages.Compiled], None] = lambda made: None
+    name: str = "a program"  # in the progress that people see
+    step: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # packed_step's arguments and static ones, if it is one
+
+
+def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """All buckets: first the one that holds every step (see options.resolve), then by decodes,
+    descending, and at equal decodes those with fewer prompt tokens first."""
+    top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes, -r.rows))
+    return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens, r.rows))]
+
+
+def own_settings() -> Callable[[], AbstractContextManager[None]]:
+    """The JAX settings that context managers have changed in this thread, as a context manager for another thread."""
+    states = jax_config.config_states.values()
+    own = [(state, value) for state in states if (value := state.get_local()) is not jax_config.config_ext.unset]
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for state, value in own:
+                stack.enter_context(state(value))
+            yield
+
+    return settings
+
+
+class Compiler:
+    """Makes programs in threads of its own, in the order in which they are added, and counts them in `compiled`.
+
+    Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
+    `processes`: how many others trace steps beside this one (tracing.py); what they cannot trace is traced here.
+    Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
+    progress: whether standard error says how far that is; None: where it is a terminal.
+    """
+
+    def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0):
+        self._compiled, self._closed, self._progress = compiled, False, progress
+        self._lock, self._tracing = threading.Lock(), threading.Lock()
+        self._busy: dict[int, str] = {}  # by thread, the program that it makes
+        self._since = 0.0  # the time up to which compiled.seconds counts
+        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
+        self._tracers = Tracers(processes) if processes else None
+        self._reasons: set[str] = set()  # for which a step was traced here, as was said
+
+    def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
+        return self._pool.submit(self._behind, recipe, own_settings())
+
+    def now(self, recipe: Recipe) -> jax.stages.Compiled:
+        """Makes a program in this thread, which waits for it."""
+        if self._progress or (self._progress is None and sys.stderr is not None and sys.stderr.isatty()):
+            print(f"compiling a step of {recipe.name}", file=sys.stderr, flush=True)
+        made = self._make(recipe, recipe.lower)
+        with self._lock:
+            self._compiled.first_use += 1
+        return made
+
+    def wait(self, jobs: Iterable[Future], of: Iterable[Future] = ()) -> None:
+        """Until all jobs are done, with progress from the first moment on, which counts those of `of` too. Raises what
+        one of the jobs raises."""
+        left = set(jobs)
+        whole, terminal = left.union(of), sys.stderr is not None and sys.stderr.isatty()
+        disable = sys.stderr is None or not (terminal if self._progress is None else self._progress)
+        form, size = "compiling: {n_fmt} of {total_fmt} programs, {elapsed}{postfix}", shutil.get_terminal_size()
+        shape = {"bar_format": form, "ncols": size.columns, "nrows": size.lines}
+        with tqdm(total=len(whole), leave=not terminal, disable=disable, **shape) as bar:
+            while left:
+                done, left = wait_for(left, None if disable else PAUSE if terminal else LOG_PAUSE, FIRST_COMPLETED)
+                for job in done:
+                    job.result()
+                if not disable:
+                    bar.n = sum(job.done() for job in whole)
+                    bar.set_postfix_str(self._working())
+
+    def _working(self) -> str:
+        """What is being made, and how much was found."""
+        with self._lock:
+            found, names = self._compiled.cache_hits + self._compiled.loaded, sorted(self._busy.values())
+        return "; ".join([*([f"{found} from the cache"] if found else []), *names])
+
+    def close(self) -> None:
+        """What has not begun never does; waits for the rest."""
+        self._closed = True
+        if self._tracers is not None:
+            self._tracers.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _behind(self, recipe: Recipe, settings: Callable[[], AbstractContextManager[None]]) -> jax.stages.Compiled:
+        with settings():
+            return self._make(recipe, partial(self._lower, recipe))
+
+    def _lower(self, recipe: Recipe) -> jax.stages.Lowered:
+        """In another process, or here, one at a time. Raises CancelledError once this is closed."""
+        if self._tracers is not None and recipe.step is not None:
+            try:
+                lowered = self._tracers.lower(*recipe.step)
+                with self._lock:
+                    self._compiled.elsewhere += 1
+                return lowered
+            except TracingFailed as why:
+                with self._lock:
+                    said = str(why) in self._reasons
+                    self._reasons.add(str(why))
+                if not said:
+                    warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
+        with self._tracing:
+            if self._closed:
+                raise CancelledError
+            return recipe.lower()
+
+    def _make(self, recipe: Recipe, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        with self._counting(recipe.name):
+            made = recipe.find()
+            loaded = made is not None
+            if made is None:
+                lowered = lower()
+                try:
+                    made = lowered.compile()  # which runs kernels to choose among them
+                except jax.errors.JaxRuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
+                    why = f"the device has no memory left to compile a step of {recipe.name}"
+                    raise NoRoomError(f"{why}: take fewer pages (num_pages), or slots (max_slots)") from error
+            with self._lock:
+                self._compiled.programs += 1
+                self._compiled.loaded += loaded
+            if not loaded:
+                recipe.keep(made)
+            return made
+
+    @contextlib.contextmanager
+    def _counting(self, name: str) -> Iterator[None]:
+        """Counts the time, and the hits of JAX's persistent cache in this thread."""
+        me = threading.get_ident()
+        with self._lock:
+            if not self._busy:
+                self._since = time.perf_counter()
+                jax.monitoring.register_event_listener(self._count_hit)
+            self._busy[me] = name
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._busy[me]
+                if not self._busy:
+                    jax.monitoring.unregister_event_listener(self._count_hit)
+                now = time.perf_counter()
+                self._compiled.seconds += now - self._since
+                self._since = now
+
+    def _count_hit(self, event: str, **about: object) -> None:
+        if event == CACHE_HIT and threading.get_ident() in self._busy:
+            with self._lock:
+                self._compiled.cache_hits += 1

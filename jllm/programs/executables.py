@@ -1,0 +1,123 @@
+"""Compiled programs in files: a later start on the same device neither traces nor compiles them.
+
+JAX's persistent cache is asked with a lowered program, and tracing and lowering are most of what a start with kernels
+takes. Here the question is what decides about the program (key.py). The two don't go together: what JAX's cache
+has had XLA cannot serialize a second time.
+"""
+
+import contextlib
+import functools
+import os
+import pickle
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jllm.programs.key import NoKey, arguments_content, check_unedited, content, digest, reached, settings, surroundings
+from pallas_kernels.all_reduce import make_calls_known
+from pallas_kernels.backends import tell_where_kernels_link
+
+# Modules of jllm.speculative whose values a step may be given.
+DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
+KEPT_DAYS = 30  # without use
+DAY = 86400  # seconds
+UNKEPT = (  # what serializing raises: among others for programs that call back into Python
+    OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError,
+    jax.errors.JaxRuntimeError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Executables:
+    """Compiled programs of one module's function under `folder`, for one device, or for all of a mesh together. JAX
+    loads a program on the devices alone that it was compiled for: replicas have files of their own. Files are pickles:
+    whoever can write to the folder can run code here, as with JAX's own cache."""
+
+    folder: Path
+    devices: tuple[jax.Device, ...]  # in a mesh's order
+    module: str = "jllm.programs.packed_step"
+    sources: Mapping[str, Path] = field(init=False, repr=False)  # the modules that decide about programs
+    basis: str = field(init=False, repr=False)  # a hash of the sources, of what compiles, and of the device
+
+    def __post_init__(self):
+        device = self.devices[0]
+        sources, basis = _basis(self.module, device)
+        object.__setattr__(self, "sources", sources)
+        object.__setattr__(self, "basis", basis)
+        if device.platform == "gpu":
+            tell_where_kernels_link()
+            if len(self.devices) > 1:
+                make_calls_known()
+
+    def path(self, arguments: Any, static: Any) -> Path | None:
+        """The path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a warning, if
+        these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
+        try:
+            check_unedited(self.sources.values())
+            of_arguments = arguments_content(arguments, self.devices, self.sources)
+            places = [device.id for device in self.devices]
+            key = repr((self.basis, places, settings(), of_arguments, content(static, self.sources)))
+        except NoKey as why:
+            warnings.warn(f"a compiled step is not kept in {self.folder}: {why}", stacklevel=2)
+            return None
+        return self.folder / f"{digest(key.encode())}.pickle"
+
+    def load(self, path: Path) -> jax.stages.Compiled | None:
+        """None if there is none, or none that can be used."""
+        try:
+            stat = path.stat()
+            found = _read(path, stat.st_mtime_ns, stat.st_size, self.devices)
+            if stat.st_mtime < time.time() - DAY:
+                with contextlib.suppress(OSError):  # another user's
+                    os.utime(path)  # used
+            return found
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # pickle alone names eight kinds, and a damaged file may raise any
+            warnings.warn(f"{path} cannot be used ({type(error).__name__}); compiling anew", stacklevel=2)
+            return None
+
+    def save(self, path: Path, compiled: jax.stages.Compiled) -> None:
+        """Whole or not at all. What cannot be kept is compiled again next time."""
+        try:
+            content = pickle.dumps(serialize(compiled))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as part:
+                part.write(content)
+            os.replace(part.name, path)
+        except UNKEPT as error:
+            warnings.warn(f"a compiled program could not be kept in {self.folder}: {error}", stacklevel=2)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Files of other versions, of models that are no longer run, and parts whose writer was killed."""
+        for path in self.folder.glob("*"):
+            with contextlib.suppress(OSError):  # another process was quicker
+                if path.stat().st_mtime < time.time() - KEPT_DAYS * DAY:
+                    path.unlink()
+
+
+@functools.cache
+def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
+    """Sources and basis; once a process, since what it has loaded stays as it is (see check_unedited)."""
+    sources = reached([module, *(f"jllm.speculative.{drafter}" for drafter in DRAFTERS)])
+    return sources, digest(repr(tuple(surroundings(device, sources))).encode())
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, changed: int, size: int, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled:
+    """The program in a file; once a process while the file stays the same, as with a jitted function's programs."""
+    serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
+    return deserialize_and_load(serialized, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
+
+
+def jax_cache_is_on() -> bool:
+    """Whether JAX's own persistent cache may have had what is compiled."""
+    return bool(jax.config.jax_compilation_cache_dir) and jax.config.jax_enable_compilation_cache

@@ -1,0 +1,112 @@
+"""A step's batch as one buffer of small integers, so that the host hands the device a single array.
+
+The buffer is allocated anew for every step, because the runtime may still be reading it after dispatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jllm.model.hooks import Hooks
+from jllm.model.params import Params
+from jllm.speculative.drafter import Drafter
+from jllm.step.batch import PromptChunk, RaggedBatch, empty_batch, fill_batch
+from jllm.step.buckets import Bucket
+from jllm.step.forward import Logits, forward
+from jllm.step.merge import STATIC, eager_step, sample_step
+from jllm.step.state import State
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each field of a batch lies in its buffer (static under jit)."""
+
+    bucket: Bucket
+    deltas: int  # most page table changes in a step
+    bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
+    wanted: bool = True  # whether a step after this one may verify drafts
+
+    def empty(self) -> RaggedBatch:
+        """A batch of this size with nothing in it."""
+        bucket = self.bucket
+        sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows}
+        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
+
+    @property
+    def size(self) -> int:
+        """Integers in the buffer."""
+        return _packing(self).empty.size
+
+    def pack(self) -> tuple[np.ndarray, RaggedBatch]:
+        """A fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
+        packing = _packing(self)
+        buffer = packing.empty.copy()
+        views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in packing.fields]
+        return buffer, jax.tree.unflatten(packing.tree, views)
+
+    def unpack(self, buffer: jax.Array) -> RaggedBatch:
+        """The same batch on the device, under jit."""
+        packing = _packing(self)
+        found = []
+        for at, end, dtype, shape in packing.fields:
+            part = buffer[at:end].reshape(shape)
+            found.append(part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype))
+        return jax.tree.unflatten(packing.tree, found)
+
+
+class _Packing(NamedTuple):
+    """Of a layout: an empty buffer, and where its fields lie."""
+
+    empty: np.ndarray  # i32
+    fields: list[tuple[int, int, np.dtype, tuple[int, ...]]]  # first, end, dtype and shape of each
+    tree: Any  # of the batch that has them
+
+
+@cache
+def _packing(layout: Layout) -> _Packing:
+    """Worked out once a layout, for it takes longer than all else that packs a step."""
+    leaves, tree = jax.tree.flatten(layout.empty())
+    buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+    ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
+    fields = [(end - leaf.size, end, leaf.dtype, leaf.shape) for leaf, end in zip(leaves, ends)]
+    buffer.setflags(write=False)
+    return _Packing(buffer, fields, tree)
+
+
+WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a step, and its halves: see jllm.step.merge
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
+def packed_step(
+    params: Params,
+    state: State,
+    buffer: jax.Array,
+    drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
+    logits: Logits | None = None,
+    *,
+    layout: Layout,
+    part: str = WHOLE,
+    **static: Any,
+) -> tuple[State, Any]:
+    """merge_step.step on a packed batch, buffer i32[layout.size], or a part of it: the first half gives Logits, which
+    the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
+    if part == FORWARD:
+        static.pop("draw", None)
+        return forward(params, state, layout.unpack(buffer), hooks, **static)
+    if part == SAMPLE:
+        assert logits is not None
+        batch = layout.unpack(buffer)
+        return sample_step(params, state, batch, logits, drafter, hooks, wanted=layout.wanted, **static)
+    return eager_step(params, state, layout.unpack(buffer), drafter, hooks, wanted=layout.wanted, **static)
+
+
+def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:
+    """The buffer of a step written by hand: prompt chunks, and slots that decode one token each."""
+    buffer, batch = layout.pack()
+    fill_batch(batch, chunks, decodes)
+    return buffer

@@ -1,0 +1,283 @@
+"""The compiled steps of one engine: which there are, which of them a step takes, and how others come to be.
+
+A step needs a variant and a bucket, and is one program, or two of the guided variant: its halves. It may take those of
+a wider variant and a larger bucket, which costs time only. So what is missing can be compiled in the background while
+steps take what there is.
+"""
+
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jllm.parallel.mesh import has_processes
+from jllm.programs.compiler import Compiled, Compiler, Recipe, most_needed_first
+from jllm.programs.executables import Executables, jax_cache_is_on
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE, packed_step
+from jllm.programs.step_room import check_step
+from jllm.programs.step_shapes import StepShapes
+from jllm.step.buckets import Bucket, choose_bucket
+from jllm.step.state import Variant
+
+Step = tuple[Bucket, Variant]
+Key = tuple[Bucket, Variant, str]  # with the part of the step that the program is
+
+
+class Programs:
+    """Programs live in packed_step's own cache, which engines over the same shapes share; or, where there are files or
+    `processes` that trace, here, and in the files as well.
+
+    in_step: steps take what is asked of them alone, and wait for it, whatever is there by now, so that several
+    processes take the same.
+    """
+
+    def __init__(
+        self, shapes: StepShapes, files: Executables | None = None, progress: bool | None = None, processes: int = 0
+    ):
+        self.in_step = has_processes(shapes.config)
+        self.compiled = Compiled()
+        self.used: set[Key] = set()  # those that steps took
+        self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
+        self._buckets = most_needed_first(shapes.sizes.buckets)
+        self._shapes, self._files = shapes, files
+        self._progress, self._processes = progress, processes
+        # packed_step's cache lacks what others traced, and what was compiled ahead for a device that was chosen.
+        self._keeps = shapes.chosen or files is not None or processes > 0
+        self._free: int | None = None  # bytes beside weights and state; None where that is unknown
+        self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
+        self._made: set[Key] = set()
+        self._permitted: set[Key] = set()  # those that a step may wait for
+        self._jobs: dict[Key, Future] = {}
+        self._beside: list[tuple[Variant, Future]] = []  # what is prepared to run between a variant's steps
+        self._failed: dict[Variant, BaseException] = {}
+        self._kept: dict[Key, jax.stages.Compiled] = {}  # those that were made, unless packed_step has them
+        self._loaded: set[Path] = set()
+        self._compiler: Compiler | None = None
+
+    # What a step takes
+
+    def serves(self, variant: Variant) -> bool:
+        """Whether steps can be of this variant, or of one that covers it, at once."""
+        self._collect()
+        return self._narrowest(variant) is not None
+
+    def permit(self, variant: Variant) -> None:
+        """From here on steps of this variant wait for the programs that they need first."""
+        self._open.add(variant)
+        self._permitted.update(self._keys(variant))
+
+    def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Step:
+        """What a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind, and the
+        step takes a larger one, or one of fewer rows a decode; but not `in_step`."""
+        self._collect()
+        variant = self._narrowest(need)
+        if variant is None:
+            self.permit(need)
+            variant = need
+        bucket = choose_bucket(self._buckets, decodes, tokens, chunks, rows)
+        if not self.in_step and not self._is_there(bucket, variant):
+            self._begin(bucket, variant)
+            now = [bucket for bucket in self._buckets if self._is_there(bucket, variant)]
+            rows = min(rows, max(bucket.rows for bucket in now if bucket.decodes >= decodes))
+            bucket = choose_bucket(now, decodes, tokens, chunks, rows)
+        return bucket, _narrowed(bucket, variant)
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """Runs a program, which is made first where it has to be."""
+        self.used.add(key)
+        if key in self._jobs:
+            wait_for([self._jobs[key]])
+            self._collect()
+        program = self._kept.get(key)
+        if key not in self._made or (self._keeps and program is None):
+            program = self._make(key)
+        if self._keeps:
+            assert program is not None
+            return program(*arguments)
+        return packed_step(*arguments, **self._shapes.static(*key))
+
+    # How programs come to be
+
+    def compile_ahead(self, variant: Variant, free: int | None) -> None:
+        """Compiles all sizes of a variant, and what runs between its steps. NoRoomError where the program that holds
+        every step takes more than `free` bytes."""
+        jobs = self.start(variant, free)
+        try:
+            self._compiling().wait(jobs)
+        finally:
+            self.stop()
+
+    def start(self, variant: Variant, free: int | None) -> list[Future]:
+        """The same in the background: returns once what runs between steps, and the program that holds every step, are
+        there, with all that was begun."""
+        self._free = free
+        if self.in_step:
+            self.permit(variant)
+        try:
+            jobs = [self._compiling().add(other) for other in (self._shapes.copying(), *self._shapes.masking(variant))]
+            for bucket in self._buckets:
+                self._begin(bucket, variant)
+            first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]
+            coming = [*jobs, *self._jobs.values()]
+            self._compiling().wait([*jobs, *first], coming)
+            self._collect()
+            if variant in self._failed:
+                raise self._failed.pop(variant)
+        except BaseException:
+            self.stop()
+            self._failed.pop(variant, None)
+            raise
+        self.ahead = True
+        return coming
+
+    def prepare(self, variant: Variant) -> None:
+        """Begins to compile, in the background, what it takes to serve a variant: what runs between its steps, and the
+        program that holds every step."""
+        if self._jobs.keys().isdisjoint(keys := _parts(self._buckets[0], variant)) and not self._made.issuperset(keys):
+            self._beside += [(variant, self._compiling().add(recipe)) for recipe in self._shapes.masking(variant)]
+        self._begin(self._buckets[0], variant)
+
+    def take_failures(self) -> dict[Variant, BaseException]:
+        """The variants that could not be prepared since this was last asked, and why."""
+        self._collect()
+        failed, self._failed = self._failed, {}
+        return failed
+
+    @property
+    def compiling(self) -> bool:
+        """Whether programs are compiled in the background."""
+        return not all(job.done() for job in self._jobs.values())
+
+    def wait(self, seconds: float | None) -> None:
+        """Until one of those programs is there, at most so long if a time is given."""
+        wait_for(self._jobs.values(), seconds, FIRST_COMPLETED)
+
+    def forget_files(self) -> None:
+        """Drops programs where there are files, and the files of those that were loaded: one of them may be what
+        failed."""
+        if self._files is not None:
+            self._kept.clear()
+        for path in self._loaded:
+            path.unlink(missing_ok=True)
+        self._loaded.clear()
+
+    def stop(self) -> None:
+        """Programs whose compilation has not begun are given up; waits for the rest."""
+        if self._compiler is not None:
+            self._compiler.close()
+        self._collect()
+        self._jobs.clear()
+        self._beside.clear()
+        self._compiler = None
+
+    def close(self) -> None:
+        """Drops all that holds device memory."""
+        self.stop()
+        self._kept.clear()
+        del self._shapes
+
+    def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
+        """The path of a program's file; None where there is to be none."""
+        if self._files is None:
+            return None
+        key = bucket, variant, part
+        return self._files.path(self._shapes.arguments(*key), self._shapes.static(*key))
+
+    def _narrowest(self, need: Variant) -> Variant | None:
+        covers = [variant for variant in self._open if variant.covers(need)]
+        return min(covers, key=lambda v: (v.breadth, v.draws, repr(v)), default=None)
+
+    def _keys(self, variant: Variant) -> list[Key]:
+        """The programs of a variant, the most needed first."""
+        return [key for bucket in self._buckets for key in _parts(bucket, variant)]
+
+    def _is_there(self, bucket: Bucket, variant: Variant) -> bool:
+        return all(
+            key in self._made or (key in self._permitted and key not in self._jobs) for key in _parts(bucket, variant)
+        )
+
+    def _begin(self, bucket: Bucket, variant: Variant) -> None:
+        for key in _parts(bucket, variant):
+            if key not in self._jobs and key not in self._made:
+                self._jobs[key] = self._compiling().add(self._recipe(key))
+
+    def _make(self, key: Key) -> jax.stages.Compiled:
+        made = self._compiling().now(self._recipe(key))
+        self._made.add(key)
+        return made
+
+    def _compiling(self) -> Compiler:
+        self._compiler = self._compiler or Compiler(self.compiled, self._progress, self._processes)
+        return self._compiler
+
+    def _recipe(self, key: Key) -> Recipe:
+        """For the thread whose settings count."""
+        path = self.path(*key)
+        arguments, static = self._shapes.arguments(*key), self._shapes.static(*key)
+        lower = partial(packed_step.lower, *arguments, **static)
+        files = partial(self._find, key, path), partial(self._keep, key, path)
+        return Recipe(lower, *files, _name(key[0]), (arguments, static))
+
+    def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
+        found = None if self._files is None or path is None else self._files.load(path)
+        if found is not None:
+            assert path is not None
+            self._kept[key] = found
+            self._loaded.add(path)
+        return found
+
+    def _keep(self, key: Key, path: Path | None, made: jax.stages.Compiled) -> None:
+        if self._keeps:
+            self._kept[key] = made
+        if self._files is not None and path is not None and not jax_cache_is_on():
+            self._files.save(path, made)
+
+    def _collect(self) -> None:
+        """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
+        it, and raises there."""
+        for variant, job in [beside for beside in self._beside if beside[1].done()]:
+            self._beside.remove((variant, job))
+            if not job.cancelled() and (error := job.exception()):
+                self._failed[variant] = error
+        for key in [key for key, job in self._jobs.items() if job.done()]:
+            job, (bucket, variant, _) = self._jobs.pop(key), key
+            error = CancelledError() if job.cancelled() else job.exception()
+            try:
+                if error is not None:
+                    raise error
+                if bucket == self._buckets[0]:
+                    check_step(job.result(), self._shapes.sizes, self._shapes.pool_bytes, self._free)
+                self._made.add(key)
+                if self._made.issuperset(_parts(self._buckets[0], variant)):
+                    self._open.add(variant)
+            except CancelledError:
+                pass
+            except Exception as why:
+                if bucket == self._buckets[0]:
+                    self._failed[variant] = why
+                else:
+                    self._permitted.add(key)
+        if not self._jobs and self._compiler is not None:
+            self._compiler.close()  # its threads end
+            self._compiler = None
+
+
+def _name(bucket: Bucket) -> str:
+    decodes = f"{bucket.decodes} decode{'' if bucket.decodes == 1 else 's'}"
+    decodes += f" of {bucket.rows} rows" if bucket.rows > 1 else ""
+    return f"{decodes} + {bucket.tokens} prompt tokens" if bucket.tokens else decodes
+
+
+def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
+    """What a step of these rows can have of a variant."""
+    return variant if bucket.tokens or not variant.prompt_logprobs else replace(variant, prompt_logprobs=False)
+
+
+def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
+    """The programs of a step."""
+    parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE,)
+    return [(bucket, _narrowed(bucket, variant), part) for part in parts]

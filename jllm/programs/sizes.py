@@ -1,0 +1,74 @@
+"""The sizes of an engine, made definite."""
+
+from dataclasses import dataclass, fields
+
+from jllm.errors import ConfigError
+from jllm.step.buckets import FEW_SLOTS, Bucket
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that no plan exceeds.
+
+    A step has rows for a short segment and at most one new page that is not for drafts from each decoding slot, hence
+    max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots: the decodes always fit,
+    and a slot that prefills can always add a token.
+    """
+
+    max_slots: int  # sequences that run at once
+    max_step_tokens: int  # decodes and prompt tokens in a step
+    max_prompt_tokens: int  # prompt tokens in a step
+    max_chunks: int  # prompt chunks in a step
+    page_size: int  # tokens a page
+    num_pages: int
+    max_deltas: int  # page table changes in a step
+    short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
+    short_decodes: int | None = None  # most decodes of a step in which they have more than one; None: max_slots
+    block: int = 1  # tokens of which what a sequence takes from elsewhere is a whole multiple
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{f.name} must be at least 1, not {value}")
+        for name, unit in (("max_step_tokens", "token"), ("num_pages", "page"), ("max_deltas", "page table change")):
+            if getattr(self, name) < self.max_slots:
+                least = f"max_slots = {self.max_slots} (one {unit} a slot)"
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.max_step_tokens < self.most_short * self.short_rows:
+            least = f"{self.most_short} decodes of {self.short_rows} rows"
+            raise ConfigError(f"max_step_tokens must be at least {least}, not {self.max_step_tokens}")
+
+    @property
+    def most_short(self) -> int:
+        """short_decodes, made definite."""
+        return self.max_slots if self.short_decodes is None else self.short_decodes
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """The options made definite."""
+
+    limits: Limits
+    max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
+    buckets: tuple[Bucket, ...]
+
+    def most_tokens(self, context: int) -> int:
+        """Returns how many tokens one sample may have: the context, or fewer that the pool has room for.
+
+        The last token of all never gets K and V.
+        """
+        return min(context, self.limits.num_pages * self.limits.page_size + 1)
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where rows that
+        only fill up cost nothing."""
+        if self.limits.max_slots <= FEW_SLOTS:
+            return ()
+        return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
+        return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))

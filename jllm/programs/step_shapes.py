@@ -1,0 +1,134 @@
+"""What an engine's steps take, by shape: all that follows for the programs that are compiled for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.model.cache import COPIES, cache_bytes, jit_copy_pages
+from jllm.model.hooks import Hooks
+from jllm.model.params import Params
+from jllm.model.sampling import MAX_LOGIT_BIAS
+from jllm.parallel.ranks import HEADS, placed_shapes
+from jllm.parallel.ranks import WHOLE as EVERYWHERE
+from jllm.programs.compiler import Recipe
+from jllm.programs.packed_step import FORWARD, WHOLE, Layout, packed_step
+from jllm.programs.sizes import EngineSizes
+from jllm.speculative.drafter import Drafter
+from jllm.speculative.tree import Tree, chain
+from jllm.step import between_steps
+from jllm.step.between_steps import MASKS, put_masks
+from jllm.step.buckets import Bucket
+from jllm.step.state import SPREAD, State, Variant
+
+
+@dataclass(frozen=True, eq=False)
+class StepShapes:
+    """Weights, drafter and hooks are the arrays that steps take; the rest of a program's arguments is known by shape.
+
+    `home` is the device that has the weights, where it is one; `chosen` says that the caller put them there, and not
+    JAX: programs are then of that device.
+    """
+
+    config: LlamaConfig
+    sizes: EngineSizes
+    params: Params
+    state: State | None  # by shape, of plain steps; None on a device that runs none
+    drafter: Drafter | None = None
+    hooks: Hooks | None = None
+    backend: str | None = None
+    draw: Callable[..., Any] | None = None  # how steps draw tokens, where it is not as usual
+    always_drafts: bool = False  # the caller says how many drafts steps verify
+    home: jax.Device | None = None
+    chosen: bool = False
+
+    def layout(self, bucket: Bucket, variant: Variant) -> Layout:
+        """Returns a step's. Drafts are wanted of steps that verify some, and of those that begin sequences, if few
+        decode."""
+        limits = self.sizes.limits
+        wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
+        bias = MAX_LOGIT_BIAS if variant.penalties else 0
+        return Layout(bucket, limits.max_deltas, bias, wanted)
+
+    def tree(self, bucket: Bucket | None = None) -> Tree:
+        """Returns the shape of each sequence's drafts in a step of this size; by default of the largest."""
+        if self.drafter is None or (bucket is not None and bucket.rows == 1):
+            return chain(0)
+        return self.drafter.tree
+
+    def drafter_in(self, bucket: Bucket) -> Drafter | None:
+        """Returns the drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for
+        one that has some: it would cost time even where drafts never pay. What it lacks then costs acceptance alone."""
+        drafts = None if self.state is None else self.state.drafts
+        rests = not self.always_drafts and drafts is not None and bool(drafts.cache)
+        return None if rests and bucket.rows == 1 and not bucket.tokens else self.drafter
+
+    def as_asked(self, state: State, variant: Variant) -> State:
+        """Returns the state as steps of a variant take it."""
+        return between_steps.as_asked(state, variant, self.config, self.tree(), self.home)
+
+    def arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
+        """Returns a program's arguments, by shape where nothing but the shape matters."""
+        state = self._placed(self._state_of(variant), SPREAD)
+        buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
+        first = self.params, state, buffer
+        if part == FORWARD:
+            return *first, None, self.hooks
+        if part == WHOLE:
+            return *first, self.drafter_in(bucket), self.hooks
+        _, logits = packed_step.eval_shape(*first, None, self.hooks, **self.static(bucket, variant, FORWARD))
+        return *first, self.drafter_in(bucket), self.hooks, self._placed(logits, EVERYWHERE)
+
+    def static(self, bucket: Bucket, variant: Variant, part: str) -> dict[str, Any]:
+        """Returns a program's static arguments."""
+        layout = self.layout(bucket, variant)
+        static = {"config": self.config, "layout": layout, "variant": variant, "backend": self.backend}
+        drawing = {} if self.draw is None else {"draw": self.draw}
+        return static | drawing if part == WHOLE else static | drawing | {"part": part}
+
+    def copying(self) -> Recipe:
+        """Returns how what copies pages is compiled."""
+        assert self.state is not None
+        pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
+        pools, own = between_steps.pools(self.state), len(self.state.cache)
+        pools = self._placed(pools, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
+        return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
+
+    def masking(self, variant: Variant) -> list[Recipe]:
+        """Returns how what puts masks into the state, between the halves of a variant's steps, is compiled."""
+        guidance = self._state_of(variant).guidance
+        if guidance is None:
+            return []
+        guidance, found = self._placed(guidance, EVERYWHERE), []
+        for size, nodes in product(MASKS, {1, self.tree().size}):
+            where, *new = (
+                jax.ShapeDtypeStruct((size, *shape), dtype)
+                for shape, dtype in (
+                    ((), np.int32),
+                    ((nodes, guidance.allowed.shape[2]), np.uint32),
+                    (guidance.coming.shape[1:], np.int32),
+                )
+            )
+            found.append(Recipe(partial(put_masks.lower, guidance, where, *new), name=f"{size} masks"))
+        return found
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of one device's KV pages."""
+        assert self.state is not None
+        return cache_bytes(self.state.cache) // (1 if self.config.mesh is None else self.config.mesh.size)
+
+    def _state_of(self, variant: Variant) -> State:
+        return jax.eval_shape(lambda state: self.as_asked(state, variant), self.state)
+
+    def _placed(self, shapes: Any, spec: Any) -> Any:
+        """Shapes of arrays where steps want them; spec: as placed_shapes has it."""
+        if not self.chosen:
+            return placed_shapes(shapes, self.config, spec)
+        on = jax.sharding.SingleDeviceSharding(self.home)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes)

@@ -1,0 +1,205 @@
+"""Steps traced and lowered by processes of their own, for the device of this one.
+
+Tracing holds Python's lock, so that the threads of one process cannot share it, and requests wait while a step is
+traced behind them. A process here sees no accelerator and gets shapes: it exports a step (jax.export) for the platform
+that it is told, with kernels for the compute capability that it is told, and hands over StableHLO. Taking that in needs
+the lock for less than a tenth of a second. Mosaic's kernels in it are those that would be lowered here, but for one
+number in their names.
+
+Jobs and answers are pickles in a child's pipes. (jax.export's own files would need one more package, and every class of
+the arguments registered.)
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE
+from types import FunctionType
+from typing import Any
+
+import jax
+from jax import export
+
+from jllm.programs.key import NO_MATTER, PACKAGES, check_unedited
+from jllm.programs.packed_step import packed_step
+from pallas_kernels import LOADED
+from pallas_kernels.backends import TARGET, capability, tell_where_kernels_link
+
+# What begins the names of JAX's settings about the devices of one process.
+OF_DEVICES = ("jax_platform", "jax_default_device", "jax_num_cpu_devices", "jax_pjrt", "jax_mock", "mock")
+# Custom calls whose meaning JAX does not promise to keep from one version to the next: both processes run the same.
+CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
+# Whose code another process has as this one has it. A caller's own may depend on what this process did to its modules.
+SAME = (*PACKAGES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names - {"__main__"})
+
+
+class TracingFailed(Exception):
+    """A step could not be traced elsewhere; the message says why."""
+
+
+class Tracers:
+    """At most `most` processes, each of which begins when it is first needed. For any number of threads."""
+
+    def __init__(self, most: int):
+        self._idle: queue.LifoQueue[subprocess.Popen | None] = queue.LifoQueue()
+        self._lock, self._all, self._closed = threading.Lock(), set[subprocess.Popen](), False
+        for _ in range(most):
+            self._idle.put(None)
+        if capability():
+            tell_where_kernels_link()
+
+    def lower(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> jax.stages.Lowered:
+        """packed_step.lower(*arguments, **static). Raises as export does."""
+        return jax.jit(named(self.export(arguments, static)), donate_argnums=1).lower(*arguments)
+
+    def export(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> export.Exported:
+        """packed_step for such arguments, arrays or shapes, with the JAX settings of this thread. Raises TracingFailed
+        where a process cannot do that, and CancelledError once this is closed."""
+        try:
+            job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
+        except Exception as error:  # whatever an object of the caller's raises
+            raise TracingFailed(f"{error}") from None
+        tracer = self._idle.get()
+        try:
+            tracer = tracer or self._begin()
+            assert tracer.stdin is not None
+            assert tracer.stdout is not None
+            tracer.stdin.write(job)
+            tracer.stdin.flush()
+            exported, why = pickle.load(tracer.stdout)
+        except Exception as error:  # pickle alone names eight kinds, and what follows such an answer has no meaning
+            self._check_open()
+            if tracer is not None:
+                self._end(tracer)
+                tracer = None
+            raise TracingFailed(f"the process that traced it ended ({type(error).__name__})") from None
+        finally:
+            self._idle.put(tracer)
+        if exported is None:
+            raise TracingFailed(why)
+        return exported
+
+    def close(self) -> None:
+        """Ends all processes, and what waits for them."""
+        with self._lock:
+            self._closed, all_of_them = True, list(self._all)
+        for tracer in all_of_them:
+            self._end(tracer)
+
+    def _begin(self) -> subprocess.Popen:
+        self._check_open()
+        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        own = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, TARGET: capability()}
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
+        # In a session of its own: Ctrl+C is for this process, which then ends it.
+        tracer = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=os.environ | own, start_new_session=True)
+        with self._lock:
+            self._all.add(tracer)
+            closed = self._closed
+        if closed:
+            self._end(tracer)
+            raise CancelledError
+        return tracer
+
+    def _end(self, tracer: subprocess.Popen) -> None:
+        tracer.kill()
+        tracer.wait()
+        with self._lock:
+            self._all.discard(tracer)
+        for pipe in (tracer.stdin, tracer.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what it never read
+                pipe.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CancelledError
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__.partition(".")[0] not in SAME:
+            raise pickle.PicklingError(f"{value.__module__}.{value.__qualname__} is code that only this process has")
+        return NotImplemented
+
+
+def _pickled(job: Any) -> bytes:
+    """A pickle of bytes, which can be read whole whatever they hold. Raises PicklingError for code of the caller's."""
+    inner = io.BytesIO()
+    _Pickler(inner).dump(job)
+    return pickle.dumps(inner.getvalue())
+
+
+def _shape(leaf: Any) -> Any:
+    """What tracing needs of an argument: where it is belongs to who compiles."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    return leaf
+
+
+def _platform(arguments: Any) -> str:
+    """That of the arrays among them; of shapes alone, JAX's own, or the GPU that kernels are chosen for."""
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    found = next(iter(arrays[0].devices())).platform if arrays else "gpu" if capability() else jax.default_backend()
+    return {"gpu": "cuda"}.get(found, found)
+
+
+def _settings() -> dict[str, Any]:
+    """JAX's, as they are in this thread."""
+    values = jax.config.values
+    names = (name for name in values if not name.startswith(NO_MATTER + OF_DEVICES))
+    return {name: getattr(jax.config, name, values[name]) for name in names}
+
+
+def named(exported: export.Exported) -> Callable[..., Any]:
+    """A function that calls it, of the name that profiles show."""
+
+    def packed_step(*arguments: Any) -> Any:
+        return exported.call(*arguments)
+
+    return packed_step
+
+
+# In the process that traces
+
+
+def main() -> None:
+    """Answers jobs of standard input until that ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed while tracing is no answer
+    with contextlib.suppress(EOFError, OSError):  # whose engine is gone
+        while True:
+            answer = _answer(pickle.load(sys.stdin.buffer))
+            answers.write(answer)
+            answers.flush()
+
+
+def _answer(job: bytes) -> bytes:
+    """A pickle of what was exported, or of None, and why."""
+    try:
+        arguments, static, platform, settings, loaded = pickle.loads(job)
+        for name, value in settings.items():
+            if getattr(jax.config, name, value) != value:
+                jax.config.update(name, value)
+        jax.config.update("jax_export_ignore_forward_compatibility", True)
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in CALLS]
+        exported = export.export(packed_step, platforms=[platform], disabled_checks=checks)(*arguments, **static)
+        check_unedited(_sources(), loaded)
+        return pickle.dumps((replace(exported, _get_vjp=None), ""))
+    except Exception as error:  # whatever tracing raises, it raises again where the step is traced next
+        return pickle.dumps((None, f"{type(error).__name__}: {error}"))
+
+
+def _sources() -> list[Path]:
+    """Files of the two packages that this process has run."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
+    return [Path(module.__file__) for module in modules if module.__file__]

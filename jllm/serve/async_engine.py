@@ -1,0 +1,331 @@
+"""An engine for asyncio: one thread steps it, and each request is an asynchronous iterator of its events."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from jllm.distributed.replicas import Replicas
+from jllm.engine.checks import Prompt, check_urgency
+from jllm.engine.engine import Engine
+from jllm.engine.request import Event, SamplingParams
+from jllm.errors import EngineClosed, QueueFull, RequestError
+from jllm.guides.guide import Guide
+from jllm.guides.guide_trials import MOST
+
+Request = tuple[Prompt, SamplingParams]
+
+
+class Stream:
+    """The events of one request, or of several that were submitted together, whose place among them is each event's id.
+    The ends of all samples are among them, each with its completion.
+
+    Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while it waits for
+    an event closes it too. The pages are free again within two steps."""
+
+    def __init__(self, engine: "AsyncEngine", samples: int, ends_only: bool):
+        self.samples, self.ends_only = samples, ends_only
+        self._engine, self._left = engine, samples
+        self._events: deque[Event] = deque()
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more events will come than those that wait to be taken."""
+        return self._left == 0 or self._error is not None
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Event:
+        await self._wait()
+        if not self._events:
+            raise StopAsyncIteration
+        return self._events.popleft()
+
+    async def take(self) -> list[Event]:
+        """All events that there are; waits for the first. None once all samples have ended."""
+        await self._wait()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    async def _wait(self) -> None:
+        try:
+            while not self._events and not self.ended:
+                self._news.clear()
+                await self._news.wait()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if not self._events and self._error is not None:
+            raise self._error
+
+    async def __aenter__(self) -> "Stream":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """Ends the request; its events follow, with what it had."""
+        self._engine._end(self)
+
+    def close(self) -> None:
+        """Ends the request, if it has not ended, and drops its events."""
+        self.abort()
+        self._events.clear()
+        self._fail(EngineClosed("this stream was closed"))
+
+    def _put(self, event: Event) -> None:
+        self._left -= event.completion is not None
+        if self._error is None:
+            self._events.append(event)
+            self._news.set()
+
+    def _fail(self, error: Exception) -> None:
+        if not self.ended:
+            self._error = error
+            self._news.set()
+
+
+class AsyncEngine:
+    """Serves the requests of one event loop through an Engine or Replicas, its own from here on, which close with it.
+
+    A thread steps while there is work. Between two steps it takes in what was submitted and aborted, and it hands the
+    events of a step over in one call: the event loop never waits for a step, nor a step for it.
+
+    Threads: an AsyncEngine and its streams belong to the event loop in which it was made, and are called from its
+    thread; check() and metrics() may be called from any.
+    """
+
+    def __init__(self, engine: Engine | Replicas, *, max_waiting: int = 256):
+        """max_waiting: samples that may wait beside those that run; with more, QueueFull."""
+        self.limit = engine.slots + max_waiting
+        self.check, self.metrics = engine.check, engine.metrics
+        self.most_tokens = engine.most_tokens  # of one sample, its prompt included
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
+        self._open: set[Stream] = set()  # whose requests have not ended
+        self._refused: str | None = None  # why submit() takes nothing more
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()  # what the thread is to do before its next step
+        self._stop = False
+        self._ids: dict[Stream, set[int]] = {}  # of requests that have not ended; the thread's own, as is the next
+        self._requests: dict[int, list] = {}  # of each its stream, its place there, and how many samples have not ended
+        self._finished = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Samples of requests that have not ended."""
+        return sum(stream.samples for stream in self._open)
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing more can be submitted; None where it can."""
+        return self._refused
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        ends_only: bool = False,
+    ) -> Stream:
+        """Queues a prompt, checked in a thread of its own, as Engine.submit does. RequestError for a bad one, QueueFull
+        where too many wait, EngineClosed after close(). ends_only: the stream has the end of each sample and nothing
+        before it, which spares the event loop a wake-up for each token."""
+        plain = replace(sampling, guide=None) if isinstance(sampling, SamplingParams) else sampling
+        ids = await asyncio.to_thread(self.check, prompt, plain)
+        await self.check_guide(sampling.guide)
+        return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline, ends_only=ends_only)
+
+    async def check_guide(self, guide: Guide | None) -> None:
+        """Compiles a guide, if there is one, in threads that nothing else waits for. RequestError for a bad one,
+        QueueFull where too many wait, EngineClosed after close()."""
+        if guide is None:
+            return
+        if self._refused is not None:
+            raise EngineClosed(f"this engine takes no more work: {self._refused}")
+        if self._guides_waiting >= self.limit:
+            raise QueueFull(f"{self._guides_waiting} guides wait to be compiled: try again later")
+        guides = self._engine.guides
+        if guides.has(guide):
+            guides.matcher(guide)
+            return
+        job, self._guides_waiting = self._guides.submit(guides.matcher, guide), self._guides_waiting + 1
+        try:
+            await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if self._stop:  # which dropped what had not begun
+                raise EngineClosed(f"this engine takes no more work: {self._refused}") from None
+            raise
+        finally:
+            self._guides_waiting -= 1
+
+    def prepare_guides(self) -> None:
+        """Begins to make what the first guide needs. Where there can be no guides, each request with one says why."""
+        self._guides.submit(self._engine.guides.prepare)
+
+    def submit_all(
+        self,
+        requests: Iterable[Request],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        ends_only: bool = False,
+    ) -> Stream:
+        """Queues several requests that check() has taken, or none of them; they end together, where one has to."""
+        check_urgency(priority, deadline)
+        requests = list(requests)
+        samples = sum(sampling.n for _, sampling in requests)
+        if self._refused is not None:
+            raise EngineClosed(f"this engine takes no more work: {self._refused}")
+        if samples > self.limit:
+            raise RequestError(f"{samples} samples at once are too many: at most {self.limit} may run and wait")
+        if self.unfinished + samples > self.limit:
+            raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
+        stream = Stream(self, samples, ends_only)
+        self._open.add(stream)
+        self._ask(lambda: self._submit(stream, requests, priority, deadline))
+        return stream
+
+    def refuse(self, reason: str = "it is being closed") -> None:
+        """From now on submit() raises EngineClosed; what was submitted goes on."""
+        self._refused = self._refused or reason
+
+    async def close(self, grace: float = 0.0) -> int:
+        """Takes nothing more, and closes the engine once all has ended, or after `grace` seconds: what is left ends
+        with the finish reason "abort". Returns how many samples that were."""
+        self.refuse("it was closed")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._open and not self._finished.is_set():
+                    await asyncio.sleep(min(0.02, grace))
+        with self._changed:
+            self._stop = True
+            self._wake()
+        await self._finished.wait()
+        self._thread.join()
+        self._guides.shutdown(wait=False, cancel_futures=True)
+        ends = (event.completion for event in self._engine.last_events)  # a step that still ran may have ended others
+        return sum(end is not None and end.finish_reason == "abort" for end in ends)
+
+    # Called by streams, in the event loop's thread
+
+    def _end(self, stream: Stream) -> None:
+        if stream in self._open and not stream.ended:
+            self._ask(lambda: self._abort(stream))
+
+    def _ask(self, action: Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(action)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify()
+        if isinstance(self._engine, Replicas):  # one whose devices are busy would keep idle ones waiting
+            self._engine.wake()
+
+    def _deliver(self, news: list[tuple[Stream, Event | Exception]]) -> None:
+        for stream, one in news:
+            if isinstance(one, Event):
+                stream._put(one)
+            else:
+                stream._fail(one)
+            if stream._left == 0 or not isinstance(one, Event):
+                self._open.discard(stream)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                if self._engine.has_work:
+                    self._hand_over(self._of_streams(self._engine.step()))
+            self._engine.close()
+            self._hand_over(self._of_streams(self._engine.last_events))
+            self._call(lambda: self._end_all("it was closed", None))
+        except BaseException as error:  # the engine has closed itself, in most cases
+            reason, cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error
+            try:
+                self._engine.close()
+                self._hand_over(self._of_streams(event for event in self._engine.last_events if _stands(event)))
+            except BaseException as more:
+                cause.add_note(f"and closing failed ({type(more).__name__}: {more})")
+            finally:
+                self._call(lambda: self._end_all(reason, cause))
+
+    def _next(self) -> bool:
+        """Does what was asked for; waits where there is nothing to do. False once the thread is to end."""
+        with self._changed:
+            while not (self._stop or self._inbox or self._engine.has_work):
+                self._changed.wait()
+            asked, self._inbox = self._inbox, deque()
+            stop = self._stop
+        for action in asked:
+            action()
+        return not stop
+
+    def _submit(self, stream: Stream, requests: Sequence[Request], priority: int, deadline: float | None) -> None:
+        for place, (prompt, sampling) in enumerate(requests):
+            try:
+                request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
+            except Exception as error:  # of this request alone: the engine goes on
+                self._abort(stream)
+                self._hand_over([(stream, error)])
+                break
+            self._ids.setdefault(stream, set()).add(request)
+            self._requests[request] = [stream, place, sampling.n]
+
+    def _abort(self, stream: Stream) -> None:
+        for request in self._ids.get(stream, ()):
+            with suppress(RequestError):  # it has ended, and its last event is on its way
+                self._engine.abort(request)
+
+    def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | Exception]]:
+        """Events with whose they are; forgets requests that have ended."""
+        for event in events:
+            request = self._requests[event.id]
+            stream, place, left = request
+            if event.completion is not None or not stream.ends_only:
+                yield stream, event._replace(id=place)
+            if event.completion is not None:
+                request[2] = left - 1
+                if left == 1:
+                    del self._requests[event.id]
+                    self._ids[stream].discard(event.id)
+                    if not self._ids[stream]:
+                        del self._ids[stream]
+
+    def _hand_over(self, news: Iterable[tuple[Stream, Event | Exception]]) -> None:
+        if some := list(news):
+            self._call(lambda: self._deliver(some))
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        with suppress(RuntimeError):  # the event loop has ended, and with it all who wait
+            self._loop.call_soon_threadsafe(function)
+
+    def _end_all(self, reason: str, cause: BaseException | None) -> None:
+        """In the event loop's thread, as the last thing that the other one does."""
+        self._refused = reason
+        for stream in list(self._open):
+            error = EngineClosed(f"this engine takes no more work: {reason}")
+            error.__cause__ = cause
+            stream._fail(error)
+            self._open.discard(stream)
+        self._finished.set()
+
+
+def _stands(event: Event) -> bool:
+    """Whether a failure of the engine leaves an event as it is: all but the ends that it brought about."""
+    return event.completion is None or event.completion.finish_reason not in ("error", "abort")

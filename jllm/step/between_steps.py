@@ -1,0 +1,129 @@
+"""What becomes of the state between steps, which no step computes: functions of the state, which give a new one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.model.backbone import Cache
+from jllm.model.cache import COPIES, jit_copy_pages
+from jllm.model.hooks import Hooks
+from jllm.model.paged import NOWHERE
+from jllm.model.sampling import MAX_LOGIT_BIAS, make_counts, words
+from jllm.speculative.drafter import Drafter
+from jllm.speculative.forced import coming_tokens
+from jllm.speculative.tree import Tree
+from jllm.step.state import Guidance, State, Variant, make_slots, place_state
+
+MASKS = (4, 32)  # of guided samples that are put into the state at once: few sizes, which are compiled when first used
+REMEMBERED = 512  # tokens that a drafter or hooks are told at once
+
+
+def pools(state: State) -> Cache:
+    """All pools of pages: the model's, and those of a drafter, which share its page tables."""
+    return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
+
+
+def padded(pages: Sequence[int], filler: int) -> np.ndarray:
+    """These pages and fillers up to the next power of two, i32[n], so that few sizes are compiled."""
+    return np.fromiter(chain(pages, repeat(filler)), np.int32, 1 << max(0, len(pages) - 1).bit_length())
+
+
+def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:
+    """Copies pages (from, to), none of them both, in all pools."""
+    layers = len(state.cache)
+    for at in range(0, len(copies), COPIES):
+        pages = np.full((COPIES, 2), NOWHERE, np.int32)
+        some = copies[at : at + COPIES]
+        pages[: len(some)] = some
+        found = jit_copy_pages(pools(state), pages)
+        drafts = None if state.drafts is None else replace(state.drafts, cache=found[layers:])
+        state = replace(state, cache=found[:layers], drafts=drafts)
+    return state
+
+
+def guide(state: State, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> State:
+    """What these slots may draw at the nodes that their steps have, and what probably comes, as Guidance has them:
+    u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
+    assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
+    for at in range(0, len(slots), MASKS[-1]):
+        some = slice(at, at + MASKS[-1])
+        size = next(size for size in MASKS if size >= len(slots[some]))
+        where = np.full(size, NOWHERE, np.int32)
+        where[: len(slots[some])] = slots[some]
+        new = (np.resize(x[some], (size, *x.shape[1:])) for x in (allowed, coming))
+        state = replace(state, guidance=put_masks(state.guidance, where, *new))
+    return state
+
+
+@partial(jax.jit, donate_argnames="guidance")
+def put_masks(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
+    """Guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in `allowed`."""
+    return Guidance(
+        guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
+        guidance.coming.at[slots].set(coming, mode="drop"),
+    )
+
+
+def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: int, tokens: Sequence[int]) -> State:
+    """Tells the drafter and hooks the first tokens of a slot's sequence."""
+    for start in range(0, len(tokens), REMEMBERED):
+        some = tokens[start : start + REMEMBERED]
+        padded = np.zeros(REMEMBERED, np.int32)
+        padded[: len(some)] = some
+        where = np.asarray([slot, start, len(some)], np.int32)
+        if drafter is not None and state.drafts is not None:
+            memory = _drafter_remembers(drafter, state.drafts.memory, where, padded)
+            state = replace(state, drafts=replace(state.drafts, memory=memory))
+        if hooks is not None and hooks.observe is not None:
+            state = replace(state, user=_hooks_observe(hooks, state.user, where, padded))
+    return state
+
+
+@partial(jax.jit, donate_argnames="memory")
+def _drafter_remembers(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array) -> Any:
+    """A drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first, and how
+    many are valid."""
+    slot, start, count = where
+    return drafter.remember(memory, slot, tokens, start, count)
+
+
+@jax.jit
+def _hooks_observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
+    """State.user likewise."""
+    (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
+    return hooks.see(user, jnp.where(i < count, slot, NOWHERE), start + i, tokens)
+
+
+def as_asked(state: State, variant: Variant, config: LlamaConfig, tree: Tree, home: jax.Device | None) -> State:
+    """With penalties, and with masks of tokens for the nodes of `tree`, where and only where the variant has them.
+    home: the device of what is new, where it is one; None for JAX's own choice."""
+    state = _with_penalties(state, variant.penalties, config, home)
+    if variant.guided == (state.guidance is not None):
+        return state
+    guidance = None
+    if variant.guided:
+        S = state.slots.token.shape[0]
+        with jax.default_device(home):
+            allowed = ~jnp.zeros((S, tree.size, words(config.vocab_size)), jnp.uint32)
+            guidance = Guidance(allowed, jnp.full((S, coming_tokens(tree)), -1, jnp.int32))
+    return place_state(replace(state, guidance=guidance), config)
+
+
+def _with_penalties(state: State, wanted: bool, config: LlamaConfig, home: jax.Device | None) -> State:
+    """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
+    sequences that run already, since none of those asked."""
+    if wanted == (state.counts is not None):
+        return state
+    S = state.slots.token.shape[0]
+    with jax.default_device(home):
+        neutral = make_slots(S, 0, MAX_LOGIT_BIAS).sampling.penalties if wanted else None
+        counts = make_counts(S, config.vocab_size) if wanted else None
+    slots = replace(state.slots, sampling=replace(state.slots.sampling, penalties=neutral))
+    return place_state(replace(state, slots=slots, counts=counts), config)

@@ -1,0 +1,188 @@
+"""The first half of a merged step: what begins is admitted, K and V are written, and logits computed."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.errors import EvaluationError
+from jllm.model.backbone import Taps, head, head_taps, tapped_backbone
+from jllm.model.cache import with_tails, without_tails
+from jllm.model.hooks import Edits, HookRows, Hooks, make_edits
+from jllm.model.paged import Paged, chunk_of_row
+from jllm.model.params import Params
+from jllm.model.sampling import TokenCounts, count_tokens, token_logprobs, token_ranks
+from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
+from jllm.step.batch import RaggedBatch
+from jllm.step.draws import leaves_parts
+from jllm.step.rows import HeadRows, lay_out
+from jllm.step.state import SPREAD, Guidance, Slots, State, Variant
+from pallas_kernels.one_order import fenced
+
+PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
+
+Scores = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]  # as Logits has them of prompts
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """What the forward half of a step yields and its sampling half takes."""
+
+    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties; in parts see jllm.step.draws
+    rows: HeadRows
+    prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
+    prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
+    prompt_best: jax.Array | None  # i32[C] the most likely token in each target's place
+    prompt_best_logprobs: jax.Array | None  # f[C] of these
+    taps: Taps  # [T, ...] by names of the variant's; of the head's rows [R Q + B, ...]
+    hidden: jax.Array  # [R Q + B, E], before the final norm
+    chunk_hidden: jax.Array  # [C, E]
+    hook_rows: HookRows | None = None  # of the values
+
+
+@on_mesh({"params": STACKED, "state": SPREAD, "batch": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
+def forward(
+    params: Params,
+    state: State,
+    batch: RaggedBatch,
+    hooks: Hooks | None = None,
+    *,
+    config: LlamaConfig,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    parts: bool = False,
+) -> tuple[State, Logits]:
+    """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
+    row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts, as
+    parallel.draws says."""
+    slots = _admit(_change_pages(state.slots, batch.deltas), batch)
+    if variant.guided:
+        state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
+    sizes = state.cache[0].k.num_pages, state.cache[0].k.page_size
+    paged, rows = lay_out(slots, state.drafts, batch, *sizes, tails=state.tails is not None)
+    short, C = paged.short_rows, batch.tokens.shape[0]
+    last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
+
+    def pick(values: jax.Array) -> jax.Array:  # of all rows, the head's
+        return jnp.concatenate([values[:short], jnp.take(values, last, axis=0, mode="clip")])
+
+    edits = of_head = of_prompt = hook_rows = None
+    if hooks is not None:
+        every = _hook_rows(state, batch, paged, rows)
+        prompt: HookRows = jax.tree.map(lambda x: x[short:], every)
+        user = hooks.see(state.user, prompt.slot, prompt.index, prompt.token)
+        state = replace(state, user=user)
+        every, hook_rows, prompt = (replace(x, user=user) for x in (every, jax.tree.map(pick, every), prompt))
+        edits = make_edits(hooks.edit, config.num_layers, every)
+        if edits is not None:
+            of_head, of_prompt = replace(edits, rows=hook_rows), replace(edits, rows=prompt)
+    tailed = with_tails(state.cache, state.tails)
+    hidden, cache, taps = tapped_backbone(params, config, paged, tailed, variant.taps, backend=backend, edits=edits)
+    assert cache is not None
+    cache, tails = without_tails(cache)
+    hidden = _without_gradient(hidden)
+    picked = pick(hidden)
+    whole = not (parts and leaves_parts(config, picked.shape[0], variant.draws))
+    values = head(params, config, picked, backend=backend, edits=of_head, whole=whole)
+    scores: Scores = (None, None, None, None)
+    if variant.prompt_logprobs and C:
+        scores = _score_prompt(params, config, hidden[short:], batch.targets, of_prompt, backend=backend)
+    taps = taps | head_taps(params, config, picked, values, variant.taps, backend=backend, edits=of_head)
+    counts = state.counts
+    if variant.penalties:
+        assert counts is not None, "the penalties variant needs State.counts"
+        counts = _count_prompt(counts, batch, paged.positions[short:])
+    logits = Logits(values, rows, *scores, taps, picked, hidden[short:], hook_rows)
+    return replace(state, cache=cache, tails=tails, slots=slots, counts=counts), logits
+
+
+def _change_pages(slots: Slots, deltas: jax.Array) -> Slots:
+    slot, index, page = deltas[:, 0], deltas[:, 1], deltas[:, 2]
+    return replace(slots, pages=slots.pages.at[slot, index].set(page, mode="drop"))
+
+
+def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
+    """A chunk (re)writes its slot's sampling parameters and length; that is all there is to admission."""
+
+    def put(old, new):
+        return old.at[batch.chunk_slot].set(new, mode="drop")
+
+    sampling = jax.tree.map(put, slots.sampling, batch.sampling)
+    return replace(slots, sampling=sampling, done=put(slots.done, False), length=put(slots.length, batch.chunk_start))
+
+
+def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
+    """Guidance where all tokens may be drawn in these slots, which begin."""
+    assert guidance is not None, "the guided variant needs State.guidance"
+
+    def put(old: jax.Array) -> jax.Array:
+        return old.at[slots].set(~jnp.zeros((), old.dtype), mode="drop")
+
+    return jax.tree.map(put, guidance)
+
+
+def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: HeadRows) -> HookRows:
+    """Where all T rows of a step stand."""
+    S, (R, Q), C = state.slots.token.shape[0], rows.tokens.shape, batch.tokens.shape[0]
+    used = jnp.arange(Q, dtype=jnp.int32)[None, :] < rows.used[:, None]
+    short = jnp.where(used, rows.slot[:R, None], S).reshape(-1)
+    chunk = chunk_of_row(paged.chunk_cu[1:], C)
+    slot = jnp.take(batch.chunk_slot, chunk, mode="fill", fill_value=S)
+    return HookRows(jnp.concatenate([short, jnp.minimum(slot, S)]), paged.positions, paged.tokens)
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """x, where a step is not differentiated: attention over pages has no gradient."""
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> NoReturn:
+    raise EvaluationError("a step has no gradients: model.packed_logits is the same function without a cache, and has")
+
+
+def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) -> TokenCounts:
+    """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output. A first
+    chunk begins its slot's counts anew."""
+    S = counts.seen.shape[0]
+    first = jnp.where(batch.chunk_start == 0, batch.chunk_slot, S)
+    counts = jax.tree.map(lambda x: x.at[first].set(jnp.zeros((), x.dtype), mode="drop"), counts)
+    chunk = chunk_of_row(jnp.cumsum(batch.chunk_len, dtype=jnp.int32), batch.tokens.shape[0])
+    slot = jnp.where(chunk < batch.chunk_slot.shape[0], jnp.take(batch.chunk_slot, chunk, mode="clip"), S)
+    is_output = position >= jnp.take(batch.prompt_len, chunk, mode="clip")
+    return count_tokens(counts, slot, batch.tokens, is_output)
+
+
+def _score_prompt(
+    params: Params,
+    config: LlamaConfig,
+    hidden: jax.Array,
+    targets: jax.Array,
+    edits: Edits | None,
+    *,
+    backend: str | None,
+) -> Scores:
+    """log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never a
+    [C, V] array."""
+    C = hidden.shape[0]
+    block = min(PROMPT_LOGPROB_ROWS, C)
+    pad = -C % block
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])
+
+    def one(x):
+        own = None if edits is None else replace(edits, rows=replace(x[2], user=edits.rows.user))
+        logits = head(params, config, x[0], backend=backend, edits=own)
+        best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        logprobs, of_best = (fenced(backend, token_logprobs, logits, tokens) for tokens in (x[1], best))
+        return logprobs, token_ranks(logits, x[1]), best, of_best
+
+    rows = None if edits is None else jax.tree.map(blocks, replace(edits.rows, user=None))
+    found = jax.lax.map(one, (blocks(hidden), blocks(jnp.maximum(targets, 0)), rows))
+    logprobs, ranks, best, best_logprobs = (x.reshape(-1)[:C] for x in found)
+    return logprobs, ranks, best, best_logprobs

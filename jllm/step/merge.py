@@ -1,0 +1,88 @@
+"""The merged step: step(params, state, batch) -> state, outputs. One compiled function for every mix of requests.
+
+A step is `forward` (forward.py: K and V are written, logits of the rows whose next token is due) and then `sample`
+(sample.py). Short segments come first, then prompt chunks. A decoding sequence's input is its slot's last sampled
+token, which never leaves the device; a slot that the device has marked done writes nothing, so the host may dispatch
+step t + 1 before it has read the tokens of step t.
+
+With a drafter a third part follows: `draft` (draft.py) proposes what comes next, and the next step's segments have
+these drafts in rows of their own. `sample` accepts those that equal what it draws, so that a step may advance a
+sequence by several tokens. Between steps the state is that of plain decoding.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import LlamaConfig
+from jllm.model.hooks import Hooks
+from jllm.model.params import Params
+from jllm.model.sampling import sample as draw_tokens
+from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
+from jllm.speculative.drafter import Drafter
+from jllm.step.batch import RaggedBatch
+from jllm.step.draft import draft
+from jllm.step.draws import draw_apart
+from jllm.step.forward import Logits, forward
+from jllm.step.sample import Draw, sample
+from jllm.step.state import SPREAD, Outputs, State, Variant, spread_drafter
+
+STATIC = ("config", "variant", "backend", "draw", "wanted")
+ARRAYS = {"params": STACKED, "state": SPREAD, "batch": WHOLE, "drafter": spread_drafter, "hooks": WHOLE}
+
+
+@on_mesh(ARRAYS | {"logits": WHOLE}, (SPREAD, WHOLE))
+def sample_step(
+    params: Params,
+    state: State,
+    batch: RaggedBatch,
+    logits: Logits,
+    drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
+    *,
+    config: LlamaConfig,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    draw: Draw = draw_tokens,
+    wanted: bool = True,
+) -> tuple[State, Outputs]:
+    """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
+    state, outputs = sample(state, logits, hooks, variant=variant, backend=backend, draw=draw)
+    if drafter is not None:
+        state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
+    elif state.drafts is not None:  # what was drafted is behind the sequences now
+        state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
+    if variant.guided and state.drafts is not None:
+        outputs = replace(outputs, drafts=(state.drafts.tokens, state.drafts.count))
+    return state, outputs
+
+
+@on_mesh(ARRAYS, (SPREAD, WHOLE))
+def eager_step(
+    params: Params,
+    state: State,
+    batch: RaggedBatch,
+    drafter: Drafter | None = None,
+    hooks: Hooks | None = None,
+    *,
+    config: LlamaConfig,
+    variant: Variant = Variant(),
+    backend: str | None = None,
+    draw: Draw = draw_tokens,
+    wanted: bool = True,
+) -> tuple[State, Outputs]:
+    """One merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify drafts.
+    `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
+    options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
+    takes_rows = variant.takes_rows or variant.taps or hooks is not None
+    parts = draw is draw_tokens and not takes_rows
+    state, logits = forward(params, state, batch, hooks, **options, parts=parts)
+    if logits.values.shape[1] != config.vocab_size:
+        draw = draw_apart(config, variant.draws)
+    return sample_step(params, state, batch, logits, drafter, hooks, **options, draw=draw, wanted=wanted)
+
+
+step = partial(jax.jit, static_argnames=STATIC)(eager_step)

@@ -1,0 +1,188 @@
+"""Multiplies few rows by a matrix with scales on Hopper, in Pallas Mosaic GPU: bound by the bytes of the weights.
+
+A tile is up to 256 rows of x by a slab of w's rows, whose width is any multiple of 16. So slabs divide evenly among the
+SMs. For most shapes one wave of tiles, each over all of K, is the whole matmul, with nothing to merge. Rows of x are
+the 64-row operand of wgmma. Rows that don't exist are neither copied nor stored. Two warps of one warpgroup copy x and
+w into a deep ring, on and on across tiles. One or two warpgroups multiply. An SM takes in 64 bytes a clock at most, x's
+included. Where that is the limit, tiles are chosen nearly square.
+
+With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up is
+made of sums in registers. Half of the results are never written, and nothing reads them.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.gemm_sm90.product import sum_over_k
+from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import Plan, Refs, begin_of, tiles_of
+from pallas_kernels.hopper.ring_sm90 import drain, free_slot
+from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
+
+LAYOUT = plgpu.Layout.WGMMA
+ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
+
+
+@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "interpret"))
+def gemm(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    x_scale: jax.Array | None = None,
+    w_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: jnp.dtype,
+    config: Config,
+    gated: bool = False,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring. bias may have 16 bits, too.
+    gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added."""
+    (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
+    if m == 0:
+        return jnp.zeros((0, n), out_dtype)
+    if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
+        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    given = {name: array for name, array in optional.items() if array is not None}
+    assert not (gated and given), "a gated product is neither scaled nor added to"
+    extra = {name: array.dtype for name, array in given.items()}
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated)
+    kernel = plgpu.kernel(
+        partial(_kernel, plan),
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        scratch_types=plan.scratch(),
+        grid=(plan.workers,),
+        grid_names=("worker",),
+        num_threads=plan.computing + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=gated,  # SiLU's exponential, good to 2^-21
+        ),
+        interpret=interpret,
+        kernel_name="gemm_skinny_gated" if gated else "gemm_skinny",
+    )
+    return kernel(x, w, *given.values())
+
+
+def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
+    *extra, out = arrays
+    refs = Refs(x=x, w=w, out=out, **dict(zip(plan.extra, extra)), **scratch)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < plan.computing)
+    def _() -> None:
+        if plan.computing > 1:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+        compute(plan, refs, warpgroup)
+
+    @pl.when(warpgroup == plan.computing)
+    def _() -> None:
+        if plan.computing > 1:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: jax.Array) -> None:
+            pl.when(warp == 0)(lambda: copy_operand(plan, refs, refs.w, refs.w_s, plan.columns, plan.parts))
+            pl.when(warp == 1)(lambda: copy_operand(plan, refs, refs.x, refs.x_s, plan.copied))
+            if plan.vectors:
+                pl.when(warp == 2)(lambda: copy_vectors(plan, refs))
+
+
+def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
+    """Copies x or w in one warp, step by step, on and on across tiles. w may come in parts, each of `rows` rows. Rows
+    that gate's part has past its end are up's, and results of them are not stored."""
+    steps, tiles = plan.steps, tiles_of(plan)
+
+    @pl.loop(0, tiles)
+    def _(i: jax.Array) -> None:
+        begin = begin_of(plan, i)[0 if source is refs.x else 1]
+
+        @pl.loop(0, steps)
+        def _(s: jax.Array) -> None:
+            slot = free_slot(i * steps + s, refs.free)
+            for part in range(parts):
+                at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
+                to = target.at[slot, pl.ds(part * rows, rows)]
+                plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
+
+    drain(tiles * steps, refs.free)
+
+
+def copy_vectors(plan: Plan, refs: Refs) -> None:
+    """Copies scales and bias in one warp."""
+
+    @pl.loop(0, tiles_of(plan))
+    def _(i: jax.Array) -> None:
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
+        row, column = begin_of(plan, i)
+        for name in plan.vectors:
+            source, target = getattr(refs, name), getattr(refs, f"{name}_s")
+            at = pl.ds(row if name == "x_scale" else column, target.shape[0])
+            plgpu.copy_gmem_to_smem(source.at[at], target, refs.vectors_full)
+
+    plgpu.barrier_wait(refs.vectors_free)
+
+
+def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
+    """Computes a warpgroup's rows of every tile of this CTA."""
+    rows = pl.ds(warpgroup * plan.rows, plan.rows)
+
+    @pl.loop(0, tiles_of(plan))
+    def _(i: jax.Array) -> None:
+        row, column = begin_of(plan, i)
+        fetch_residual(plan, refs, warpgroup, row + rows.start, column)
+        sums = sum_over_k(plan, refs, i, rows, (plan.rows, plan.config.columns))
+        finish(plan, refs, warpgroup, row, column, sums)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, column: jax.Array) -> None:
+    """Copies 64 rows of the residual to where the result that they are added to will be."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if refs.residual is not None:
+        source = refs.residual.at[pl.ds(row, UNIT), pl.ds(column, plan.columns)]
+        plgpu.copy_gmem_to_smem(source, refs.out_s.at[warpgroup], refs.residual_full.at[warpgroup])
+
+
+def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: jax.Array) -> None:
+    """Scales, adds and stores a warpgroup's sums of the tile at `row` and `column`, 64 rows at a time."""
+    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.columns)
+    if plan.vectors:
+        plgpu.barrier_wait(refs.vectors_full)
+    for first in range(0, plan.rows, UNIT):
+        begin = warpgroup * plan.rows + first
+        total = sums[first : first + UNIT].astype(jnp.float32)
+        if plan.gated:
+            total = silu_mul(total[:, : plan.columns], total[:, plan.columns :])
+
+        def spread(vector: Any, layout: Any, axis: int, shape: Any = total.shape) -> jax.Array:
+            value = plgpu.load(vector, layout=layout, optimized=False).astype(jnp.float32)
+            return lax.broadcast_in_dim(value, shape, (axis,))
+
+        if refs.x_scale is not None:
+            total = total * spread(refs.x_scale_s.at[pl.ds(begin, UNIT)], ROW, 0)
+        if refs.w_scale is not None:
+            total = total * spread(refs.w_scale_s.at[columns], COLUMN, 1)
+        if refs.bias is not None:
+            total = total + spread(refs.bias_s.at[columns], COLUMN, 1)
+        if first > 0:
+            fetch_residual(plan, refs, warpgroup, row + begin, column)
+        if refs.residual is not None:
+            plgpu.barrier_wait(refs.residual_full.at[warpgroup])
+            total = total + plgpu.load(out_s, layout=LAYOUT, optimized=False).astype(jnp.float32)
+        out_s[...] = total.astype(plan.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
+    if plan.vectors:
+        plgpu.barrier_arrive(refs.vectors_free)
