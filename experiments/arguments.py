@@ -25,7 +25,7 @@ MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
 
 
 def dtype_name(text: str) -> str:
-    """A dtype of weights by its name or short name, as `jllm.load` has them."""
+    """Returns a dtype of weights by its name or short name, as `jllm.load` has them."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"{text!r} is not known; known are {', '.join(DTYPES)}")
@@ -33,7 +33,7 @@ def dtype_name(text: str) -> str:
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """A type of argparse's: text as it is, of which `check` refuses some as the library does."""
+    """Returns a type of argparse's: text as it is, of which `check` refuses some as the library does."""
 
     def kept(text: str) -> str:
         try:
@@ -49,7 +49,7 @@ known_scheme = checked(find_scheme)  # of weights, by its name or in a file
 
 
 def outlier_strength(text: str) -> float:
-    """How many times as large planted outliers are."""
+    """Returns how many times as large planted outliers are."""
     number = positive_number(text)
     checked(lambda _: check_strength(number))(text)
     return number
@@ -67,8 +67,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -
 
 
 def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
-    """The shapes that --config and --layers ask for. Before weights take minutes to be made, raises ConfigError for a
-    KV format that does not fit them, a --backend that lacks its GPU, and more `tokens` of a slot than its context."""
+    """Returns the shapes that --config and --layers ask for. Before weights take minutes to be made, raises ConfigError
+    for a KV format that does not fit them, a --backend that lacks its GPU, and more `tokens` of a slot than its
+    context."""
     config = model_config(args.config, args.layers)
     parse_kv_cache(getattr(args, "kv_cache", None), config, jnp.bfloat16)
     check_backend(getattr(args, "backend", None))
@@ -99,7 +100,7 @@ def add_bandwidth(parser: argparse.ArgumentParser) -> None:
 
 
 def ceilings_here(args: argparse.Namespace) -> Ceilings:
-    """Those of the device that runs, with the --bandwidth that was asked for."""
+    """Returns those of the device that runs, with the --bandwidth that was asked for."""
     return ceilings_of(jax.devices()[0].device_kind, args.bandwidth)
 
 
@@ -133,7 +134,8 @@ def _is_held(gpu: list[str]) -> bool:
 
 
 def scheme_name(given: str) -> str:
-    """What a scheme is called, of which the command line may give a file; one that is unknown is refused later."""
+    """Returns what a scheme is called, of which the command line may give a file; one that is unknown is refused
+    later."""
     try:
         return find_scheme(given).name
     except QuantizationError:

@@ -25,7 +25,7 @@ class Command:
             raise ValueError(f"{self.name}: what is not timed shares a GPU: gpus must be 1, not {self.gpus}")
 
     def beside(self, peers: Path | None) -> "Command":
-        """The command with others' scripts beside it, where it has any."""
+        """Returns the command with others' scripts beside it, where it has any."""
         if peers is None or not self.peer_seconds:
             return self
         line = " ".join(filter(None, (self.line, self.of_peers, f"--peers {shlex.quote(str(peers))}")))
@@ -39,7 +39,7 @@ def experiment(
 
 
 def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: int = 0, gpus: int = 1) -> Command:
-    """The benchmark of a kernel, by its own name or by another one."""
+    """Returns the benchmark of a kernel, by its own name or by another one."""
     line = f"-m pallas_kernels.{of or name}.bench {options} --results {{results}}".replace("  ", " ")
     return Command(name, line, seconds, True, peer_seconds, gpus=gpus)
 

@@ -73,7 +73,7 @@ class Subject:
 
 
 def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
-    """All that is timed, with this implementation of jax.nn.dot_product_attention."""
+    """Yields all that is timed, with this implementation of jax.nn.dot_product_attention."""
     table = jax.ShapeDtypeStruct((sizes.rows, sizes.columns), jnp.bfloat16)
     yield Subject("bandwidth", "row sums by XLA", _nbytes(table), _row_sums, (table,))
     attend = partial(jax.nn.dot_product_attention, implementation=attention)
@@ -98,8 +98,8 @@ def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
 
 
 def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:
-    """A row each, with what is reached a second; one that fails says why. All are compiled before the first is timed,
-    as XLA tries candidates of its own on the device."""
+    """Yields a row each, with what is reached a second; one that fails says why. All are compiled before the first is
+    timed, as XLA tries candidates of its own on the device."""
     lower = {subject: partial(jax.jit(subject.run).lower, *subject.operands) for subject in subjects}
     for subject, compiled in compile_ahead(lower, threads).items():
         row: Row = {"quantity": subject.quantity, "what": subject.what}
@@ -113,7 +113,7 @@ def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:
 
 
 def best(rows: list[Row]) -> dict[str, float]:
-    """The best rate of each quantity."""
+    """Returns the best rate of each quantity."""
     found: dict[str, float] = {}
     for row in rows:
         if "rate" in row:

@@ -77,7 +77,7 @@ def continuations(
 
 
 def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray:
-    """f64[count, V]: what the forward pass without a cache says before each of the last `count` tokens."""
+    """Returns f64[count, V]: what the forward pass without a cache says before each of the last `count` tokens."""
     tokens = jnp.asarray(ids, jnp.int32)
     batch = Packed(tokens, jnp.arange(len(ids), dtype=jnp.int32), jnp.zeros_like(tokens))
     logits = logits_of(model.params, model.config, batch)[-count - 1 : -1]
@@ -85,7 +85,7 @@ def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray
 
 
 def gaps(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> np.ndarray:
-    """f64: how far the log-probability of each generated token is from that of the forward pass."""
+    """Returns f64: how far the log-probability of each generated token is from that of the forward pass."""
     each = []
     for prompt, completion in zip(prompts, found, strict=True):
         ids = completion.token_ids
@@ -95,7 +95,7 @@ def gaps(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[Complet
 
 
 def agreed(ours: Sequence[int], plain: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """Returns how many tokens are the same before the first that is not."""
     differs = np.flatnonzero(np.asarray(ours) != np.asarray(plain))
     return int(differs[0]) if differs.size else len(plain)
 
@@ -110,7 +110,7 @@ def agreement(found: Sequence[Completion], plain: Sequence[Completion], *, sampl
 
 
 def forced(model: Model, prompts: Sequence[Sequence[int]], plain: Sequence[Completion], wide: list[np.ndarray]) -> Row:
-    """Teacher forcing along the continuations of the model as loaded, whose log-probabilities are `wide`."""
+    """Returns teacher forcing along the continuations of the model as loaded, whose log-probabilities are `wide`."""
     kl, top1 = [], []
     for prompt, completion, want in zip(prompts, plain, wide, strict=True):
         ids = completion.token_ids
@@ -123,7 +123,7 @@ def forced(model: Model, prompts: Sequence[Sequence[int]], plain: Sequence[Compl
 
 
 def activation_bits(model: Model) -> int:
-    """The fewest that inputs of a linear layer are rounded to; 16 stands for float32 that is not rounded."""
+    """Returns the fewest that inputs of a linear layer are rounded to; 16 stands for float32 that is not rounded."""
     leaves = linears(model.params).values()
     formats = [leaf.format.activations for leaf in leaves if isinstance(leaf, QuantizedWeight)]
     own = 8 if model.params.dtype == jnp.bfloat16 else 16
@@ -133,7 +133,7 @@ def activation_bits(model: Model) -> int:
 def rows(
     model: Model, args: argparse.Namespace, pairs: Sequence[tuple[Any, str]], before: Sequence[Row]
 ) -> Iterator[Row]:
-    """One a pair of scheme and KV format; those that are there before are not computed again."""
+    """Yields one a pair of scheme and KV format; those that are there before are not computed again."""
     prompts = beginnings(model, args)
     plain = continuations(model, prompts, args.new_tokens, PLAIN_KV, args.backend)
     wide = [forward_logprobs(model, [*ids, *c.token_ids], len(c.token_ids)) for ids, c in zip(prompts, plain)]

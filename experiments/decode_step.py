@@ -74,7 +74,7 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
 
 
 def mean_length(args: argparse.Namespace) -> float:
-    """KV tokens of a slot, on average over the timed steps."""
+    """Returns KV tokens of a slot, on average over the timed steps."""
     return args.context + (args.steps + 1) / 2
 
 
@@ -113,8 +113,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars of two
-    that share a model, and none of one."""
+    """Yields the kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars
+    of two that share a model, and none of one."""
     own = {row["batch"]: row.get("decode_ms") for row in rows if of_own_kernels(row)}
     for row in rows:
         case = row["model"], row["batch"]

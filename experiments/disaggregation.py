@@ -61,7 +61,7 @@ PAGE = 16
 
 
 def workload(args: argparse.Namespace, rate: float | None, seed: int = 0) -> list[Request]:
-    """Requests with arrivals, the same for the same rate and seed."""
+    """Returns requests with arrivals, the same for the same rate and seed."""
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> list[int]:
@@ -76,7 +76,7 @@ def workload(args: argparse.Namespace, rate: float | None, seed: int = 0) -> lis
 
 
 def sizes(args: argparse.Namespace, steps: str) -> dict[str, Any]:
-    """Options of every engine: pages for all slots, and where compiled steps go."""
+    """Returns options of every engine: pages for all slots, and where compiled steps go."""
     longest = 3 * (args.prompt + args.output) // 2 + 1
     return {
         "max_slots": args.slots, "max_step_tokens": args.slots + args.step_tokens, "page_size": PAGE,
@@ -90,7 +90,7 @@ def buckets(slots: int, tokens: int) -> tuple[Bucket, ...]:
 
 
 def options_of(level: str, args: argparse.Namespace, steps: str) -> tuple[Row, Row]:
-    """Options of a level's engines, and those that are others where prompts alone are computed."""
+    """Returns options of a level's engines, and those that are others where prompts alone are computed."""
     S, T = args.slots, args.step_tokens
     options, usual = sizes(args, steps), buckets(S, T)
     if level == "separate":  # steps of prompts alone are as small as they can be
@@ -174,7 +174,7 @@ def figures(served: list[Any], seconds: float, metrics: Row) -> Row:
 
 
 def simulation_of(args: argparse.Namespace, costs: Costs, level: str) -> Callable[..., Simulation]:
-    """What makes an engine of a level; of which kind, the caller says."""
+    """Returns what makes an engine of a level; of which kind, the caller says."""
     S, T = args.slots, args.step_tokens
     token_pages = int(args.pool_gib * (1 << 30) / (PAGE * costs.cost.token_bytes))
 
@@ -233,7 +233,7 @@ def _arrivals(args: argparse.Namespace, rate: float | None) -> list[Arrival]:
 
 
 def with_claim(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows, and then what the claim compares: apart over merged on as many GPUs, at equal load."""
+    """Yields the rows, and then what the claim compares: apart over merged on as many GPUs, at equal load."""
     found = []
     for row in rows:
         found.append(row)

@@ -34,8 +34,8 @@ class Policy:
 
 
 def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConfig) -> Cache:
-    """A cache of `texts` sequences, which have as many pages one after another, without the `gone` tokens after the
-    sinks of each. Keys of those after them turn back by as many positions: a rotation, so that no unrotated copy is
+    """Returns a cache of `texts` sequences, which have as many pages one after another, without the `gone` tokens after
+    the sinks of each. Keys of those after them turn back by as many positions: a rotation, so that no unrotated copy is
     needed. What follows the kept tokens is zero. K and V are floats."""
     kept = np.r_[: policy.sinks, policy.sinks + gone : policy.sinks + gone + policy.recent]
     back = jnp.where(jnp.arange(len(kept)) < policy.sinks, 0, -gone)
@@ -54,8 +54,8 @@ def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConf
 
 
 def read(model: Model, ids: np.ndarray, kv: str, policy: Policy | None = None, last: int = 0) -> np.ndarray:
-    """Hidden states [B, L - 1, E] of the inputs of texts i32[B, L], through the paged cache. With a policy, K and V are
-    in the model's dtype, and the `last` inputs are read together: nothing is forgotten between them."""
+    """Returns hidden states [B, L - 1, E] of the inputs of texts i32[B, L], through the paged cache. With a policy, K
+    and V are in the model's dtype, and the `last` inputs are read together: nothing is forgotten between them."""
     B, L = ids.shape
     if policy is None:
         windows = [Window(i, 0, 1, L) for i in range(B)]

@@ -25,7 +25,7 @@ BARS = {"cold": 15.0, "cached": 6.0}  # seconds, on two CPU cores
 
 
 def start(cache: Path) -> float:
-    """Seconds that one start takes."""
+    """Returns seconds that one start takes."""
     command = [sys.executable, "-m", "jllm.generate", "Once upon a time", "--compile-cache", str(cache)]
     options = ["--max-new-tokens", str(TOKENS), "--ignore-eos", "--seed", "1", "--json"]
     begin = time.perf_counter()

@@ -72,7 +72,7 @@ def backend_of(sheet: DeviceSheet) -> str:
 
 
 def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
-    """What each backend's steps reached on an H200. Raises InputFileError where no file says."""
+    """Returns what each backend's steps reached on an H200. Raises InputFileError where no file says."""
     found = newest(results, "decode_step")
     if found is None:
         raise InputFileError(f"{results}: no decode_step-DATE-h200.json to take shares of the floor from")
@@ -85,7 +85,7 @@ def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
 
 
 def slides_row(sheet: DeviceSheet) -> Row:
-    """What the slides' rules say of a device."""
+    """Returns what the slides' rules say of a device."""
     requests = REQUESTS_GB * (sheet.memory_gb - WEIGHTS_GB)
     memory_ms = 1e3 / READ * sheet.memory_gb / sheet.bandwidth_gb_s
     tokens_s = 1e3 * requests / memory_ms
@@ -95,12 +95,12 @@ def slides_row(sheet: DeviceSheet) -> Row:
 
 
 def value(tokens_s: float, sheet: DeviceSheet) -> float | None:
-    """Million tokens for a dollar of rent."""
+    """Returns million tokens for a dollar of rent."""
     return None if sheet.price is None else 3600 * tokens_s / sheet.price.usd_hour / 1e6
 
 
 def estimate_row(sheet: DeviceSheet, model: Model, shares: Shares, same: int) -> Row:
-    """What our estimator says of a device, of a step of `same` requests too."""
+    """Returns what our estimator says of a device, of a step of `same` requests too."""
     cost = cost_on(sheet, model, shares)
 
     def seconds(batch: int) -> float:
@@ -127,7 +127,8 @@ def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares]) -> Iterator[
 
 
 def checks(shares: dict[str, Shares], results: Path = RESULTS) -> list[Row]:
-    """The estimate beside every step of CHECKS that one device made alone, each case once, by its newest file."""
+    """Returns the estimate beside every step of CHECKS that one device made alone, each case once, by its newest
+    file."""
     model = model_shapes(MODEL)
     found: list[tuple[str, Row]] = []
     for name, device, sheet, backend in CHECKS:
@@ -149,7 +150,7 @@ def checks(shares: dict[str, Shares], results: Path = RESULTS) -> list[Row]:
 
 
 def errors(rows: Iterable[Row]) -> Iterator[Row]:
-    """The largest error of each device and backend."""
+    """Yields the largest error of each device and backend."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["part"] == "check":

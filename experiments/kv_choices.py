@@ -50,7 +50,7 @@ class Compacted(Extent):
 
 
 def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Policy]]]:
-    """(question, answer, quantile, what makes the policy): a predictor that learns is new for each run."""
+    """Yields (question, answer, quantile, what makes the policy): a predictor that learns is new for each run."""
     yield "victim", "cheapest", None, OnDemand
     yield "victim", "newest", None, NewestVictim
     for q in QUANTILES:

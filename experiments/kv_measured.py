@@ -45,7 +45,7 @@ KEPT = (
 def measured(
     model: Model, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
-    """The figures of one engine."""
+    """Returns the figures of one engine."""
     outputs = [request.output for request in requests]
     oracle = Oracle(lambda prompt, params: outputs[params.seed or 0])  # requests are told apart by their seeds
     settings = qps_args(["--repeats", "1", "--config", args.config, "--slots", str(args.slots)])
@@ -60,7 +60,7 @@ def measured(
 def simulated(
     costs: Costs, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
-    """What the simulator makes of the same."""
+    """Returns what the simulator makes of the same."""
     samples = tuple(Sample((1,) * request.prompt, request.output) for request in requests)
     case = Case(args.config, None, args.kv_cache, policy, predictor, args.slots, gib, step_tokens=args.step_tokens)
     row = simulate(case, costs, Workload("requests", samples, False), max_new_tokens=args.allow)
@@ -89,7 +89,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def parse_case(text: str) -> tuple[str, str | None]:
-    """extent:oracle -> ("extent", "oracle"). Raises argparse's error for what cannot be served."""
+    """Returns extent:oracle -> ("extent", "oracle"). Raises argparse's error for what cannot be served."""
     policy, _, predictor = text.partition(":")
     if policy not in KV_POLICIES:
         raise argparse.ArgumentTypeError(f"{policy!r} is no policy; policies: {', '.join(KV_POLICIES)}")

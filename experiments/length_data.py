@@ -79,7 +79,7 @@ def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[T
 
 
 def about_texts(model: Model, longest: int) -> dict[str, object]:
-    """What decides texts, besides their seeds."""
+    """Returns what decides texts, besides their seeds."""
     config = digest([repr(model.config).encode(), str(model.params.dtype).encode()])
     return {"longest": longest, "config": config, "weights": of_params(model.params)} | of_machine()
 
@@ -113,15 +113,15 @@ def read_texts(path: Path, about: dict[str, object]) -> list[Text]:
 
 
 def line_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of tokens with a line break in their text."""
+    """Returns ids of tokens with a line break in their text."""
     return frozenset(i for i in range(tokenizer.vocab_size) if LINE in tokenizer.decode([i]))
 
 
 def cut_requests(
     texts: Sequence[Text], begin: int, lines: frozenset[int], cuts: int, rng: np.random.Generator
 ) -> list[Request]:
-    """Requests from each text at `cuts` places, of both kinds in turn. Places are drawn log-uniformly from SHORTEST ..
-    LONGEST tokens whatever the text; those behind its end are dropped."""
+    """Returns requests from each text at `cuts` places, of both kinds in turn. Places are drawn log-uniformly from
+    SHORTEST .. LONGEST tokens whatever the text; those behind its end are dropped."""
     requests = []
     for text in texts:
         places = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), cuts)).astype(int).tolist()

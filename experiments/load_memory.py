@@ -66,7 +66,7 @@ def generate(directory: Path, config: LlamaConfig) -> None:
 
 
 def memory(field: str) -> float:
-    """MiB that /proc says: VmRSS is resident now, VmHWM the most that ever was."""
+    """Returns MiB that /proc says: VmRSS is resident now, VmHWM the most that ever was."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
 

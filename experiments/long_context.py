@@ -61,7 +61,7 @@ def kv_formats(head_dim: int) -> tuple[str, ...]:
 
 
 def score(model: Model, states: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-log p of the targets i32[B, Q] by hidden states [B, Q, E], and whether each is the likeliest token."""
+    """Returns -log p of the targets i32[B, Q] by hidden states [B, Q, E], and whether each is the likeliest token."""
     bare = replace(model.params, layers=())
 
     @jax.jit
@@ -76,8 +76,8 @@ def score(model: Model, states: np.ndarray, targets: np.ndarray) -> tuple[np.nda
 
 
 def contexts(count: int, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Rows of at most `tokens` tokens i32[count, L] with a question at each depth, in random order; the depths in the
-    order asked i32[count, DEPTHS]; and the pairs of a context."""
+    """Returns rows of at most `tokens` tokens i32[count, L] with a question at each depth, in random order; the depths
+    in the order asked i32[count, DEPTHS]; and the pairs of a context."""
     pairs = (tokens - 1) // 2 - DEPTHS
     rng = np.random.default_rng(seed)
     order = np.stack([rng.permutation(DEPTHS) for _ in range(count)])
@@ -89,7 +89,7 @@ def contexts(count: int, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray
 
 
 def ask(model: Model, kv: str, args: argparse.Namespace, tokens: int, policy: Policy | None = None) -> Row:
-    """nats and hits [contexts, DEPTHS] by depth, and where each depth's part begins and ends in tokens."""
+    """Returns nats and hits [contexts, DEPTHS] by depth, and where each depth's part begins and ends in tokens."""
     ids, order, pairs = contexts(args.contexts, tokens, args.seed)
     at = questions(pairs, DEPTHS)
     states = read(model, ids, kv, policy, last=2 * DEPTHS - 1)[:, at]
@@ -100,7 +100,7 @@ def ask(model: Model, kv: str, args: argparse.Namespace, tokens: int, policy: Po
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927)."""
+    """Returns the 95 % interval of a share (Wilson, 1927)."""
     share, of = hits / count, 1 + z * z / count
     middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return max(0.0, (middle - half) / of), min(1.0, (middle + half) / of)
@@ -142,7 +142,8 @@ def outlier_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
-    """i32[B, 1 + L]: BOS and L tokens of the text, beginning at every half of L. Raises ConfigError for too few."""
+    """Returns i32[B, 1 + L]: BOS and L tokens of the text, beginning at every half of L. Raises ConfigError for too
+    few."""
     assert model.tokenizer is not None
     ids = np.asarray(model.tokenizer.encode("\n\n".join(read_documents(args.text)))[1:], np.int32)
     starts = range(0, len(ids) - args.positions + 1, max(1, args.positions // 2))[: args.windows]
@@ -188,7 +189,7 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def draw_result(document: Row, file: Path) -> Path | None:
-    """Three panels beside the result; None without matplotlib, which is said."""
+    """Returns three panels beside the result; None without matplotlib, which is said."""
     path = file.with_suffix(".svg")
     with (
         without_matplotlib_said(file),

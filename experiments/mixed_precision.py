@@ -59,12 +59,13 @@ def check_formats(schemes: Mapping[str, Scheme]) -> None:
 
 
 def mixed_scheme(name: str, chosen: Sequence[str], schemes: Mapping[str, Scheme]) -> Scheme:
-    """The scheme of each layer's format, by the names that `schemes` has."""
+    """Returns the scheme of each layer's format, by the names that `schemes` has."""
     return Scheme(name, tuple((f"layers.{i}.*_proj", schemes[fmt].rules[0][1]) for i, fmt in enumerate(chosen)))
 
 
 def layer_bytes(model: Model, schemes: Mapping[str, Scheme]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes i64[L, formats] of the linear layers, and how many weights i64[L] they have. Nothing is quantized."""
+    """Returns bytes i64[L, formats] of the linear layers, and how many weights i64[L] they have. Nothing is
+    quantized."""
     plain = jax.eval_shape(lambda: model.params)
     found = [quantize(plain, scheme).layers for scheme in schemes.values()]
 
@@ -77,14 +78,15 @@ def layer_bytes(model: Model, schemes: Mapping[str, Scheme]) -> tuple[np.ndarray
 
 
 def sensitivities(model: Model, schemes: Mapping[str, Scheme], tokens: np.ndarray) -> np.ndarray:
-    """f64[L, formats]: the divergence where one layer alone has the format, the mean over rows of tokens i32[W, T]."""
+    """Returns f64[L, formats]: the divergence where one layer alone has the format, the mean over rows of tokens i32[W,
+    T]."""
     quantized = [replace(model, params=quantize(model.params, scheme)) for scheme in schemes.values()]
     return np.array([np.mean([divergence_by_layer(q, model, row) for row in tokens], axis=0) for q in quantized]).T
 
 
 def choose(costs: np.ndarray, sizes: np.ndarray, budget: float) -> list[int]:
-    """The format of each layer: the least sum of costs f64[L, formats] whose sizes, likewise, add up to the budget or
-    less, as some do."""
+    """Returns the format of each layer: the least sum of costs f64[L, formats] whose sizes, likewise, add up to the
+    budget or less, as some do."""
     layers, formats = costs.shape
     one_each = LinearConstraint(np.kron(np.eye(layers), np.ones(formats)), 1, 1)
     fits = LinearConstraint(sizes.reshape(1, -1) / budget, -np.inf, 1)
@@ -95,7 +97,7 @@ def choose(costs: np.ndarray, sizes: np.ndarray, budget: float) -> list[int]:
 
 
 def rows(model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row]) -> Iterator[Row]:
-    """Formats alone, then each budget with each seed; what is there before is not computed again."""
+    """Yields formats alone, then each budget with each seed; what is there before is not computed again."""
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     sizes, weights = layer_bytes(model, schemes)

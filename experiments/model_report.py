@@ -51,7 +51,7 @@ KV = ("fp8", "int8-g8", "int4-g32")
 
 
 def plain_shapes(config: LlamaConfig, scheme: str | Scheme | None = None) -> Model:
-    """The model in bf16, or quantized from it, as shapes alone."""
+    """Returns the model in bf16, or quantized from it, as shapes alone."""
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.bfloat16))
     return Model(config, params if scheme is None else quantize(params, scheme), None)
 
@@ -115,7 +115,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measured(args: argparse.Namespace, command: list[str], schemes: Sequence[str], kv: Sequence[str]) -> Any:
-    """The sweep's result file: each scheme with each format, the plain ones included."""
+    """Returns the sweep's result file: each scheme with each format, the plain ones included."""
     asked = ["--text", str(args.text), "--tokens", str(args.tokens), "--no-groups", "--grid"]
     asked += ["--model", args.model] if args.model != BUNDLED else []
     asked += ["--results", str(args.results)] + (["--label", args.label] if args.label else [])

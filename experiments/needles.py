@@ -13,7 +13,8 @@ VOCAB = 1 + KEYS + VALUES
 
 
 def draw(key: jax.Array, pairs: int, asked: jax.Array) -> jax.Array:
-    """One row of tokens i32[1 + 2 (pairs + Q)], whose questions are for the pairs `asked` i32[Q], in this order."""
+    """Returns one row of tokens i32[1 + 2 (pairs + Q)], whose questions are for the pairs `asked` i32[Q], in this
+    order."""
     of_keys, of_values = jax.random.split(key)
     keys = 1 + jax.random.permutation(of_keys, KEYS)[:pairs]
     values = 1 + KEYS + jax.random.randint(of_values, (pairs,), 0, VALUES)
@@ -23,5 +24,5 @@ def draw(key: jax.Array, pairs: int, asked: jax.Array) -> jax.Array:
 
 
 def questions(pairs: int, count: int) -> slice:
-    """The rows of the keys of `count` questions: each one's next token is the answer."""
+    """Returns the rows of the keys of `count` questions: each one's next token is the answer."""
     return slice(1 + 2 * pairs, 1 + 2 * (pairs + count), 2)

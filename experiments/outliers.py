@@ -60,7 +60,7 @@ def planted(model: Model, strength: float | str, seed: int) -> Model:
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
-    """Strength by strength; one whose rows are all there before is not computed again."""
+    """Yields strength by strength; one whose rows are all there before is not computed again."""
     for group in args.groups:
         quantize(jax.eval_shape(lambda: model.params), f"w4a16-g{group}")
     ids, protocol = read_tokens(model, args)
@@ -92,7 +92,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
 
 
 def channel_maxima(model: Model, tokens: np.ndarray, layer: int) -> np.ndarray:
-    """[E]: the largest activation of each channel that a layer's QKV projection reads."""
+    """Returns [E]: the largest activation of each channel that a layer's QKV projection reads."""
     stats = ptq.layer_statistics(model, tokens, ("qkv",), gram=False)
     return np.asarray([found["qkv"].absmax for _, found in zip(range(layer + 1), stats)][-1])
 

@@ -85,7 +85,8 @@ ORDER = (  # scheme, method, and one that it is better than by its paper, mean o
 
 
 def rotated_blocks(scheme: Scheme) -> Scheme:
-    """The scheme with blocks of small floats times a Hadamard matrix of the block's size; other formats as they are."""
+    """Returns the scheme with blocks of small floats times a Hadamard matrix of the block's size; other formats as they
+    are."""
 
     def one(name: str) -> str:
         found = parse_formats(name)
@@ -96,7 +97,7 @@ def rotated_blocks(scheme: Scheme) -> Scheme:
 
 
 def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000, seed: int = 0) -> list[float]:
-    """95 % of the divergence over plain rounding's, both of the same draws of documents."""
+    """Returns 95 % of the divergence over plain rounding's, both of the same draws of documents."""
     kl = np.asarray([[part.kl for part in e.parts] for e in (found, plain)], np.float64)
     drawn = np.random.default_rng(seed).integers(kl.shape[1], size=(samples, kl.shape[1]))
     sums = kl[:, drawn].sum(axis=2)
@@ -123,7 +124,7 @@ def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]]
 
 
 def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[str, str, int, str]]:
-    """Model, scheme, seed and method of each row; rounding before what is held against it."""
+    """Returns model, scheme, seed and method of each row; rounding before what is held against it."""
     found = []
     for model, scheme, seed in product(args.models, schemes, args.seeds):
         formats = PRESETS[scheme].rules if scheme in PRESETS else ()
@@ -136,7 +137,7 @@ def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[
 
 
 def run_of(args: argparse.Namespace) -> Row:
-    """What decides the rows, besides the command and versions."""
+    """Returns what decides the rows, besides the command and versions."""
     text = digest(text.encode() for text in read_documents(args.text))
     return {"text": text} | of_machine() | of_model(args.model)
 
@@ -144,8 +145,8 @@ def run_of(args: argparse.Namespace) -> Row:
 def rows(
     model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row] = ()
 ) -> Iterator[Row]:
-    """One a job; those that are there before are not computed again. What doesn't fit the model raises before the
-    first."""
+    """Yields one a job; those that are there before are not computed again. What doesn't fit the model raises before
+    the first."""
     planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     for name, scheme in schemes.items():
@@ -192,7 +193,7 @@ def as_row(found: Evaluation, plain: Evaluation, *, seconds: float, **names: Any
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """What should hold: the upper end of ratio_95 is below 1, for every seed."""
+    """Yields what should hold: the upper end of ratio_95 is below 1, for every seed."""
     for model, scheme, method in CLAIMS:
         of = [row for row in found if (row["model"], row["scheme"], row["method"]) == (model, scheme, method)]
         if of:

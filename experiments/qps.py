@@ -63,8 +63,8 @@ SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are 
 
 
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each repeat and then their summary, of one backend after the other. Each replica has the workload once,
-    where all is sent at once: as much work as one alone."""
+    """Yields a row for each repeat and then their summary, of one backend after the other. Each replica has the
+    workload once, where all is sent at once: as much work as one alone."""
     for replicas, backend in product(args.replicas or [None], args.backend):
         own = argparse.Namespace(**{**vars(args), "replicas": replicas})
         each = requests * (replicas or 1) if args.rate is None else requests
@@ -244,7 +244,7 @@ def serve_peers(requests: list[Request], args: argparse.Namespace) -> list[dict[
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """Name of the result: what the run was about, policies that are not the default included."""
+    """Returns name of the result: what the run was about, policies that are not the default included."""
     if args.url is not None:
         return "_".join(["qps_http", *(["stream"] if args.stream else [])])
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]

@@ -95,13 +95,13 @@ class Job:
     make: Callable[[], Iterable[Row]]
 
     def done(self, rows: list[Row]) -> list[Row]:
-        """Those of its rows that are there already; none where some are missing."""
+        """Returns those of its rows that are there already; none where some are missing."""
         found = [row for row in rows if self.key.items() <= row.items()]
         return found if len(found) == self.count else []
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Scheme and KV format of each row."""
+    """Returns Scheme and KV format of each row."""
     if args.grid:
         return list(dict.fromkeys(itertools.product(args.schemes, args.kv)))
     both = [pair for pair in BOTH if pair[0] in args.schemes and pair[1] in args.kv]
@@ -110,8 +110,8 @@ def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> list[Any]:
-    """The documents that are within the first `limit` tokens; where a text is one, or the first is longer, its ids so
-    far. As the protocol has it: joined, and begun with BOS."""
+    """Returns the documents that are within the first `limit` tokens; where a text is one, or the first is longer, its
+    ids so far. As the protocol has it: joined, and begun with BOS."""
     if find_protocol(protocol).joined:
         texts = ["\n\n".join(texts)]
     if limit is None:
@@ -122,7 +122,7 @@ def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> 
 
 
 def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
-    """i32[W, T] from the beginning of all texts, for the parts that take windows of one size."""
+    """Returns i32[W, T] from the beginning of all texts, for the parts that take windows of one size."""
     named = find_protocol(protocol)
     ids = [encode(model.tokenizer, text, named) if isinstance(text, str) else text for text in texts]
     flat = np.concatenate([np.asarray(each, np.int32) for each in ids])
@@ -134,7 +134,7 @@ def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
 def jobs(
     model: Model, reference: Model, texts: list[str], args: argparse.Namespace, schemes: Mapping[str, AnyScheme]
 ) -> list[Job]:
-    """All of the run's. Raises for a protocol or a text that doesn't fit the model."""
+    """Returns all of the run's. Raises for a protocol or a text that doesn't fit the model."""
     selected = chosen(model, texts, args.protocol, args.tokens)
     windows = windows_of(model, selected, args.protocol)
 
@@ -233,7 +233,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """What result files of other models and texts don't share."""
+    """Returns what result files of other models and texts don't share."""
     parts = [Path(args.model).name] if args.model != BUNDLED else []
     parts += [args.text.stem] if args.text != BUNDLED_TEXT else []
     return "_".join(["quant_accuracy", *parts])
@@ -284,7 +284,7 @@ def warn_of_wide_rules(schemes: Mapping[str, AnyScheme]) -> None:
 
 
 def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
-    """The model, and what it is compared with."""
+    """Returns the model, and what it is compared with."""
     model = jllm.load(args.model, dtype=args.dtype)
     return model, model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
 
@@ -295,7 +295,8 @@ def prepared(
     schemes: Mapping[str, AnyScheme],
     models: tuple[Model, Model] | None = None,
 ) -> list[Job]:
-    """All jobs, of models that are loaded where they are not given. Raises ConfigError for what cannot run here."""
+    """Returns all jobs, of models that are loaded where they are not given. Raises ConfigError for what cannot run
+    here."""
     model, reference = models or loaded(args)
     check_all_run(model, pairs(args), args.layers, args.backend, schemes)
     return jobs(model, reference, texts, args, schemes)
@@ -317,7 +318,7 @@ def written(
 
 
 def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, AnyScheme]) -> Row:
-    """What decides the rows, besides the command and versions."""
+    """Returns what decides the rows, besides the command and versions."""
     run: Row = {"text": digest(text.encode() for text in texts)} | of_machine() | of_model(args.model)
     if args.reference is not None:
         run |= {f"reference's {key}": value for key, value in of_model(args.reference).items()}

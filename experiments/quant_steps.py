@@ -67,7 +67,7 @@ W4A16_MS = 1.75  # of a decode step of one sequence, at most
 
 
 def slot_tokens(kind: str, args: argparse.Namespace) -> int:
-    """The most that a slot has in steps of that kind."""
+    """Returns the most that a slot has in steps of that kind."""
     return (args.context + args.steps if kind == "decode" else args.input) + 1
 
 
@@ -86,7 +86,7 @@ class Case:
         return step_work(0, 0, [(0, prompt, True)] * self.batch)
 
     def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
-        """Slots have pages for a prompt, or for --context tokens and --steps more."""
+        """Returns slots have pages for a prompt, or for --context tokens and --steps more."""
         pool = pool_for(self.batch, slot_tokens(self.kind, args), PAGE, self.kv)
         return StepTimer(params, config, pool, args.backend)
 
@@ -101,13 +101,13 @@ class Stage:
     schemes: tuple[str, ...] = ()
 
     def cases(self, schemes: list[str]) -> list[Case]:
-        """Plain weights first, since others are held against them."""
+        """Returns plain weights first, since others are held against them."""
         names = sorted(dict.fromkeys(self.schemes or schemes), key=lambda name: name != "bf16")
         return [Case(name, self.kind, batch, self.kv) for name in names for batch in self.batches]
 
 
 def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> float:
-    """Seconds of one step; its pages are gone with it."""
+    """Returns seconds of one step; its pages are gone with it."""
     timer.renew()
     timer.place(args.context if case.kind == "decode" else 0)
     try:
@@ -118,7 +118,7 @@ def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
 
 
 def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each case, with an "error" where it could not be measured."""
+    """Yields a row for each case, with an "error" where it could not be measured."""
     start, note = time.perf_counter(), stopwatch()
     params = random_params(config, "bfloat16")
     schemes = list(dict.fromkeys(case.scheme for stage in args.stages for case in stage.cases(args.schemes)))
@@ -152,7 +152,7 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
 def in_turn(
     timers: dict[Case, StepTimer], steps: dict[Case, Future[Any]], args: argparse.Namespace
 ) -> dict[Case, list[float] | Exception]:
-    """Seconds of a step of each case, as many as --repeats, or why it could not be measured."""
+    """Returns seconds of a step of each case, as many as --repeats, or why it could not be measured."""
     found: dict[Case, list[float] | Exception] = {case: [] for case in timers}
     for _ in range(args.repeats):
         for case, timer in timers.items():
@@ -169,7 +169,7 @@ def in_turn(
 def row(
     case: Case, params: Params, config: LlamaConfig, times: list[float], base: float | None, args: argparse.Namespace
 ) -> Row:
-    """times: seconds of a step, of each round; base: the best of bf16's."""
+    """Returns times: seconds of a step, of each round; base: the best of bf16's."""
     seconds = min(times)
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
@@ -201,7 +201,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 
 def parse_stage(text: str) -> Stage:
-    """decode:bf16:1,16 or decode:bf16:1,16:w8a8-all,nf4. Raises argparse's error for another form."""
+    """Returns decode:bf16:1,16 or decode:bf16:1,16:w8a8-all,nf4. Raises argparse's error for another form."""
     kind, kv, batches, *schemes = text.split(":") + [""] * (2 - text.count(":"))
     names = tuple(schemes[0].split(",")) if schemes else ()
     known = kind in KINDS and kv and len(schemes) < 2 and all(names)

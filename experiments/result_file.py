@@ -94,13 +94,13 @@ class ResumedFile(ResultFile):
 
 
 def _decides(document: Row) -> Row:
-    """What two runs share that may go on with each other's rows."""
+    """Returns what two runs share that may go on with each other's rows."""
     named = {"command": document["command"], "versions": document["versions"]}
     return named | document.get("run", {})
 
 
 def _read(path: Path) -> Row | None:
-    """A result, None for what is none."""
+    """Returns a result, None for what is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return document if {"command", "versions", "complete", "rows"} <= document.keys() else None
@@ -109,13 +109,13 @@ def _read(path: Path) -> Row | None:
 
 
 def command_line(experiment: str, argv: Sequence[str] | None) -> list[str]:
-    """What a result says that was run: argv, or what this process was given."""
+    """Returns what a result says that was run: argv, or what this process was given."""
     return ["python", "-m", f"experiments.{experiment}", *(sys.argv[1:] if argv is None else argv)]
 
 
 def refusing(main: Callable[..., int]) -> Callable[..., int]:
-    """A command that ends with status 2, after a line that says why, where the library refuses; and at Ctrl-C as all
-    that are `interruptible` do."""
+    """Returns a command that ends with status 2, after a line that says why, where the library refuses; and at Ctrl-C
+    as all that are `interruptible` do."""
 
     @interruptible
     @functools.wraps(main)
@@ -147,14 +147,15 @@ def make_folder(path: Path) -> None:
 
 
 def told(args: argparse.Namespace, result: ResultFile) -> int:
-    """The end of a command that went well: the whole document as the last line, if asked. Returns the exit status."""
+    """Returns the end of a command that went well: the whole document as the last line, if asked. Returns the exit
+    status."""
     if args.json:
         print(json.dumps(result.document))
     return 0
 
 
 def draw_all(paths: Iterable[Path], draw: Callable[[Path], None]) -> int:
-    """The exit status of a command that draws results beside them."""
+    """Returns the exit status of a command that draws results beside them."""
     try:
         for path in paths:
             draw(path)
@@ -181,7 +182,7 @@ def record(
     shown: Callable[[Row], bool] = lambda row: True,
     **extra: Any,
 ) -> int:
-    """A command's measurement: rows and bars to a result file (ResultFile.fill), and what is told. args: as
+    """Returns a command's measurement: rows and bars to a result file (ResultFile.fill), and what is told. args: as
     add_result_options has them. Returns the exit status."""
     with ResultFile(args.results, experiment, command, args.label, **extra) as result:
         result.fill(rows, bars, shown=shown)

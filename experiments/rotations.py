@@ -83,7 +83,7 @@ CHANNEL = (
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
-    """Strength by strength and seed by seed; what is there before is not computed again."""
+    """Yields strength by strength and seed by seed; what is there before is not computed again."""
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
@@ -123,7 +123,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
 
 
 def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
-    """The rows of part "stream", without scores, and what makes the model of each."""
+    """Yields the rows of part "stream", without scores, and what makes the model of each."""
     for channels, seed in product((0, CHANNELS), seeds):
         planted = plant_in_stream(model, tokens[:4], channels=channels, seed=seed)
         for which in (NONE, "all"):
@@ -146,7 +146,8 @@ def score(subject: Model, ids: list[list[int]], protocol: str, recorded: Recorde
 
 
 def halved(kl: Mapping[Any, float], pairs: Iterable[tuple[Any, Any]], text: str, strength: float) -> Iterator[Row]:
-    """What the first of each pair leaves of the second's divergence, the worst of those pairs that are measured."""
+    """Yields what the first of each pair leaves of the second's divergence, the worst of those pairs that are
+    measured."""
     if ratios := [kl[one] / kl[other] for one, other in pairs if one in kl and other in kl]:
         name = f"{text}, strength {strength:g}, worst seed"
         yield {
@@ -155,9 +156,9 @@ def halved(kl: Mapping[Any, float], pairs: Iterable[tuple[Any, Any]], text: str,
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """What rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of each
-    4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations, which
-    must fall."""
+    """Yields what rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of
+    each 4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations,
+    which must fall."""
     streams = [row for row in found if row["part"] == STREAM_PART and row["channels"]]
     for scheme in dict.fromkeys(row["scheme"] for row in streams):
         of = [row for row in streams if row["scheme"] == scheme]

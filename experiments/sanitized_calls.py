@@ -42,7 +42,7 @@ def attend_prefill(kv: str, backend: str) -> Result:
 
 
 def update_cache(kv: str, backend: str) -> Result:
-    """The rotated Q; what is stored is compared by the tests, to the bit."""
+    """Returns the rotated Q; what is stored is compared by the tests, to the bit."""
     from pallas_kernels.cache_update import cache_update, reference
     from pallas_kernels.cache_update.cases import Case
 
@@ -51,7 +51,7 @@ def update_cache(kv: str, backend: str) -> Result:
 
 
 def move(kv: str, backend: str) -> Result:
-    """K and V of all layers after accepted drafts went to their places, as they are stored."""
+    """Returns K and V of all layers after accepted drafts went to their places, as they are stored."""
     import jax
     import numpy as np
 
@@ -88,7 +88,7 @@ def activate(kind: str, backend: str) -> Result:
 
 
 def plain(rows: Any) -> Any:
-    """Rows as numbers, whether they are quantized or not."""
+    """Returns rows as numbers, whether they are quantized or not."""
     import numpy as np
 
     from pallas_kernels.formats.quantized_rows import QuantizedRows
@@ -136,7 +136,7 @@ def multiply_scaled(product: Callable[..., Any], operand: str, rows: str, backen
 
 
 def quantize_and_multiply(rows: str, backend: str) -> Result:
-    """The product of rows that it norms and quantizes itself."""
+    """Returns the product of rows that it norms and quantizes itself."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -157,7 +157,7 @@ def quantize_and_multiply(rows: str, backend: str) -> Result:
 
 
 def multiply_codes(which: str, backend: str) -> Result:
-    """`which`: the format of the weight and the rows of x."""
+    """Returns `which`: the format of the weight and the rows of x."""
     from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 
     x, w, bias, residual = codes(which)
@@ -166,7 +166,7 @@ def multiply_codes(which: str, backend: str) -> Result:
 
 
 def multiply_codes_by_warp(which: str, backend: str) -> Result:
-    """The same by products of single warps, cut so that their ring goes round."""
+    """Returns the same by products of single warps, cut so that their ring goes round."""
     from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul
     from pallas_kernels.weight_only_matmul.config import Config
 
@@ -180,7 +180,7 @@ def multiply_codes_by_warp(which: str, backend: str) -> Result:
 
 
 def codes(which: str) -> tuple[Any, ...]:
-    """x, a weight, bias and residual of a product by codes."""
+    """Returns x, a weight, bias and residual of a product by codes."""
     from pallas_kernels.weight_only_matmul.cases import Case
 
     name, _, rows = which.partition(":")
@@ -188,7 +188,7 @@ def codes(which: str) -> tuple[Any, ...]:
 
 
 def draw(vocabulary: str, backend: str) -> Result:
-    """Tokens, of rows with all filters."""
+    """Returns tokens, of rows with all filters."""
     import jax.numpy as jnp
     import numpy as np
 

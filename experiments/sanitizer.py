@@ -38,7 +38,7 @@ TRIES = 2
 
 
 def run_kernel(kernel: str, case: str, backend: str) -> int:
-    """What the tools watch: one call, and its distance from the formula."""
+    """Returns what the tools watch: one call, and its distance from the formula."""
     import numpy as np
 
     out, expected = (np.asarray(x).astype(np.float64) for x in KERNELS[kernel].run(case, backend))
@@ -48,8 +48,8 @@ def run_kernel(kernel: str, case: str, backend: str) -> int:
 
 
 def watch(sanitizer: str, timeout: float, backend: str, tool: str, kernel: str, case: str) -> dict[str, Any]:
-    """One row: a kernel and case under a tool. Of 67 processes under memcheck up to nine have waited for ever, with
-    cases that take 10 s otherwise: each is begun again once, and the row's `tries` says so."""
+    """Returns one row: a kernel and case under a tool. Of 67 processes under memcheck up to nine have waited for ever,
+    with cases that take 10 s otherwise: each is begun again once, and the row's `tries` says so."""
     options = ["--report-api-errors", "no"] if tool == "memcheck" else ["--racecheck-report", "all"]
     command = [
         sanitizer,
@@ -84,7 +84,7 @@ def watch(sanitizer: str, timeout: float, backend: str, tool: str, kernel: str, 
 
 
 def judge(output: str) -> dict[str, Any]:
-    """The tool's count of errors or hazards and what it says first, or why there is none."""
+    """Returns the tool's count of errors or hazards and what it says first, or why there is none."""
     reports = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in reports if line and not line.startswith(("COMPUTE-SANITIZER", "ERROR SUMMARY"))]
     wrong, summary = re.search(rf"{DONE} (\S+)", output), SUMMARY.search(output)
@@ -98,7 +98,7 @@ def judge(output: str) -> dict[str, Any]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """memcheck finds nothing. Racecheck's report has no bar: it does not know all that orders accesses."""
+    """Yields memcheck finds nothing. Racecheck's report has no bar: it does not know all that orders accesses."""
     for row in rows:
         if row["tool"] == "memcheck" and "errors" in row:
             what = row["kv"] if "kv" in row else f"{row['case']} {row['backend']}"  # files before 2026-11-24 have kv

@@ -97,7 +97,7 @@ def make_costs(config: str, scheme: str | None, kv_cache: str | None, floor: boo
 
 
 def options_of(case: Case, costs: Costs, truth: Truth, learned: Any = None) -> EngineOptions:
-    """The engine's options, its checks included. Raises ConfigError."""
+    """Returns the engine's options, its checks included. Raises ConfigError."""
     page_bytes = case.page_size * token_bytes(costs.model, case.kv_cache)
     predictor: Any = truth.oracle() if case.predictor == "oracle" else learned or case.predictor
     return EngineOptions(
@@ -124,7 +124,7 @@ def simulate(
     seed: int = 0,
     learned: Any = None,
 ) -> Row:
-    """One row. Raises ConfigError or RequestError where the engine would."""
+    """Returns one row. Raises ConfigError or RequestError where the engine would."""
     truth = Truth()
     options = options_of(case, costs, truth, learned)
     longest = max_new_tokens or workload.longest_output
@@ -135,7 +135,7 @@ def simulate(
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The product of what was asked for. Raises ConfigError where nothing is left of it."""
+    """Returns the product of what was asked for. Raises ConfigError where nothing is left of it."""
     found = []
     for kv, slots, gib, policy in product(args.kv_cache, args.slots, args.pool_gib, args.policy):
         for predictor in predictors_of(policy, args.predictor):
@@ -154,7 +154,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def predictors_of(policy: str, names: list[str]) -> list[str | None]:
-    """Those that a policy can be asked with; None for its default."""
+    """Returns those that a policy can be asked with; None for its default."""
     if policy == "reserve":
         return [None]
     fit: list[str | None] = [name for name in names if policy != "extent" or name != "none"]
@@ -176,7 +176,7 @@ def simulate_all(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def learned_of(args: argparse.Namespace) -> dict[str, Learned]:
-    """Those asked for, by name. Raises LengthPredictorError."""
+    """Returns those asked for, by name. Raises LengthPredictorError."""
     names = [name for name in args.predictor if name.startswith(LEARNED)]
     model = load(args.predictor_model) if names else None
     return {name: learned_by(name, model) for name in names if model is not None}
@@ -190,7 +190,7 @@ def replay_all(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def bars(rows: list[Row]) -> list[Row]:
-    """What the scheduler itself may cost, of the longest run where one is an hour's traffic."""
+    """Returns what the scheduler itself may cost, of the longest run where one is an hour's traffic."""
     hours = [row for row in rows if row.get("requests", 0) >= 100_000 and row["seconds"] >= 0.98 * HOUR]
     return [
         bar(f"host work a running request a step, {row['kv_policy']}, {row['requests']} requests in "

@@ -63,8 +63,8 @@ def cost_on_h100(config: LlamaConfig, scheme: str | None, kv_cache: str | None) 
 
 
 def of_one_engine(results: Path) -> Iterator[Row]:
-    """The QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim C23's,
-    in as many pages as experiments.qps had with the same options."""
+    """Yields the QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim
+    C23's, in as many pages as experiments.qps had with the same options."""
     found, sizes = newest(results, "claims-C23", H100), newest(results, f"qps_{MODEL}_bfloat16", H100)
     if found is None or sizes is None:
         return
@@ -80,7 +80,7 @@ def of_one_engine(results: Path) -> Iterator[Row]:
 
 
 def of_replicas(path: Path) -> Iterator[Row]:
-    """The QPS workload once for each of several H100s, all at once, through an engine on each."""
+    """Yields the QPS workload once for each of several H100s, all at once, through an engine on each."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = qps.parse_args(shlex.split(document["command"])[3:])
     config = model_config(args.config, None)
@@ -123,8 +123,8 @@ def of_levels(path: Path, link: Link) -> Iterator[Row]:
 def engines(
     config: LlamaConfig, cost: CostModel, usual: Row, longest: int, prompts: Row | None = None, **more: Any
 ) -> Make:
-    """What makes an engine; of which kind, the caller says. Where prompts alone are computed, options are those of
-    `prompts` before the usual ones."""
+    """Returns what makes an engine; of which kind, the caller says. Where prompts alone are computed, options are those
+    of `prompts` before the usual ones."""
 
     def make(kind: Callable[..., Simulation]) -> Simulation:
         options = EngineOptions(**(usual | (prompts or {}) if kind is Prompts else usual))
@@ -138,7 +138,7 @@ def _arrivals(requests: list[Request]) -> list[Arrival]:
 
 
 def _compared(file: str, of: str, gpus: int, about: Row, measured: Row, simulated: Row) -> Iterator[Row]:
-    """A row for each figure that both have."""
+    """Yields a row for each figure that both have."""
     for figure in COMPARED:
         if figure in measured:
             found = {"measured": measured[figure], "simulated": simulated[figure]}

@@ -144,7 +144,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """What a result is called."""
+    """Returns what a result is called."""
     return "-".join(filter(None, ["speculation", args.part, PARTS[args.part].label(args)]))
 
 

@@ -37,7 +37,7 @@ SAMPLING = SamplingParams(max_new_tokens=2, ignore_eos=True)
 
 
 def start(args: argparse.Namespace, folder: Path, processes: int) -> Row:
-    """One start, in a process that has not used JAX."""
+    """Returns one start, in a process that has not used JAX."""
     claim_memory()
     jax.config.update("jax_enable_compilation_cache", False)
     model = make_model(args)
@@ -79,8 +79,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
-    """The slowest start of each kind: those of LLaMA-7B with 512 slots on a GPU have a bar, cold ones without other
-    processes."""
+    """Yields the slowest start of each kind: those of LLaMA-7B with 512 slots on a GPU have a bar, cold ones without
+    other processes."""
     chosen = [
         row for row in rows if (row["model"], row["slots"]) == ("llama-2-7b", 512) and row["device"].startswith("gpu")
     ]

@@ -65,7 +65,8 @@ def kind_of(name: str) -> str:
 
 
 def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Callable[[], jax.Array]:
-    """A function that runs --steps steps: decoding, each fed by the one before, or with the same prompts anew."""
+    """Returns a function that runs --steps steps: decoding, each fed by the one before, or with the same prompts
+    anew."""
     tokens = args.context + 16 * args.steps if args.kind == "decode" else args.input + 1  # it is called a few times
     timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache), args.backend)
     layout, buffer = step_of(args.kind, batch, args.input)
@@ -74,7 +75,7 @@ def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 
 
 def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """An engine's options in which all slots decode four profiles' steps, and the tokens that each makes."""
+    """Returns an engine's options in which all slots decode four profiles' steps, and the tokens that each makes."""
     prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
     chunks = min(batch, 64)
     filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
@@ -91,7 +92,7 @@ def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any],
 
 @contextmanager
 def serving(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[Engine]:
-    """An engine whose slots all decode."""
+    """Yields an engine whose slots all decode."""
     options, output = serving_sizes(batch, args)
     engine = Engine(Model(config, params, None), **options)
     sampling = [SamplingParams(max_new_tokens=output, ignore_eos=True, seed=seed) for seed in range(batch)]
@@ -123,8 +124,8 @@ def by_the_clock(engine: Engine, steps: int) -> float:
 
 
 def steady(events: list[Event], steps: int) -> list[Event]:
-    """The events of whole steps after the first SKIPPED, told apart by a kernel (no copy) that each step has once: the
-    latest in a step. Raises RuntimeError where there is none."""
+    """Returns the events of whole steps after the first SKIPPED, told apart by a kernel (no copy) that each step has
+    once: the latest in a step. Raises RuntimeError where there is none."""
     counts = collections.Counter(event.name for event in events)
     once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Mem")]
     if not once:
@@ -144,7 +145,7 @@ def busy_us(events: list[Event]) -> float:
 
 
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
-    """One row a kernel name, the longest first, and one for the gaps."""
+    """Yields one row a kernel name, the longest first, and one for the gaps."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[re.sub(r"[_.]?\d+", "", event.name)[:60]].append(event.us)
@@ -164,7 +165,7 @@ def gap_row(kind: str, idle_us: float, step_us: float) -> dict[str, Any]:
 
 
 def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row a kind of kernel, the longest first, of a table's rows; gaps have their rows there."""
+    """Yields one row a kind of kernel, the longest first, of a table's rows; gaps have their rows there."""
     sums: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found:
         if row["kernel"] != "(none)":
@@ -197,7 +198,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def length_of(kind: str) -> str:
-    """The option that says how long slots, or prompts, of such a step are."""
+    """Returns the option that says how long slots, or prompts, of such a step are."""
     return "input" if kind == "prefill" else "context"
 
 
@@ -210,7 +211,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one number of slots or prompts; their pages are gone with it."""
+    """Yields rows of one number of slots or prompts; their pages are gone with it."""
     length = length_of(args.kind)
     step = {
         "model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "batch": batch,
@@ -229,8 +230,8 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 
 
 def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
-    """The rows of an engine's steps, with its gap by the clock: of as many steps before the profile as after it, so
-    that contexts, which grow by a token a step, are as long on average."""
+    """Yields the rows of an engine's steps, with its gap by the clock: of as many steps before the profile as after it,
+    so that contexts, which grow by a token a step, are as long on average."""
     before = by_the_clock(engine, steps)
     run = partial(serve_steps, engine, steps + SKIPPED)
     events = steady(timeline(run, python=False), steps + SKIPPED)
@@ -240,7 +241,8 @@ def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The time in which an engine's decode steps leave the device idle: by the clock, but for older runs without it."""
+    """Yields the time in which an engine's decode steps leave the device idle: by the clock, but for older runs without
+    it."""
     served = [row for row in rows if row.get("step") == "serve"]
     kind = CLOCK_GAP if any(row["kind"] == CLOCK_GAP for row in served) else GAP
     for row in served:

@@ -40,7 +40,7 @@ WARM = Bucket(2, 0, 0)  # the step that is not counted
 
 @contextmanager
 def choosing_for(capability: str) -> Iterator[None]:
-    """Kernels are chosen for such a GPU, here and in processes that begin meanwhile."""
+    """Yields kernels are chosen for such a GPU, here and in processes that begin meanwhile."""
     before = os.environ.get(TARGET)
     os.environ[TARGET] = capability
     try:
@@ -52,7 +52,7 @@ def choosing_for(capability: str) -> Iterator[None]:
 
 
 def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
-    """packed_step's arguments, by shape, and static ones."""
+    """Returns packed_step's arguments, by shape, and static ones."""
     layout, formats = Layout(bucket, deltas=160), parse_kv_cache(args.kv_cache, config, jnp.bfloat16)
 
     def empty() -> State:
@@ -65,13 +65,13 @@ def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespa
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and the seconds of processor time that it took of this process."""
+    """Returns what it gives, and the seconds of processor time that it took of this process."""
     begin = time.process_time()
     return run(), time.process_time() - begin
 
 
 def of_step(arguments: tuple[Any, ...], static: dict[str, Any], tracers: Tracers) -> dict[str, Any]:
-    """One step's times."""
+    """Returns one step's times."""
 
     def lower(traced: Any) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=("cuda",))

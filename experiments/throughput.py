@@ -109,7 +109,7 @@ class Bench:
         }
 
     def prefill(self, case: WholeBatch) -> list[float]:
-        """Seconds that all prompts of a row take, in each repeat."""
+        """Returns seconds that all prompts of a row take, in each repeat."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
         chunks = [[chunk_of(*span, case.input) for span in step] for step in spans]
@@ -121,7 +121,7 @@ class Bench:
         return [each / times for each in self.timer.runs(step, buffers * times, tokens, self.args.repeats)]
 
     def decode(self, case: WholeBatch) -> list[float]:
-        """Seconds of one decode step of a row, among those in the middle of its output, in each repeat."""
+        """Returns seconds of one decode step of a row, among those in the middle of its output, in each repeat."""
         layout, packed = step_of("decode", case.batch)
         buffer, step = jax.device_put(packed), self.steps[layout]
         self._place(case, case.context)
@@ -132,7 +132,7 @@ class Bench:
         return [each / steps for each in self.timer.runs(step, [buffer] * steps, case.batch, self.args.repeats)]
 
     def _times(self, seconds: float, steps: int) -> int:
-        """How often what takes these seconds and steps is timed together."""
+        """Returns how often what takes these seconds and steps is timed together."""
         return max(1, self.args.steps // steps, math.ceil(self.args.seconds / seconds))
 
     def _place(self, case: WholeBatch, context: int) -> None:
@@ -140,18 +140,18 @@ class Bench:
 
 
 def milliseconds(name: str, seconds: Sequence[float]) -> Table:
-    """The best of the repeats, and how far they are apart."""
+    """Returns the best of the repeats, and how far they are apart."""
     times = {name: min(seconds), f"{name}_median": statistics.median(seconds), f"{name}_most": max(seconds)}
     return {key: 1e3 * value for key, value in times.items()}
 
 
 def pages_each(case: WholeBatch, args: argparse.Namespace) -> int:
-    """Pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
+    """Returns pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
     return -(-max(case.input + case.output, case.context + args.steps + 1) // args.page_size)
 
 
 def temporary(step: jax.stages.Compiled) -> int:
-    """Bytes that a step needs beyond its arguments; outputs that reuse these not counted."""
+    """Returns bytes that a step needs beyond its arguments; outputs that reuse these not counted."""
     memory = step.memory_analysis()
     return 0 if memory is None else memory.temp_size_in_bytes
 
@@ -199,7 +199,8 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
 
 
 def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace) -> float:
-    """Pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it has."""
+    """Returns pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it
+    has."""
     free = None if is_host() else free_memory()
     return (
         math.inf
@@ -232,7 +233,7 @@ def bars(found: list[Table]) -> Iterator[Table]:
 
 
 def parse_case(text: str) -> WholeBatch:
-    """32x8x256 -> batch 32, 8 tokens in, 256 out."""
+    """Returns 32x8x256 -> batch 32, 8 tokens in, 256 out."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")

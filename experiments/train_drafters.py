@@ -61,7 +61,7 @@ FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safet
 
 
 def text_nats(weights: Params, params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
-    """A draft model's loss on documents [B, L], in nats a token."""
+    """Returns a draft model's loss on documents [B, L], in nats a token."""
     nats = jax.vmap(partial(row_nats, config=config), in_axes=(None, 0))(weights, rows)
     return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
 
@@ -80,7 +80,7 @@ class Measure:
             self.parts[temperature] = (Known(rows, hidden), sampling_of(some), first)
 
     def rows(self, weights: Any, passes: Passes, **named: Any) -> Iterator[dict[str, Any]]:
-        """A row for each temperature and depth, of weights as they will be stored."""
+        """Yields a row for each temperature and depth, of weights as they will be stored."""
         weights = jax.tree.map(lambda leaf: leaf.astype(STORED).astype(jnp.float32), weights)
         options: dict[str, Any] = {"passes": passes, "config": self.model.config, "drafts": self.drafts}
         for temperature, part in self.parts.items():
@@ -89,13 +89,13 @@ class Measure:
 
 
 def one_a_row(texts: Sequence[np.ndarray], length: int) -> Rows:
-    """Rows [B, length] of one text each, in order."""
+    """Returns rows [B, length] of one text each, in order."""
     parts = [pack([text], length, np.random.default_rng(0)) for text in texts]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def sampling_of(texts: Sequence[Continuation]) -> Sampling:
-    """What texts [B] were drawn with."""
+    """Returns what texts [B] were drawn with."""
     temperature, seed = np.array([t.temperature for t in texts], np.float32), np.array([t.seed for t in texts])
     return replace(neutral_sampling(len(texts)), temperature=temperature, seed=seed.astype(np.uint32))
 
@@ -119,8 +119,8 @@ def train_draft(
 
 
 def init_draft(target: Params, config: LlamaConfig, seed: int) -> Params:
-    """Random weights, but for an embedding that is as near to the target's as its width allows: the main directions of
-    the target's head, by their singular values."""
+    """Returns random weights, but for an embedding that is as near to the target's as its width allows: the main
+    directions of the target's head, by their singular values."""
     params = init_params(config, jax.random.key(seed), jnp.float32)
     head = target.embed if target.head is None else target.head
     assert isinstance(head, jax.Array), "a target is loaded as it is stored, not quantized"
@@ -159,8 +159,8 @@ def train_eagle(
 
 
 def draft_config(config: LlamaConfig, width: int, ffn: int) -> LlamaConfig:
-    """One layer of a LLaMA with the target's vocabulary and head dim. Raises ConfigError for a width that heads do not
-    divide."""
+    """Returns one layer of a LLaMA with the target's vocabulary and head dim. Raises ConfigError for a width that heads
+    do not divide."""
     heads, rest = divmod(width, config.head_dim)
     if rest or not heads:
         raise ConfigError(f"--width {width} must be a multiple of {config.head_dim}, the target's head dim")
@@ -181,7 +181,7 @@ def teaching(passes: Passes, config: LlamaConfig, recipe: Recipe) -> Loss:
 
 
 def last(losses: Sequence[float]) -> float:
-    """The mean of the last tenth."""
+    """Returns the mean of the last tenth."""
     return round(float(np.mean(losses[-max(1, len(losses) // 10) :])), 4)
 
 
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def count(rows: Rows) -> dict[str, int]:
-    """How many rows, and tokens in them."""
+    """Returns how many rows, and tokens in them."""
     return {"rows": len(rows.tokens), "tokens": int(np.sum(rows.segments >= 0))}
 
 

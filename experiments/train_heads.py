@@ -58,7 +58,7 @@ def family(
     kv_heads: Sequence[int],
     seeds: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of KV heads, evaluation and seed."""
+    """Yields a row for each number of KV heads, evaluation and seed."""
     for count in kv_heads:
         c, start = replace(config, num_kv_heads=count), time.monotonic()
         states = jax.vmap(lambda seed: begin(c, recipe, seed))(jnp.asarray(seeds, jnp.uint32))  # noqa: B023

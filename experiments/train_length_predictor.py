@@ -45,7 +45,7 @@ FOLDS = 4
 
 
 def figures(learned: Learned, requests: Sequence[Request], known: Mapping[str, Sequence[Request]]) -> Iterator[Row]:
-    """A row for each kind of held-out requests and one for all. `known` are those trained on, by kind."""
+    """Yields a row for each kind of held-out requests and one for all. `known` are those trained on, by kind."""
     edges = learned.edges
     training = [r for some in known.values() for r in some]
     blind, by_kind = _shares(training, edges), {kind: _shares(some, edges) for kind, some in known.items()}

@@ -47,8 +47,8 @@ ENOUGH = 0.95  # of the questions
 
 
 def drafted(config: LlamaConfig, seed: int) -> Params:
-    """Weights (float32) whose first layer's head looks one token back and adds that token's embedding, turned, to the
-    stream, and whose second layer's head compares embeddings with turned ones and copies the embedding it finds.
+    """Returns weights (float32) whose first layer's head looks one token back and adds that token's embedding, turned,
+    to the stream, and whose second layer's head compares embeddings with turned ones and copies the embedding it finds.
 
     Channel 0 is the same in all tokens: what looks one back needs a query that does not depend on the token. Embeddings
     are compared in the dims that rotary embedding hardly turns within the context.
@@ -78,7 +78,7 @@ def drafted(config: LlamaConfig, seed: int) -> Params:
 
 
 def answers(params: Params, tokens: jax.Array, pairs: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """-log p of each answer in a row of tokens, and whether it is the likeliest token: f[Q], bool[Q]."""
+    """Returns -log p of each answer in a row of tokens, and whether it is the likeliest token: f[Q], bool[Q]."""
     at = questions(pairs, count)
     rows = jnp.arange(len(tokens), dtype=jnp.int32)
     logits = packed_logits(params, CONFIG, Packed(tokens, rows, jnp.zeros_like(rows)))[at]
@@ -87,7 +87,7 @@ def answers(params: Params, tokens: jax.Array, pairs: int, count: int) -> tuple[
 
 
 def batch(key: jax.Array, rows: int, pairs: int, count: int) -> jax.Array:
-    """Tokens [rows, L] that ask for `count` pairs, drawn without replacement."""
+    """Returns tokens [rows, L] that ask for `count` pairs, drawn without replacement."""
 
     def one(key: jax.Array) -> jax.Array:
         key, asked = jax.random.split(key)

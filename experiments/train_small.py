@@ -76,8 +76,8 @@ def train_and_save(
     results: ResultFile,
     most: float,
 ) -> bool:
-    """Whether it came to its end; after an interruption with the best model so far, where there is one. What a run that
-    was cut off left in `out` goes on. The folder is to take at most `most` MB."""
+    """Returns whether it came to its end; after an interruption with the best model so far, where there is one. What a
+    run that was cut off left in `out` goes on. The folder is to take at most `most` MB."""
     best, complete = None, False
     text = digest([model, *("\n".join(book).encode() for book in books)])
     about = {"model": asdict(config), "recipe": asdict(recipe), "text": text}

@@ -85,7 +85,7 @@ def _compile_cache() -> Path | None:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of integers is one prompt, and so is an array with one axis."""
+    """Returns one prompt or several, as a list. A list of integers is one prompt, and so is an array with one axis."""
     if isinstance(prompts, str) or (isinstance(prompts, Array) and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):

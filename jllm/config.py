@@ -88,16 +88,16 @@ class LlamaConfig:
             object.__setattr__(self, "windows", ())
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
+        """Returns sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
         return self.windows[layer] if self.windows else None
 
     def one_layer(self, layer: int) -> "LlamaConfig":
-        """The config of a layer as a model of its own."""
+        """Returns the config of a layer as a model of its own."""
         return replace(self, num_layers=1, windows=self.windows[layer : layer + 1])
 
     @property
     def axes(self) -> dict[str, int]:
-        """The size of each axis that the table of weights (params.py) names."""
+        """Returns the size of each axis that the table of weights (params.py) names."""
         return {
             "embed": self.hidden_size,
             "vocab": self.vocab_size,

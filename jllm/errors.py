@@ -5,17 +5,18 @@ The command line prints the line and exits with status 2; a program catches the 
 
 
 def how_to_install(extra: str) -> str:
-    """What a message says of an extra that is missing: from the sources, since PyPI's jllm is another project."""
+    """Returns what a message says of an extra that is missing: from the sources, since PyPI's jllm is another
+    project."""
     return f"uv pip install -e '.[{extra}]' in the folder of jllm's sources"
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things as a message says it: "1 turn", "2 turns"."""
+    """Returns a number of things as a message says it: "1 turn", "2 turns"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def between(least: int, most: int, form: str = "{} to {}") -> str:
-    """The numbers that there are to choose from: "1 to 8", or the only one."""
+    """Returns the numbers that there are to choose from: "1 to 8", or the only one."""
     return str(least) if least == most else form.format(least, most)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = """
-errors config parallel model quant speculative guides step files programs engine
-api distributed kv_policies analysis cli chat generate serve batch __main__
-""".split()  # folders and files of jllm: each imports only what stands before it
+# Folders and files of jllm: each imports only what stands before it.
+ORDER = [
+    *("errors", "config", "parallel", "model", "quant", "speculative", "guides", "step", "files", "programs", "engine"),
+    *("api", "distributed", "kv_policies", "analysis", "cli", "chat", "generate", "serve", "batch", "__main__"),
+]
 OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
 
 

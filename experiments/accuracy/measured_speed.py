@@ -33,8 +33,8 @@ class Product:
 
 
 def measured_speeds(results: Path) -> Speeds:
-    """(scheme, KV format) -> its speed, for those that some file in `results` has: all on one device, that with the
-    most of them, of several the one with the newest file."""
+    """Returns (scheme, KV format) -> its speed, for those that some file in `results` has: all on one device, that with
+    the most of them, of several the one with the newest file."""
     days: dict[str, str] = {}
     for document, _ in documents(results):
         device = document["device"]
@@ -44,8 +44,8 @@ def measured_speeds(results: Path) -> Speeds:
 
 
 def speeds_on(device: str, results: Path) -> Speeds:
-    """Those of one device: whole decode steps, else the products of a layer. Of several files the newest counts; runs
-    of a few layers are left out."""
+    """Returns those of one device: whole decode steps, else the products of a layer. Of several files the newest
+    counts; runs of a few layers are left out."""
     found: Speeds = {}
     for scheme, benchmark in PRODUCTS.items():
         if speed := layer_speed(device, results, benchmark):
@@ -64,7 +64,8 @@ def step_speeds(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
 
 
 def layer_speed(device: str, results: Path, benchmark: str) -> Speed | None:
-    """Speed of a 7B layer's products with BATCH rows, those that were measured both ways on a device, together."""
+    """Returns speed of a 7B layer's products with BATCH rows, those that were measured both ways on a device,
+    together."""
     pairs = {shape: pair for shape, pair in pairs_on(device, results, benchmark).items() if shape[0] == BATCH}
     if not pairs:
         return None
@@ -80,8 +81,8 @@ def pairs_on(device: str, results: Path, benchmark: str) -> dict[Shape, tuple[Pr
 
 
 def fastest_products(results: Path, device: str, peer: str | None = None) -> dict[Shape, Product]:
-    """The products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones and torch's
-    included."""
+    """Returns the products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones and
+    torch's included."""
     found: dict[Shape, Product] = {}
     for document, file in documents(results):
         for row in document["rows"] if document["device"] == device else ():
@@ -95,7 +96,8 @@ def fastest_products(results: Path, device: str, peer: str | None = None) -> dic
 
 
 def source_of(document: Row, file: str) -> Row:
-    """What a row says whose figures are those of another result: that result, and the device that measured it."""
+    """Returns what a row says whose figures are those of another result: that result, and the device that measured
+    it."""
     return {"file": file, "measured_on": document["device"]}
 
 
@@ -110,7 +112,8 @@ def newest(results: Path, experiment: str) -> list[tuple[Row, str]]:
 
 
 def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Row, str]]:
-    """Result files of one experiment (without a label), or of all, on a GPU: the oldest first, and their names."""
+    """Yields result files of one experiment (without a label), or of all, on a GPU: the oldest first, and their
+    names."""
     for file in sorted(results.glob(f"{experiment or '*'}-*.json")):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
 
 
 def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, list[Row]], None], list[Row]]]:
-    """Name, how it is drawn, and of what."""
+    """Returns name, how it is drawn, and of what."""
     schemes = [row for row in rows if row.get("part", "scheme") == "scheme" and row["kl"] > 0]
     timed = [row | {"times": speeds[speed_key(row)].times} for row in schemes if speed_key(row) in speeds]
     alone = [row for row in schemes if row["kv"] == PLAIN_KV or row["scheme"] == PLAIN]
@@ -42,7 +42,7 @@ def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, 
 
 
 def speed_key(row: Row) -> tuple[str, str]:
-    """What serves a row's scheme and KV format on a GPU."""
+    """Returns what serves a row's scheme and KV format on a GPU."""
     return row["scheme"], "bf16" if row["kv"] == PLAIN_KV else row["kv"]
 
 

@@ -27,7 +27,7 @@ def part(rows: Iterable[Row], name: str) -> list[Row]:
 
 
 def bars(rows: list[Row], against: Row | None = None, file: str | None = None) -> list[Row]:
-    """What an issue asks of a run, for those of its rows that are there."""
+    """Returns what an issue asks of a run, for those of its rows that are there."""
     found = [*_added(rows), *_orders(rows)]
     if against is not None:
         pairs = common(rows, against["rows"])
@@ -38,7 +38,7 @@ def bars(rows: list[Row], against: Row | None = None, file: str | None = None) -
 
 
 def common(rows: list[Row], others: list[Row]) -> list[tuple[float, float]]:
-    """KL of the schemes and formats that both have, but for what is not quantized."""
+    """Returns KL of the schemes and formats that both have, but for what is not quantized."""
     other = {(row["scheme"], row["kv"]): row["kl"] for row in others if row.get("part", "scheme") == "scheme"}
     keys = [((row["scheme"], row["kv"]), row["kl"]) for row in part(rows, "scheme")]
     return [(kl, other[key]) for key, kl in keys if key in other and kl > 0]
@@ -54,7 +54,7 @@ def _added(rows: list[Row]) -> Iterator[Row]:
 
 
 def _orders(rows: list[Row]) -> Iterator[Row]:
-    """Smaller groups over larger ones, and NF4 over linear int4: each must be below 1."""
+    """Yields smaller groups over larger ones, and NF4 over linear int4: each must be below 1."""
     kl = {(row["scheme"], row["kv"]): row["kl"] for row in part(rows, "scheme")}
     error = {(row["what"], row["codes"], row["group"]): row["relative_error"] for row in part(rows, "group")}
 
@@ -80,7 +80,7 @@ def _orders(rows: list[Row]) -> Iterator[Row]:
 
 
 def tables(document: Row, speeds: Speeds) -> list[tuple[str, Table]]:
-    """Title and cells of each that has rows."""
+    """Returns title and cells of each that has rows."""
     rows = document["rows"]
     every = [
         ("Schemes and KV formats", scheme_table(part(rows, "scheme"), speeds)),
@@ -189,7 +189,7 @@ def sources(speeds: Speeds, rows: Iterable[Row]) -> str:
 
 
 def speeds_for(results: Path) -> Speeds:
-    """Those that files in a directory have, else those that were recorded."""
+    """Returns those that files in a directory have, else those that were recorded."""
     return measured_speeds(results) or measured_speeds(RECORDED)
 
 

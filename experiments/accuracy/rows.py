@@ -76,7 +76,7 @@ def scheme_found(
     *,
     backend: str | None = None,
 ) -> tuple[Row, Evaluation]:
-    """A row of accuracy and bytes, and the evaluation that it is of."""
+    """Returns a row of accuracy and bytes, and the evaluation that it is of."""
     quantized = rounded_by(scheme, model)
     name = kv_taken(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
@@ -134,7 +134,7 @@ def difference(row: Row, other: Row) -> Row:
 
 
 def accuracy(found: Evaluation) -> Row:
-    """An evaluation's figures, with intervals where there are several parts."""
+    """Returns an evaluation's figures, with intervals where there are several parts."""
     row = found.as_row()
     row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
     row |= {name: rounded(row[name]) for name in ("added", "kl")}
@@ -144,7 +144,7 @@ def accuracy(found: Evaluation) -> Row:
 
 
 def bytes_per_weight(params: Params) -> float:
-    """Bytes a weight of the linear layers, 16 bits where they are not quantized."""
+    """Returns bytes a weight of the linear layers, 16 bits where they are not quantized."""
     stored = weights = 0
     for leaf in linears(params).values():
         size = leaf.shape[0] * leaf.shape[1]
@@ -155,7 +155,7 @@ def bytes_per_weight(params: Params) -> float:
 
 
 def bytes_per_kv(model: Model, kv: str) -> float:
-    """Bytes of a value of K or V, 16 bits where they are not quantized."""
+    """Returns bytes of a value of K or V, 16 bits where they are not quantized."""
     c, tokens = model.config, PAGE
     name = own_kv(kv) if is_own(kv) else kv.replace(PLAIN_KV, "bf16")
     formats = parse_kv_cache(name, c, model.params.dtype)
@@ -169,8 +169,8 @@ def bytes_per_kv(model: Model, kv: str) -> float:
 def layer_rows(
     model: Model, reference: Model, windows: np.ndarray, scheme: AnyScheme, *, backend: str | None = None
 ) -> Iterator[Row]:
-    """A row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized, and
-    the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
+    """Yields a row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized,
+    and the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
     quantized = rounded_by(scheme, model)
     which = None if isinstance(scheme, Quantizer) else find_scheme(scheme).rotate
     reference = reference if which is None else rotate(reference, which)  # whose stream is turned likewise
@@ -189,7 +189,7 @@ def layer_rows(
 
 
 def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
-    """Rows of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
+    """Yields rows of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
     for fmt in weight_formats(model.params):
         bytes_each, error = weight_error(model.params, fmt)
         yield _group_row("weights", fmt.codes, fmt.group, bytes_each, error)
@@ -202,7 +202,7 @@ def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
 
 
 def group_count(model: Model) -> int:
-    """How many group_rows there are."""
+    """Returns how many group_rows there are."""
     return len(weight_formats(model.params)) + 2 * len(kv_formats(model.config.head_dim))
 
 
@@ -213,7 +213,7 @@ def _group_row(what: str, codes: str, group: int | None, bytes_each: float, erro
 
 
 def weight_formats(params: Params) -> list[WeightFormat]:
-    """int8, int4 and NF4 by group, those that divide every linear layer, and a scale a row."""
+    """Returns int8, int4 and NF4 by group, those that divide every linear layer, and a scale a row."""
     shapes = [leaf.shape for leaf in linears(params).values()]
     groups = [group for group in GROUPS if all(_holds(shape, group) for shape in shapes)]
     by_group = [WeightFormat(codes, group) for codes in ("int8", "int4", "nf4") for group in groups]
@@ -234,7 +234,7 @@ def kv_formats(head_dim: int) -> list[KVFormat]:
 
 
 def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
-    """Bytes of a linear layer's weight, and the relative error of all of them together."""
+    """Returns bytes of a linear layer's weight, and the relative error of all of them together."""
     stored = weights = 0
     pairs = []
     for leaf in linears(params).values():
@@ -246,7 +246,7 @@ def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
 
 
 def kv_error(values: Iterable[jax.Array], fmt: KVFormat) -> tuple[float, float]:
-    """Bytes of a value [.., D], and the relative error of all of them together."""
+    """Returns bytes of a value [.., D], and the relative error of all of them together."""
     found = [_encode_kv(x, fmt) for x in values]
     stored = sum(array.nbytes for arrays, _, _ in found for array in jax.tree.leaves(arrays))
     count = sum(x.size for x in values)
@@ -278,5 +278,5 @@ def _relative(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> float:
 
 
 def rounded(value: float) -> float:
-    """Four digits."""
+    """Returns four digits."""
     return float(f"{value:.4g}")

@@ -24,7 +24,8 @@ class Workers:
     make: Make
 
     def jobs(self) -> list[Any]:
-        """The jobs, whose rows workers make once the first is asked for: those that are asked for in this order."""
+        """Returns the jobs, whose rows workers make once the first is asked for: those that are asked for in this
+        order."""
         named = called(self.ray, _named, self.make, gpus=self.gpus)
         found = _Rows(self)
         jobs = [replace(job, make=partial(found.of, i)) for i, job in enumerate(named)]
@@ -83,7 +84,7 @@ class Worker:
 
 
 def _named(make: Make) -> list[Any]:
-    """The jobs without what they hold."""
+    """Returns the jobs without what they hold."""
     return [replace(job, make=_nothing) for job in make()]
 
 

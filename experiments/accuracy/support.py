@@ -73,7 +73,7 @@ def try_step(model: Model, scheme: AnyScheme, kv: str, backend: str) -> None:
 
 
 def _shapes(model: Model, layers: int | None = None) -> Model:
-    """The model without its values, and with as many of its layers."""
+    """Returns the model without its values, and with as many of its layers."""
     params = replace(model.params, layers=model.params.layers[:layers])
     count = len(params.layers)
     config = replace(model.config, num_layers=count, windows=model.config.windows[:count])

@@ -52,7 +52,8 @@ def engine_with(
     device: Callable[..., Device] | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the sampler's."""
+    """Returns an engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the
+    sampler's."""
     parts: dict[str, Any] = {
         "scheduler": SCHEDULERS[batching, prefill],
         "loop": WaitingLoop if host == "wait" else Loop,

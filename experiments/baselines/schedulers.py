@@ -18,7 +18,7 @@ class LargerPlan(StepPlan):
 
     @classmethod
     def of(cls, plan: StepPlan, **least: int) -> Self:
-        """The plan with some of its least numbers of rows."""
+        """Returns the plan with some of its least numbers of rows."""
         return cls(**{f.name: getattr(plan, f.name) for f in fields(plan)} | least)
 
     @property
@@ -101,7 +101,7 @@ class PaddedPrefill(Scheduler):
         return super()._chunk(seq, min(budget, self._room(seq.prefill_end - seq.computed, parts)), parts)
 
     def _room(self, tokens: int, parts: PlanParts) -> int:
-        """How many of `tokens` one more chunk may have: all of them or none, but for the first chunk."""
+        """Returns how many of `tokens` one more chunk may have: all of them or none, but for the first chunk."""
         if not parts.chunks:
             return min(tokens, self.budget)
         rows = (len(parts.chunks) + 1) * max(tokens, _longest(parts))
@@ -117,5 +117,5 @@ class SeparatePadded(SeparateSteps, PaddedPrefill):
 
 
 def _longest(plan: StepPlan | PlanParts) -> int:
-    """Tokens of the longest chunk."""
+    """Returns tokens of the longest chunk."""
     return max((len(chunk.tokens) for chunk in plan.chunks), default=0)

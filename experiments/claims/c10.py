@@ -71,7 +71,7 @@ def divergence(judge: Judge, scheme: str, kv: str) -> Row:
 
 
 def tensor_error(judge: Judge, codes: str) -> tuple[float, float]:
-    """Bytes and error of weights with one scale each: as matrices of one row."""
+    """Returns bytes and error of weights with one scale each: as matrices of one row."""
     leaves = list(linears(judge.model.params).values())
     found = [_flat_error(leaf, codes) for leaf in leaves]
     return 0.5 if codes == "int4" else 1.0, _together(found, leaves)
@@ -85,7 +85,7 @@ def _flat_error(w: jax.Array, codes: str) -> float:
 
 
 def _together(errors: Sequence[float], arrays: Sequence[jax.Array]) -> float:
-    """Relative errors of several arrays as one of all."""
+    """Returns relative errors of several arrays as one of all."""
     signal = [float(jax.numpy.sum(x * x)) for x in arrays]
     return math.sqrt(math.fsum(e * e * s for e, s in zip(errors, signal)) / math.fsum(signal))
 

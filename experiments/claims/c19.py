@@ -101,7 +101,7 @@ def alone(toy: bool) -> Iterator[Row]:
 
 
 def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
-    """parts: microseconds of tokenizing, of the whole step, of its sampler, of the host's loop."""
+    """Returns parts: microseconds of tokenizing, of the whole step, of its sampler, of the host's loop."""
     tokenize, step, sampler, host = parts
     us = (tokenize, max(0.0, step - sampler), sampler, host)
     row: Row = {"phase": phase, "batch": batch, "tokens": tokens}

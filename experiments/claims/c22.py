@@ -96,12 +96,12 @@ class Step:
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """Bytes of arrays that live only while it runs."""
+    """Returns bytes of arrays that live only while it runs."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def naive(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """Causal attention of q, k, v [L, H, D] by a softmax over all scores [H, L, L]."""
+    """Returns causal attention of q, k, v [L, H, D] by a softmax over all scores [H, L, L]."""
     scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
     row = jnp.arange(q.shape[0], dtype=jnp.int32)
     p = jax.nn.softmax(jnp.where((row[None, :] <= row[:, None])[None], scores, -jnp.inf), axis=-1)

@@ -89,7 +89,7 @@ def of_shapes(costs: Costs) -> Iterator[Row]:
 
 
 def around(prompt: int, output: int, count: int) -> list[Request]:
-    """Requests of half to three halves of two mean lengths, all at once; the same ones each time."""
+    """Returns requests of half to three halves of two mean lengths, all at once; the same ones each time."""
     rng = np.random.default_rng(0)
     prompts, outputs = (rng.integers(max(1, n // 2), n + n // 2 + 1, count).tolist() for n in (prompt, output))
     return [Request(p, o, 0.0) for p, o in zip(prompts, outputs)]

@@ -81,7 +81,7 @@ def costed(case: WholeBatch, costs: Costs) -> Row:
 
 
 def timed(config: Path, kv: str, cases: Sequence[WholeBatch], *more: str) -> Iterator[Row]:
-    """Whole batches on this device; a row has "error" where one found no room."""
+    """Yields whole batches on this device; a row has "error" where one found no room."""
     shapes = [f"{case.batch}x{case.input}x{case.output}" for case in cases]
     flags = ["--config", str(config), "--scheme", "bf16", "--step-tokens", str(STEP_TOKENS), *more]
     args = throughput.parse_args([*flags, "--kv-cache", kv, "--rows", *shapes])
@@ -91,7 +91,8 @@ def timed(config: Path, kv: str, cases: Sequence[WholeBatch], *more: str) -> Ite
 
 
 def recorded(results: Path) -> list[Row]:
-    """Whole batches of both formats from the files of the day of bf16's newest; labelled ones fill what others lack."""
+    """Returns whole batches of both formats from the files of the day of bf16's newest; labelled ones fill what others
+    lack."""
     names = [f"throughput_{MODEL}_bf16_kv-{kv}" for kv in (WIDE, SMALL)]
     day = max((path.name.split("-")[-2] for path in results.glob(f"{names[0]}-{'[0-9]' * 8}-h200.json")), default="")
     found: dict[tuple[Any, ...], Row] = {}

@@ -50,7 +50,7 @@ def recorded() -> list[Row]:
 
 
 def toy_rows() -> Iterator[Row]:
-    """Two numbers of KV heads, two seeds and twenty steps, on the text that the bundled model wrote."""
+    """Yields two numbers of KV heads, two seeds and twenty steps, on the text that the bundled model wrote."""
     from experiments.texts.read import BUNDLED_TEXT, read_documents
     from experiments.train_heads import CONFIG, RECIPE, family
     from experiments.training.data import train_tokenizer

@@ -69,7 +69,7 @@ def timed(found: list[Case]) -> Iterator[Row]:
 
 
 def values(pages: KVPages, table: jax.Array, case: Case) -> list[jax.Array]:
-    """K and V [R, T, K, D] of the case's type, of sequences of one length."""
+    """Returns K and V [R, T, K, D] of the case's type, of sequences of one length."""
     held = (gather(each, table, jnp.dtype(case.dtype)) for each in (pages.k, pages.v))
     return [jnp.swapaxes(each, 1, 2)[:, : case.lengths[0]] for each in held]
 

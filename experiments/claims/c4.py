@@ -53,7 +53,7 @@ def samplers(results: Path) -> Iterator[Row]:
 
 
 def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax.Array]:
-    """Logits, parameters and positions of a step of `rows` rows, sampled by top-k and top-p."""
+    """Returns logits, parameters and positions of a step of `rows` rows, sampled by top-k and top-p."""
 
     def full(value: float, dtype=jnp.float32) -> jax.Array:
         return jnp.full(rows, value, dtype)

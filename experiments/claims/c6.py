@@ -42,7 +42,7 @@ def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
 
 
 def token_bytes(kv: str) -> int:
-    """Bytes of K and V of one token in all layers of the 7B model."""
+    """Returns bytes of K and V of one token in all layers of the 7B model."""
     c = load_config(CONFIG)
     return c.num_layers * bytes_per_token(c.head_dim, c.num_kv_heads, *parse_kv_cache(kv, c, jnp.bfloat16))
 

@@ -51,7 +51,7 @@ def timed(toy: bool) -> Iterator[Row]:
 
 
 def times_of(rows: list[Row]) -> dict[int, Interval]:
-    """Batch -> how many times as fast as bf16: the mean over the rounds, of older files the best time's."""
+    """Returns batch -> how many times as fast as bf16: the mean over the rounds, of older files the best time's."""
     rounds = speedups_in_turn(rows, INT4, "decode")
     best = speedups(rows, INT4, "decode")
     return {batch: interval_of(rounds.get(batch, [times])) for batch, times in best.items()}

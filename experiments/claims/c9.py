@@ -83,14 +83,14 @@ def relative_error(arrays: Iterable[jax.Array], kind: str, factor: float) -> flo
 
 @jax.jit(static_argnums=1)
 def _errors(x: jax.Array, kind: str, factor: float) -> tuple[jax.Array, jax.Array]:
-    """Squared norms of the rounding error and of x [.., E], whose rows have factor times their own scale."""
+    """Returns squared norms of the rounding error and of x [.., E], whose rows have factor times their own scale."""
     x = x.astype(jnp.float32)
     y = round_trip(x, kind, factor)
     return jnp.sum((x - y) ** 2), jnp.sum(x * x)
 
 
 def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
-    """x as codes of a kind with a scale a row, factor * absmax / largest, and back."""
+    """Returns x as codes of a kind with a scale a row, factor * absmax / largest, and back."""
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (factor / LARGEST[kind])
     scales = jnp.maximum(scales, jnp.finfo(x.dtype).tiny)
     codes = jnp.clip(x / scales, -LARGEST[kind], LARGEST[kind])

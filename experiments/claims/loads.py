@@ -70,8 +70,8 @@ def simulate(costs: Costs, requests: list[Request], **changes: Any) -> Row:
 
 
 def from_settled(serve: Serve, toy: bool, rate: float, seconds: float, **changes: Any) -> Row:
-    """Requests that arrive in some seconds at a rate. Those of the first third, which find the engine emptier than
-    later ones do, count for throughput and for times between tokens alone."""
+    """Returns requests that arrive in some seconds at a rate. Those of the first third, which find the engine emptier
+    than later ones do, count for throughput and for times between tokens alone."""
     early = sum(request.arrival < seconds / 3 for request in workload(toy, None, rate, seconds))
     about = {"rate": rate, "arrivals_s": seconds}
     return about | serve(seconds=seconds, rate=rate, cut=0 if toy else early, **changes)

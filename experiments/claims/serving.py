@@ -52,7 +52,7 @@ def workload(
 
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
-    """Options of experiments.qps: the workload's own, or what a toy has room for."""
+    """Returns options of experiments.qps: the workload's own, or what a toy has room for."""
     args = parse_args(["--repeats", "1", "--config", "llama-2-7b", "--compile-processes", str(0 if toy else PROCESSES)])
     if toy:
         small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}

@@ -26,7 +26,7 @@ def flash_attention(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(case: dict[str, int]) -> dict[str, Any]:
-    """Kernel time of one call, and the distance of its first row from float64."""
+    """Returns kernel time of one call, and the distance of its first row from float64."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

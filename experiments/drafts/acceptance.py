@@ -44,7 +44,7 @@ class Served:
 
 
 def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Served:
-    """One request from its submission to its last token."""
+    """Returns one request from its submission to its last token."""
     engine.reset_metrics()
     start, cpu = time.perf_counter(), time.process_time()
     engine.submit(list(prompt), sampling)
@@ -57,14 +57,14 @@ def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Se
 
 
 def interval(documents: Sequence[Any], figure: Callable[[Sequence[Any]], float], samples: int = 1000) -> list[float]:
-    """The 95 % interval of a figure by bootstrap over documents (Efron, 1979), with a fixed seed."""
+    """Returns the 95 % interval of a figure by bootstrap over documents (Efron, 1979), with a fixed seed."""
     drawn = np.random.default_rng(0).integers(len(documents), size=(samples, len(documents)))
     found = [figure([documents[i] for i in draw]) for draw in drawn]
     return [round(float(x), 4) for x in np.quantile(found, [0.025, 0.975])]
 
 
 def acceptance(served: Sequence[Served], depth: int) -> float:
-    """The mean over documents."""
+    """Returns the mean over documents."""
     return statistics.fmean(each.accepted[depth] for each in served)
 
 
@@ -75,7 +75,8 @@ def tokens_a_step(served: Sequence[Served]) -> float:
 
 
 def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
-    """What an engine's documents come to beside those of an engine without drafts; a time is a document's own."""
+    """Returns what an engine's documents come to beside those of an engine without drafts; a time is a document's
+    own."""
     ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(served, plain, strict=True)]
     work = [theirs.cpu_seconds / mine.cpu_seconds for mine, theirs in zip(served, plain, strict=True)]
     found: Row = {"documents": len(served)}
@@ -91,7 +92,7 @@ def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
 
 
 def depths(served: Sequence[Served]) -> Iterator[Row]:
-    """A row for each depth that was drafted."""
+    """Yields a row for each depth that was drafted."""
     for depth in sorted({depth for each in served for depth in each.accepted}):
         some = [each for each in served if depth in each.accepted]
         yield {
@@ -118,8 +119,8 @@ def make_engines(
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of each workload, temperature and engine. Engines take turns at each document, so that whatever else the
-    machine does falls on all of them alike."""
+    """Yields rows of each workload, temperature and engine. Engines take turns at each document, so that whatever else
+    the machine does falls on all of them alike."""
     check_backend(args.backend)
     model = load(args.model)
     if model.tokenizer is None:

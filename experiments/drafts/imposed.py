@@ -71,7 +71,7 @@ def _hash(x: jax.Array) -> jax.Array:
 
 
 def imposed(tree: Tree, acceptance: float | Sequence[float]) -> Imposed:
-    """The same for all nodes, or one for each."""
+    """Returns the same for all nodes, or one for each."""
     return Imposed(jnp.broadcast_to(jnp.asarray(acceptance, jnp.float32), (tree.size - 1,)), tree)
 
 
@@ -106,7 +106,7 @@ class VerifyingTimer(StepTimer):
 
 
 def verifying_step(batch: int, tree: Tree) -> tuple[Layout, np.ndarray]:
-    """Layout and buffer of a step in which every slot verifies all of its drafts."""
+    """Returns layout and buffer of a step in which every slot verifies all of its drafts."""
     layout = Layout(Bucket(batch, 0, 0, tree.size), deltas=8)
     buffer, fields = layout.pack()
     fields.decode_slot[:], fields.decode_rows[:] = range(batch), tree.size

@@ -53,7 +53,7 @@ def by_rejection(p: np.ndarray, q: np.ndarray, rng: np.random.Generator) -> tupl
 
 
 def _draw(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A token [n] of each row of weights [n, V]."""
+    """Returns a token [n] of each row of weights [n, V]."""
     sums = weights.cumsum(axis=1)
     return (sums <= rng.random((len(sums), 1)) * sums[:, -1:]).sum(axis=1)
 
@@ -109,7 +109,7 @@ def draft_model(name: str, model: Model) -> Model:
 
 
 def compared(model: Model, drafts: Model, text: tuple[int, ...], first: int, temperature: float) -> Compared:
-    """The distributions of a text's tokens from index `first` on, by the target and by a draft model."""
+    """Returns the distributions of a text's tokens from index `first` on, by the target and by a draft model."""
     length = -(-len(text) // 64) * 64  # few lengths, each of which is compiled
     pair = (logits_of(each, text, length)[first - 1 : len(text) - 1] for each in (model, drafts))
     return Compared(*(np.exp(log_softmax(logits.astype(np.float64) / temperature)) for logits in pair))

@@ -32,8 +32,8 @@ PUBLISHED = (
 
 
 def break_even(tokens: float, drafts: int) -> float | None:
-    """The acceptance of each draft in a chain, where those before it were accepted, by which a step makes that many
-    tokens: 1 + a + a^2 + ... = tokens. None if all drafts together don't."""
+    """Returns the acceptance of each draft in a chain, where those before it were accepted, by which a step makes that
+    many tokens: 1 + a + a^2 + ... = tokens. None if all drafts together don't."""
     if tokens > 1 + drafts:
         return None
     low, high = 0.0, 1.0
@@ -58,13 +58,13 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def slot_tokens(context: int, args: argparse.Namespace) -> int:
-    """Most that a sequence has, once all steps have run."""
+    """Returns most that a sequence has, once all steps have run."""
     return context + args.steps * (ACCEPTED + 1) + max(args.rows)
 
 
 def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: argparse.Namespace) -> Iterator[Row]:
-    """Steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that all see
-    the same lengths; those that make ACCEPTED tokens; and those that draft with copies of the model as well."""
+    """Yields steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that
+    all see the same lengths; those that make ACCEPTED tokens; and those that draft with copies of the model as well."""
     pool = pool_for(batch, slot_tokens(context, args), args.page_size, args.kv_cache)
     plain = StepTimer(params, config, pool, args.backend)
     timers = {
@@ -126,8 +126,8 @@ def failure(error: Exception) -> Row:
 
 
 def published(found: Sequence[Row]) -> Iterator[Row]:
-    """What published acceptance would give by these steps, drafting not included; and how many tokens a step it would
-    take to be as many times as fast as others were."""
+    """Yields what published acceptance would give by these steps, drafting not included; and how many tokens a step it
+    would take to be as many times as fast as others were."""
     costs = {row["Q"]: row["over_plain"] for row in found if "over_plain" in row}
     for each in PUBLISHED:
         if "tokens_a_step" in each:

@@ -28,7 +28,7 @@ WORDS = ("cat", "dog", "hen", "cow", "fox", "wolf", "bear", "mouse")
 
 
 def stories(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
-    """The first tokens of documents that the bundled model wrote at temperature 1 (experiments/texts)."""
+    """Returns the first tokens of documents that the bundled model wrote at temperature 1 (experiments/texts)."""
     return [tokenizer.encode(text)[:BEGINNING] for text in read_documents(BUNDLED_TEXT)[:documents]]
 
 

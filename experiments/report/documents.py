@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows that were measured."""
+        """Returns the rows that were measured."""
         return [row for row in self.document["rows"] if "error" not in row]
 
 

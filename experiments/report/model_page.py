@@ -39,7 +39,8 @@ class Choice:
 
 
 def front(found: Sequence[Choice]) -> list[Choice]:
-    """Those that no other beats, which is both as small and as close and one of these more so; the smallest first."""
+    """Returns those that no other beats, which is both as small and as close and one of these more so; the smallest
+    first."""
     best: list[Choice] = []
     for choice in sorted(found, key=lambda c: (c.bytes, c.kl)):
         if not best or choice.kl < best[-1].kl:
@@ -48,17 +49,17 @@ def front(found: Sequence[Choice]) -> list[Choice]:
 
 
 def smallest(found: Sequence[Choice], kl: float) -> Choice | None:
-    """The fewest bytes with at most this divergence."""
+    """Returns the fewest bytes with at most this divergence."""
     return min((c for c in found if c.kl <= kl), key=lambda c: (c.bytes, c.kl), default=None)
 
 
 def closest(found: Sequence[Choice], limit: float) -> Choice | None:
-    """The least divergence in at most `limit` bytes."""
+    """Returns the least divergence in at most `limit` bytes."""
     return min((c for c in found if c.bytes <= limit), key=lambda c: (c.kl, c.bytes), default=None)
 
 
 def page(document: Row, found: Sequence[Choice], sheet: DeviceSheet, left_out: dict[str, str], args: Any) -> str:
-    """The report as HTML that loads nothing."""
+    """Returns the report as HTML that loads nothing."""
     best = front(found)
     model = html.escape(Path(args.model).name)
     held = f"{args.sequences} sequences of {args.context:,} tokens"
@@ -125,7 +126,7 @@ def _choice_row(choice: Choice) -> list[str]:
 
 
 def _unit(count: float) -> tuple[str, float]:
-    """The largest unit that `count` bytes have one of, and its bytes."""
+    """Returns the largest unit that `count` bytes have one of, and its bytes."""
     return next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if count >= s or u == "B")
 
 
@@ -139,7 +140,8 @@ def _ms(choice: Choice) -> str:
 
 
 def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
-    """Divergence by bytes and by milliseconds, as SVG within the page; a line that says so without matplotlib."""
+    """Returns divergence by bytes and by milliseconds, as SVG within the page; a line that says so without
+    matplotlib."""
     if find_spec("matplotlib") is None:
         return ['<p class="note">No pictures: matplotlib is missing (the extra <code>notebooks</code>).</p>']
     made = []

@@ -101,7 +101,7 @@ def _prefill_case(row: Row) -> str:
 
 
 def _cudnn(results: Results) -> Cells:
-    """Claim C5's, which times cuDNN beside ours."""
+    """Returns claim C5's, which times cuDNN beside ours."""
     rows = results.rows("claims-C5")
     return {f"{r['R']} x {r['length']}, {r['H']}/{r['K']}": [r["over_cudnn"]] for r in rows if "over_cudnn" in r}
 

@@ -17,8 +17,8 @@ def svg(
     style: Mapping[str, Any] = GRID,
     title: str | None = None,
 ) -> Iterator[Any]:
-    """A matplotlib figure of `size` inches to draw on, which goes to a file at the end. `salt`: what names of its parts
-    are made of. Raises ImportError without matplotlib."""
+    """Yields a matplotlib figure of `size` inches to draw on, which goes to a file at the end. `salt`: what names of
+    its parts are made of. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -43,5 +43,5 @@ def without_matplotlib_said(file: Path) -> Iterator[None]:
 
 
 def heading(document: Mapping[str, Any]) -> str:
-    """A picture's title: the experiment, its date and its device."""
+    """Returns a picture's title: the experiment, its date and its device."""
     return f"{document['experiment']}, {document['date']} ({document['device']})"

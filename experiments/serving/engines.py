@@ -79,7 +79,8 @@ def rehearse(args: argparse.Namespace, longest: int) -> None:
 def pages_of_h200(
     model: Model, page_size: int, kv_cache: str | None, least: int, memory: float = MEMORY_SHARE * DEVICE_BYTES
 ) -> int:
-    """How many pages an H200 has room for beside the weights, or other memory (bytes), but no fewer than `least`."""
+    """Returns how many pages an H200 has room for beside the weights, or other memory (bytes), but no fewer than
+    `least`."""
     free = SHARE * (memory - tree_bytes(model.params))
     return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
 

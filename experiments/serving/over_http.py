@@ -14,7 +14,7 @@ from jllm.files.hf_config import load_config
 
 
 def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each repeat over HTTP and then their summary. The prompts are of --config's vocabulary."""
+    """Yields a row for each repeat over HTTP and then their summary. The prompts are of --config's vocabulary."""
     target = wire.Target.of(args.url, os.environ.get("JLLM_API_KEY"))
     names = ("temperature", "top_k", "top_p", "min_p")
     body = {name: getattr(args, name) for name in names} | {"ignore_eos": True, "stream": args.stream}

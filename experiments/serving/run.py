@@ -69,7 +69,7 @@ def warm_up(engine: Engine | Replicas, requests: Sequence[Request], args: argpar
 
 
 def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> tuple[Row, float]:
-    """The figures of one run of the workload, and the seconds that this thread was busy."""
+    """Returns the figures of one run of the workload, and the seconds that this thread was busy."""
     engine.reset_metrics()
     engine.reset_prefix_cache()  # each run has the same prompts
     busy = time.thread_time()

@@ -44,7 +44,7 @@ class Served:
 
 
 def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
-    """The first `count` requests of a file, with arrivals. Raises InputFileError where it is not a workload."""
+    """Returns the first `count` requests of a file, with arrivals. Raises InputFileError where it is not a workload."""
     try:
         lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8-sig"))["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -62,7 +62,7 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cut: int) -> Row:
-    """The figures of one run of the workload."""
+    """Returns the figures of one run of the workload."""
     between = {p: metrics["inter_token_s"][f"p{p}"] for p in PERCENTILES}
     names = (
         "slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
@@ -72,7 +72,7 @@ def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cu
 
 
 def served_row(served: Sequence[Served], seconds: float, between: Mapping[int, float | None], cut: int) -> Row:
-    """What a run's requests say; `between` are percentiles of the seconds between tokens, by their number."""
+    """Returns what a run's requests say; `between` are percentiles of the seconds between tokens, by their number."""
     everything = [s.request for s in served]
     counted = sorted(served, key=lambda s: s.request.arrival)[cut:]
     row: Row = {
@@ -103,7 +103,8 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Student's t at 95 %; None for fewer than two values. Beyond ten, the t of nine degrees, a little too wide."""
+    """Returns Student's t at 95 %; None for fewer than two values. Beyond ten, the t of nine degrees, a little too
+    wide."""
     n = len(values)
     if n < 2:
         return None

@@ -71,7 +71,7 @@ def merged(make: Make, coming: Iterable[Arrival], engines: int) -> Tally:
 
 
 def apart(make: Make, coming: Iterable[Arrival], prefill: int, decode: int, copy: Callable[[int], float]) -> Tally:
-    """`prefill` engines for prompts and `decode` engines for the rest; copy(tokens): seconds that their pages
+    """Returns `prefill` engines for prompts and `decode` engines for the rest; copy(tokens): seconds that their pages
     take from one to the other."""
     first: list[Any] = [make(Prompts) for _ in range(prefill)]
     tallies = serve(first, coming)

@@ -28,9 +28,9 @@ def traced_work(step: TracedStep) -> Work:
 
 
 def recorded(trace: Trace) -> list[Recorded]:
-    """The steps that were read. A step begins when it was dispatched or the one before was read, whichever is later,
-    and has ended when it was read; the first of each bucket, which may have been compiled then, is left out. Raises
-    InputFileError for a trace with fewer than 2 * LEAST such steps."""
+    """Returns the steps that were read. A step begins when it was dispatched or the one before was read, whichever is
+    later, and has ended when it was read; the first of each bucket, which may have been compiled then, is left out.
+    Raises InputFileError for a trace with fewer than 2 * LEAST such steps."""
     found, seen, free = [], set(), 0.0
     for step in trace.steps:
         if step.read is None:
@@ -45,8 +45,8 @@ def recorded(trace: Trace) -> list[Recorded]:
 
 
 def replay(trace: Trace, cost: CostModel) -> Iterator[Row]:
-    """A row of the model as it is, and one of the same model fitted to the first half of the steps, judged by the
-    second: errors are the mean of |simulated / recorded - 1| over steps, and that of the sum."""
+    """Yields a row of the model as it is, and one of the same model fitted to the first half of the steps, judged by
+    the second: errors are the mean of |simulated / recorded - 1| over steps, and that of the sum."""
     steps = recorded(trace)
     half = len(steps) // 2
     computed = [(replace(s.work, tokens=s.rows - s.work.decodes), s.seconds) for s in steps[:half]]

@@ -36,8 +36,8 @@ class Workload:
 
 
 def read_workload(name: str) -> Workload:
-    """The workload workloads/<name>.json or .jsonl, or that of a file: {"requests": [[prompt, output], ..]} in tokens,
-    or a line {"prompt": [token ids] or their number, "output": tokens, "stop": [strings]} for each. Raises
+    """Returns the workload workloads/<name>.json or .jsonl, or that of a file: {"requests": [[prompt, output], ..]} in
+    tokens, or a line {"prompt": [token ids] or their number, "output": tokens, "stop": [strings]} for each. Raises
     InputFileError."""
     found = [path for suffix in (".json", ".jsonl") if (path := WORKLOADS / f"{name}{suffix}").exists()]
     path = found[0] if found else Path(name)
@@ -85,8 +85,8 @@ class Arrival:
 
 
 def arrivals(samples: Sequence[Sample], count: int | None, rate: float | None, seed: int) -> Iterator[Arrival]:
-    """The workload once (count None), or `count` draws from it; all at once, or `rate` a second by a Poisson process.
-    The same for the same seed."""
+    """Yields the workload once (count None), or `count` draws from it; all at once, or `rate` a second by a Poisson
+    process. The same for the same seed."""
     rng = np.random.default_rng(seed)
     at = 0.0
     for i in range(len(samples) if count is None else count):

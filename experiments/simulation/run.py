@@ -60,7 +60,7 @@ class Tally:
     inter_token: Histogram = field(default_factory=Histogram)
 
     def figures(self) -> Row:
-        """Throughput and tails, of a run that is over."""
+        """Returns throughput and tails, of a run that is over."""
         row: Row = {"requests": self.requests, "seconds": self.seconds, "qps": self.requests / self.seconds}
         row |= {"output_tokens_s": self.output_tokens / self.seconds, "goodput": self.good / self.seconds}
         for name, times in (("ttft", self.first_token), ("itl", self.inter_token)):
@@ -123,14 +123,14 @@ class Simulation:
         return self.tally
 
     def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[StepPlan, float]]:
-        """The same, yielding each step's plan and seconds as it is dispatched."""
+        """Yields the same, yielding each step's plan and seconds as it is dispatched."""
         for arrival in coming:
             yield from self.until(arrival.at)
             self.add(arrival)
         yield from self.until(math.inf)
 
     def until(self, at: float) -> Iterator[tuple[StepPlan, float]]:
-        """The steps up to when the host is free at `at` or later, for requests that come then."""
+        """Yields the steps up to when the host is free at `at` or later, for requests that come then."""
         while self.host < at and (self._live or self._before is not None):
             yield from self._turn()
         if at < math.inf:
@@ -160,7 +160,7 @@ class Simulation:
             self._read(unread[0], self.host, clock)
 
     def seconds(self, plan: StepPlan) -> float:
-        """What the device takes for a plan, in the compiled size that holds it."""
+        """Returns what the device takes for a plan, in the compiled size that holds it."""
         work = work_of(plan)
         bucket = choose_bucket(self.sizes.buckets, *plan.size)
         self.tally.rows += bucket.size
@@ -225,7 +225,7 @@ class Simulation:
         self.tally.good += one.first - one.arrived <= FIRST_TOKEN and pace <= EACH_TOKEN
 
     def row(self) -> Row:
-        """The figures of a run that is over."""
+        """Returns the figures of a run that is over."""
         tally, counts, limits = self.tally, self.scheduler.counts, self.sizes.limits
         steps, pages = max(1, counts.steps), max(1, counts.page_steps)
         return {

@@ -42,7 +42,7 @@ class TracedStep:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of the step."""
+        """Returns prompt tokens of the step."""
         return sum(chunk[3] for chunk in self.chunks)
 
 

@@ -21,12 +21,12 @@ OWN = ("default", "mosaic")  # backends that are a Hopper GPU's own, of which ba
 
 
 def of_own_kernels(row: Row) -> bool:
-    """Whether a row is of the device's own kernels, as it is where it names no backend."""
+    """Returns whether a row is of the device's own kernels, as it is where it names no backend."""
     return row.get("backend", OWN[0]) in OWN
 
 
 def decode_bars(name: str, row: Row) -> Iterator[Row]:
-    """The bar of a decode step's share of its floor, where its model, formats and backend have one."""
+    """Yields the bar of a decode step's share of its floor, where its model, formats and backend have one."""
     if not of_own_kernels(row):
         return
     formats = weights_of(row), row["kv"].replace("bfloat16", "bf16")
@@ -36,11 +36,11 @@ def decode_bars(name: str, row: Row) -> Iterator[Row]:
 
 
 def prefill_bars(name: str, row: Row, tokens: int, share: float) -> Iterator[Row]:
-    """The bar of what computing that many tokens of prompts reaches of its floor, where it has one."""
+    """Yields the bar of what computing that many tokens of prompts reaches of its floor, where it has one."""
     if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS and of_own_kernels(row):
         yield bar(f"{name}, share of the floor", share, "1", PREFILL)
 
 
 def weights_of(row: Row) -> str:
-    """bf16 where a row names no scheme; w8a8 whichever of its layers are quantized by which rule."""
+    """Returns bf16 where a row names no scheme; w8a8 whichever of its layers are quantized by which rule."""
     return row.get("scheme", "bf16").removesuffix("-talk")

@@ -17,16 +17,16 @@ class WholeBatch:
 
     @property
     def context(self) -> int:
-        """Tokens in each slot's pages in the middle of its output."""
+        """Returns tokens in each slot's pages in the middle of its output."""
         return self.input + self.output // 2
 
     @property
     def decode_work(self) -> Work:
-        """The work of one step in the middle of the output."""
+        """Returns the work of one step in the middle of the output."""
         return step_work(self.batch, self.batch * self.context)
 
     def prefill(self, step_tokens: int) -> "Prefill":
-        """The steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""
+        """Returns the steps that compute all prompts: whole prompts in equal shares, or one prompt in equal chunks."""
         if self.input > step_tokens:
             return Prefill(1, -(-self.input // -(-self.input // step_tokens)))
         steps = -(-self.batch // (step_tokens // self.input))
@@ -54,5 +54,5 @@ class Prefill:
         return steps
 
     def work(self, case: WholeBatch) -> list[Work]:
-        """The work of each step."""
+        """Returns the work of each step."""
         return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]

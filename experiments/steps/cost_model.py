@@ -53,15 +53,16 @@ class CostModel:
     shares: Shares = Shares()
 
     def seconds(self, work: Work, computed: int | None = None) -> float:
-        """Seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them up."""
+        """Returns seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them
+        up."""
         products, attention = self.floor.parts(work, self.token_bytes, computed)
         s = self.shares
         return s.fixed * self.floor.layers + s.products * products + s.attention * attention
 
 
 def model_shapes(name: str, scheme: str | None = None) -> Model:
-    """The model configs/<name>.json, or of a directory or config.json, as shapes alone, in bf16 or quantized; nothing
-    can run it, floors need no more. Raises ConfigError."""
+    """Returns the model configs/<name>.json, or of a directory or config.json, as shapes alone, in bf16 or quantized;
+    nothing can run it, floors need no more. Raises ConfigError."""
     path = CONFIGS / f"{name}.json"
     return shapes_of(load_config(path if path.exists() else name), scheme)
 
@@ -76,7 +77,7 @@ def make_cost_model(model: Model, kv_cache: str | None, shares: Shares) -> CostM
 
 
 def reference_floor(model: Model) -> Floor:
-    """The floor of a model on the device whose steps others are estimated by."""
+    """Returns the floor of a model on the device whose steps others are estimated by."""
     return make_floor(model.params, model.config, device_sheet(REFERENCE).ceilings)
 
 
@@ -100,8 +101,8 @@ def fit(
 
 
 def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality. Of equal ones that
-    with the most such bounds, and of these with the first of x free."""
+    """Returns x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality. Of equal
+    ones that with the most such bounds, and of these with the first of x free."""
     best, best_x = np.inf, least
     for free in map(list, sorted(product((True, False), repeat=a.shape[1]), key=sum)):
         x = least.copy()
@@ -114,15 +115,15 @@ def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> n
 
 
 def recorded_steps(document: Row) -> list[tuple[Work, float]]:
-    """The steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
+    """Returns the steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
     rows = [row for row in document["rows"] if "decode_ms" in row and row.get("kv") in ("bfloat16", "bf16")]
     ours = [row for row in rows if row.get("backend") != "xla"] or rows
     return [(step_work(b := row["batch"], b * (row["context"] + 1)), row["decode_ms"] / 1e3) for row in ours]
 
 
 def format_factor(document: Row, kv_cache: str | None) -> float | None:
-    """How many times as long decode attention takes over pages of a format as its bytes would at the rate of bf16's;
-    1 for bf16, None where the benchmark has no such rows. Of two formats (k=.., v=..) the larger."""
+    """Returns how many times as long decode attention takes over pages of a format as its bytes would at the rate of
+    bf16's; 1 for bf16, None where the benchmark has no such rows. Of two formats (k=.., v=..) the larger."""
     if kv_cache is None:
         return 1.0
     formats = {part.partition("=")[2] or part for part in kv_cache.split(",")}
@@ -143,8 +144,8 @@ def _rate(document: Row, plain: str, name: str) -> float | None:
 
 
 def newest(results: Path, experiment: str, device: str = "h200") -> tuple[str, Row] | None:
-    """Name and document of the newest results file of an experiment on a device, by its name in files, of runs without
-    a label."""
+    """Returns name and document of the newest results file of an experiment on a device, by its name in files, of runs
+    without a label."""
     for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"), reverse=True):
         return path.name, json.loads(path.read_text(encoding="utf-8"))
     return None

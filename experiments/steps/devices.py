@@ -112,17 +112,17 @@ class DeviceSheet:
 
     @property
     def memory(self) -> float:
-        """Bytes."""
+        """Returns Bytes."""
         return 1e9 * self.memory_gb
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Returns bytes a second."""
         return 1e9 * self.bandwidth_gb_s
 
     @property
     def host_rate(self) -> float:
-        """Bytes a second between host and device, in one direction."""
+        """Returns bytes a second between host and device, in one direction."""
         return 1e9 * self.host_gb_s
 
     @property
@@ -162,7 +162,7 @@ def read_sheet(path: Path) -> DeviceSheet:
 
 
 def device_sheet(name: str) -> DeviceSheet:
-    """The sheet configs/devices/<name>.json. Raises ConfigError for an unknown name, with those near it."""
+    """Returns the sheet configs/devices/<name>.json. Raises ConfigError for an unknown name, with those near it."""
     path = SHEETS / f"{name}.json"
     if not path.exists():
         known = sorted(sheet.stem for sheet in SHEETS.glob("*.json"))
@@ -191,6 +191,6 @@ def ceilings_of(device_kind: str, bandwidth: float | None = None) -> Ceilings:
 
 
 def device_sheets(folder: Path = SHEETS) -> dict[str, DeviceSheet]:
-    """All of them, by name, the fastest memory first."""
+    """Returns all of them, by name, the fastest memory first."""
     sheets = {path.stem: read_sheet(path) for path in sorted(folder.glob("*.json"))}
     return dict(sorted(sheets.items(), key=lambda item: -item[1].bandwidth_gb_s))

@@ -67,8 +67,8 @@ class Floor:
     layers: int = 1
 
     def parts(self, work: Work, token_bytes: float, computed: int | None = None) -> tuple[float, float]:
-        """Seconds of a step's products and of its attention, with K and V of `token_bytes` a token; `computed` are the
-        rows of products, where they are others than the tokens."""
+        """Returns seconds of a step's products and of its attention, with K and V of `token_bytes` a token; `computed`
+        are the rows of products, where they are others than the tokens."""
         rows = work.decodes + work.tokens if computed is None else computed
         products = sum(count * matrix.seconds(rows, self.bandwidth) for matrix, count in self.linears)
         prompts = max(
@@ -78,14 +78,14 @@ class Floor:
         return products + self.head.seconds(work.rows, self.bandwidth), decodes + prompts
 
     def of(self, work: Work, token_bytes: float) -> float:
-        """Seconds of the whole step: its parts added up."""
+        """Returns seconds of the whole step: its parts added up."""
         return sum(self.parts(work, token_bytes))
 
 
 def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor:
-    """The floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much; on a mesh
-    that of the whole weights, with what its devices do together. Raises KeyError for weights whose arithmetic it does
-    not have."""
+    """Returns the floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much; on a
+    mesh that of the whole weights, with what its devices do together. Raises KeyError for weights whose arithmetic it
+    does not have."""
     n, params = ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
     peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
     layers = (matrix(w, peaks) for w in linears(params).values())
@@ -101,14 +101,14 @@ def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:
 
 
 def token_bytes(model: Model, kv_cache: str | None) -> float:
-    """Bytes of one token's K and V, all layers."""
+    """Returns bytes of one token's K and V, all layers."""
     formats = parse_kv_cache(kv_cache, model.config, model.params.dtype)
     return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
 def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]] = ()) -> Work:
-    """The work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk also
-    reads the keys of the chunks before it, and the head runs on a prompt's last token alone."""
+    """Returns the work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk
+    also reads the keys of the chunks before it, and the head runs on a prompt's last token alone."""
     chunks = list(chunks)
     return Work(
         decodes,
@@ -121,13 +121,13 @@ def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]]
 
 
 def work_of(plan: StepPlan) -> Work:
-    """The work of a step that was just planned: its sequences count the tokens that it computes already."""
+    """Returns the work of a step that was just planned: its sequences count the tokens that it computes already."""
     keys = sum([seq.computed for seq in plan.decodes])
     return step_work(len(plan.decodes), keys, ((c.start, len(c.tokens), c.final) for c in plan.chunks))
 
 
 def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Work]:
-    """The merge schedule of requests [prompt, output] that are all there from the start, read one step late."""
+    """Yields the merge schedule of requests [prompt, output] that are all there from the start, read one step late."""
     scheduler = Scheduler(limits)
     for i, (prompt, output) in enumerate(lengths):
         scheduler.add(Sample(i, 0, (1,) * prompt, SamplingParams(), 0, prompt + output))
@@ -146,5 +146,5 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
 
 
 def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
-    """The floor of a workload sent at once, KV at `token_bytes` a token."""
+    """Returns the floor of a workload sent at once, KV at `token_bytes` a token."""
     return sum(floor.of(work, token_bytes) for work in schedule(lengths, limits))

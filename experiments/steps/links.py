@@ -47,7 +47,7 @@ class Link:
 
 
 def read_link(name: str) -> Link:
-    """The file configs/links/<name>.json. Raises ConfigError where there is none, or it is no such file."""
+    """Returns the file configs/links/<name>.json. Raises ConfigError where there is none, or it is no such file."""
     path = LINKS / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(found.stem for found in LINKS.glob("*.json")))

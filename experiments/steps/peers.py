@@ -38,8 +38,8 @@ START_S = 150  # that vLLM's engine may take until it runs
 
 
 def counts(row: Row) -> bool:
-    """Whether a row is one of the runs of the workload whose mean is a peer's figure: all that ended, but for one that
-    warmed it up."""
+    """Returns whether a row is one of the runs of the workload whose mean is a peer's figure: all that ended, but for
+    one that warmed it up."""
     return "peer" in row and "qps" in row and not row.get("cut_off") and row.get("repeat") != WARM_UP
 
 
@@ -57,8 +57,8 @@ def check_options(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def compiled_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
-    """Each variant that torch compiled, of the cases (batch, input, output) that its script has: milliseconds of
-    prefill and of a decode step."""
+    """Returns each variant that torch compiled, of the cases (batch, input, output) that its script has: milliseconds
+    of prefill and of a decode step."""
     schemes = ("wo8", "w8a8") if quantized else ("bf16",)
     wanted = [f"{q}:b{b}:{SHAPES[i, o]}" for b, i, o in cases if (i, o) in SHAPES for q in schemes]
     if not wanted:
@@ -90,7 +90,7 @@ def _tokens_s(row: Row) -> float:
 
 
 def vllm_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
-    """vLLM's decode steps of the cases that decode 256 tokens after 8, which is what its script does."""
+    """Returns vLLM's decode steps of the cases that decode 256 tokens after 8, which is what its script does."""
     batches = [batch for batch, *shape in cases if shape == [8, 256]]
     return _vllm(folder, [], batches, 0, quantized, seconds) if batches else []
 
@@ -103,7 +103,8 @@ def serving(
     seconds: float,
     names: Sequence[str] = SERVERS,
 ) -> list[Row]:
-    """Requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by vLLM.
+    """Returns requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by
+    vLLM.
 
     transformers serves them at least twice, as it records its graphs in the first run, which so does not count. vLLM's
     script sends all at once, so requests that arrive later are an error of its row.
@@ -132,7 +133,7 @@ def _vllm(
     quantized: bool,
     seconds: float,
 ) -> list[Row]:
-    """Its rows, with as many seconds for what it does once its engine runs."""
+    """Returns its rows, with as many seconds for what it does once its engine runs."""
     bits = "fp8" if quantized else "bf16"
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--modes", bits, "--workload", _workload(temporary, lengths), "--repeats", str(repeats)]
@@ -143,7 +144,7 @@ def _vllm(
 
 
 def _by_vllm(found: Sequence[Row], requests: int) -> Iterator[Row]:
-    """A row for each run of the workload and for each batch that was only decoded."""
+    """Yields a row for each run of the workload and for each batch that was only decoded."""
     for row in found:
         if "error" in row:
             yield {"error": row["error"], **made_by(row)}

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read_document(path: Path) -> Row:
-    """A run's file. Raises OSError, and ValueError for what is no such file."""
+    """Returns a run's file. Raises OSError, and ValueError for what is no such file."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or document.get("experiment") != "quant_steps" or "rows" not in document:
         raise ValueError(f"{path} is not a result of quant_steps")
@@ -24,7 +24,7 @@ def read_document(path: Path) -> Row:
 
 
 def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
-    """Batch -> times as fast as bf16, with a 16-bit cache."""
+    """Returns batch -> times as fast as bf16, with a 16-bit cache."""
     return {
         r["batch"]: r["over_bf16"]
         for r in rows
@@ -33,7 +33,7 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 
 def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[float]]:
-    """Batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
+    """Returns batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
     key = f"{kind}_ms_runs"
     runs = {(r["scheme"], r["batch"]): r[key] for r in rows if key in r and r["kv"] == "bf16"}
     of_batch = [batch for name, batch in runs if name == scheme and ("bf16", batch) in runs]

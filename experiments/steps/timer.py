@@ -38,8 +38,8 @@ UNLIMITED = 1 << 30  # tokens of a sequence
 
 
 def model_config(path: str, layers: int | None) -> LlamaConfig:
-    """The shapes of a config.json, cut to its first layers where a number of them is given. Raises ConfigError where
-    it has fewer."""
+    """Returns the shapes of a config.json, cut to its first layers where a number of them is given. Raises ConfigError
+    where it has fewer."""
     config = load_config(Path(path))
     if layers is not None and layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {path} has {config.num_layers}")
@@ -71,8 +71,8 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 
 
 def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
-    """The scheme of one layer that is made as a model of its own, whose layer 0 it is: the whole model's formats of
-    that layer, of the embedding and of the head."""
+    """Returns the scheme of one layer that is made as a model of its own, whose layer 0 it is: the whole model's
+    formats of that layer, of the embedding and of the head."""
     own, first = layer_prefix(layer), layer_prefix(0)
     return Scheme(
         f"layer {layer}",
@@ -88,19 +88,19 @@ def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
 
 
 def layout_of(decodes: int = 0, tokens: int = 0, prompts: int = 0) -> Layout:
-    """A step that decodes as many slots, and computes as many tokens of prompts."""
+    """Returns a step that decodes as many slots, and computes as many tokens of prompts."""
     return Layout(Bucket(decodes, tokens, prompts), deltas=8)
 
 
 def chunk_of(slot: int, start: int, tokens: int, length: int) -> PromptChunk:
-    """A chunk of a prompt of `length` tokens; it samples after its last token, and is never done."""
+    """Returns a chunk of a prompt of `length` tokens; it samples after its last token, and is never done."""
     ids = [i % 97 for i in range(start, start + tokens)]
     limit = {"max_length": UNLIMITED}
     return PromptChunk(slot, ids, start, start + tokens == length, prompt_len=length, sampling=limit)
 
 
 def step_of(kind: str, batch: int, prompt: int = 0) -> tuple[Layout, np.ndarray]:
-    """Layout and buffer of a step that decodes all slots, or computes a whole prompt of each."""
+    """Returns layout and buffer of a step that decodes all slots, or computes a whole prompt of each."""
     if kind == "decode":
         layout = layout_of(batch)
         return layout, pack_chunks(layout, decodes=range(batch))
@@ -109,7 +109,7 @@ def step_of(kind: str, batch: int, prompt: int = 0) -> tuple[Layout, np.ndarray]
 
 
 def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
-    """Every slot runs, with `context` tokens in pages of its own."""
+    """Returns every slot runs, with `context` tokens in pages of its own."""
     empty = make_slots(slots, pages_each)
     return Slots(
         token=jnp.arange(slots, dtype=jnp.int32),
@@ -131,7 +131,7 @@ class Pool:
     pages: int | None = None  # None: as many as all slots may have
 
     def state(self, config: LlamaConfig, dtype: Any, context: int = 0) -> State:
-        """All slots at `context` tokens."""
+        """Returns all slots at `context` tokens."""
         pages = self.slots * self.pages_each if self.pages is None else self.pages
         formats = parse_kv_cache(self.kv_cache, config, dtype)
         cache = make_cache(config, pages, self.page_size, formats)
@@ -140,12 +140,12 @@ class Pool:
 
 
 def pool_for(batch: int, tokens: int, page_size: int, kv_cache: str | None) -> Pool:
-    """Room for as many tokens in each slot."""
+    """Returns room for as many tokens in each slot."""
     return Pool(batch, -(-tokens // page_size), page_size, kv_cache)
 
 
 def page_bytes(config: LlamaConfig, dtype: Any, page_size: int, kv_cache: str | None) -> int:
-    """Bytes of one page in all layers, scales included."""
+    """Returns bytes of one page in all layers, scales included."""
     return cache_bytes(jax.eval_shape(lambda: Pool(1, 1, page_size, kv_cache).state(config, dtype).cache))
 
 
@@ -153,7 +153,7 @@ def page_bytes(config: LlamaConfig, dtype: Any, page_size: int, kv_cache: str | 
 
 
 def stopwatch() -> Callable[[str], None]:
-    """A function that says how far a run is, and after how many seconds."""
+    """Returns a function that says how far a run is, and after how many seconds."""
     start = time.perf_counter()
     return lambda text: print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
@@ -196,7 +196,7 @@ class StepTimer:
         return outputs.tokens
 
     def repeated(self, step: Callable[..., Any], buffer: np.ndarray, context: int, steps: int = 1) -> Callable[[], Any]:
-        """A function that runs as many steps on one buffer and returns the tokens of the last. All slots are at
+        """Returns a function that runs as many steps on one buffer and returns the tokens of the last. All slots are at
         `context` tokens when it is first called, and where the last call left them after that."""
         self.renew()
         self.place(context)
@@ -219,11 +219,12 @@ class StepTimer:
         return seconds
 
     def runs(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int, repeats: int) -> list[float]:
-        """Seconds of each of several such runs."""
+        """Returns seconds of each of several such runs."""
         return [self.seconds(step, buffers, tokens) for _ in range(repeats)]
 
     def one(self, step: Callable[..., Any], buffer: np.ndarray, tokens: int, steps: int, repeats: int) -> float:
-        """Seconds of one step: of as many on the same buffer, the best run after a first, which takes longer."""
+        """Returns seconds of one step: of as many on the same buffer, the best run after a first, which takes
+        longer."""
         buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         self.seconds(step, buffers, tokens)
         return min(self.runs(step, buffers, tokens, repeats)) / steps
@@ -248,14 +249,16 @@ def compile_ahead[K: Hashable](
 def decode_steps(
     params: Params, config: LlamaConfig, batch: int, context: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[], jax.Array]:
-    """A function that runs as many decode steps of slots that begin at `context` tokens; it may be called 16 times."""
+    """Returns a function that runs as many decode steps of slots that begin at `context` tokens; it may be called 16
+    times."""
     return decoding_at(params, config, batch, context, steps, kv_cache)(context)
 
 
 def decoding_at(
     params: Params, config: LlamaConfig, batch: int, longest: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[int], Callable[[], jax.Array]]:
-    """What gives such functions by context, up to `longest`, of one compiled step; the last one given is good."""
+    """Returns what gives such functions by context, up to `longest`, of one compiled step; the last one given is
+    good."""
     timer = StepTimer(params, config, pool_for(batch, longest + 16 * steps, 16, kv_cache))
     layout, buffer = step_of("decode", batch)
     step = timer.lower(layout).compile()

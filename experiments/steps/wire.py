@@ -33,7 +33,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, key: str | None) -> "Target":
-        """ConfigError for what is not http://HOST:PORT/v1."""
+        """Returns ConfigError for what is not http://HOST:PORT/v1."""
         parts = urlsplit(url)
         try:
             if parts.scheme == "http" and parts.hostname:

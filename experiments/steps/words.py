@@ -42,5 +42,5 @@ def words_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def is_guided(i: int, share: float) -> bool:
-    """Whether request number i is one of the share that is guided, spread evenly."""
+    """Returns whether request number i is one of the share that is guided, spread evenly."""
     return int((i + 1) * share) > int(i * share)

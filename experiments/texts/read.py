@@ -9,7 +9,8 @@ BUNDLED_TEXT = Path(__file__).parent / "fairytale.jsonl"  # by the bundled model
 
 
 def read_documents(file: Path) -> list[str]:
-    """The "text" of each line of a .jsonl, or a whole UTF-8 file as one. Raises InputFileError, with the line."""
+    """Returns the "text" of each line of a .jsonl, or a whole UTF-8 file as one. Raises InputFileError, with the
+    line."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:

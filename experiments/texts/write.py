@@ -26,7 +26,7 @@ LENGTH = 600  # tokens; BOS and the context of 1024 leave room
 
 
 def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, int | str | None]]:
-    """{"seed", "text"} of each."""
+    """Returns {"seed", "text"} of each."""
     assert model.config.bos_id is not None, "the bundled model has a BOS token"
     sampling = [jllm.SamplingParams(temperature=1.0, max_new_tokens=length, seed=seed) for seed in range(count)]
     told = jllm.generate(model, [[model.config.bos_id]] * count, sampling)

@@ -31,7 +31,7 @@ Book = list[str]  # paragraphs; "" marks where a chapter ends
 
 
 def read_books(file: str | Path) -> list[Book]:
-    """The books of a corpus, headings, tables of contents and editors' notes dropped. Raises InputFileError."""
+    """Returns the books of a corpus, headings, tables of contents and editors' notes dropped. Raises InputFileError."""
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -52,8 +52,8 @@ def _paragraph(line: str) -> str:
 
 
 def train_tokenizer(books: Sequence[Book], vocab_size: int) -> bytes:
-    """A serialized SentencePiece model with LLaMA's settings: BPE, digits split, bytes for what is unknown, text kept
-    as it is; unk 0, BOS 1, EOS 2. Raises TokenizerError."""
+    """Returns a serialized SentencePiece model with LLaMA's settings: BPE, digits split, bytes for what is unknown,
+    text kept as it is; unk 0, BOS 1, EOS 2. Raises TokenizerError."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -117,7 +117,7 @@ class Rows:
 
 
 def encode(model: bytes, passages: list[str], length: int, dropout: float, seed: int) -> list[np.ndarray]:
-    """BOS, ids, EOS of each passage, cut at `length` + 1 ids (then without EOS).
+    """Returns BOS, ids, EOS of each passage, cut at `length` + 1 ids (then without EOS).
 
     With dropout > 0 each merge is left out with that probability (BPE-dropout, Provilkov et al., arXiv 1910.13267).
     """
@@ -132,7 +132,7 @@ def encode(model: bytes, passages: list[str], length: int, dropout: float, seed:
 
 
 def pack(passages: Sequence[np.ndarray], length: int, rng: np.random.Generator) -> Rows:
-    """Best fit, longest first, into rows of `length`; rows in random order."""
+    """Returns best fit, longest first, into rows of `length`; rows in random order."""
     room: list[tuple[int, int]] = []  # (free places, row), sorted
     rows: list[list[np.ndarray]] = []
     for i in np.argsort([-len(passage) for passage in passages], kind="stable"):

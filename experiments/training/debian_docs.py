@@ -60,7 +60,7 @@ class Prose(HTMLParser):
 
 
 def paragraphs(text: str, html: bool) -> Iterator[str]:
-    """What reads as prose, white space joined."""
+    """Yields what reads as prose, white space joined."""
     if html:
         page = Prose()
         page.feed(text)

@@ -61,19 +61,20 @@ Passes = Callable[[Any, Params, Known], list[Pass]]
 
 
 def know(params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
-    """The target's hidden states [L, E] of a row of packed texts [L]."""
+    """Returns the target's hidden states [L, E] of a row of packed texts [L]."""
     return backbone(params, config, Packed(rows.tokens, rows.positions, rows.segments), None)[0]
 
 
 def draft_passes(weights: Params, params: Params, known: Known, *, config: LlamaConfig, depth: int = 1) -> list[Pass]:
-    """A draft model, whose config this is: drafts that were accepted are text like any other, so all depths are one."""
+    """Returns a draft model, whose config this is: drafts that were accepted are text like any other, so all depths are
+    one."""
     rows = known.rows
     logits = packed_logits(weights, config, Packed(rows.tokens, rows.positions, rows.segments))
     return [Pass(logits, follows(rows, m)) for m in range(depth)]
 
 
 def medusa_passes(heads: tuple[MedusaHead, ...], params: Params, known: Known, *, config: LlamaConfig) -> list[Pass]:
-    """Medusa heads: draft m is head m's, on the hidden state that the newest token was drawn from."""
+    """Returns Medusa heads: draft m is head m's, on the hidden state that the newest token was drawn from."""
     normed = norm_quant(known.hidden, params.norm, eps=config.norm_eps, backend=DIFFERENTIABLE)[0]
     states = [shifted(normed, m) for m in range(1, len(heads) + 1)]
     logits = [head_logits(p, x, params, backend=DIFFERENTIABLE) for p, x in zip(heads, states)]
@@ -81,9 +82,9 @@ def medusa_passes(heads: tuple[MedusaHead, ...], params: Params, known: Known, *
 
 
 def eagle_passes(p: EagleHead, params: Params, known: Known, *, config: LlamaConfig, depth: int) -> list[Pass]:
-    """An EAGLE head, which goes on from its own hidden states as it does when it drafts: pass m computes draft m of all
-    beginnings at once (training-time test of EAGLE-3, arXiv 2503.01840). In it a row sees keys made with the target's
-    hidden states up to its beginning, and of each pass since the one key of its own beginning."""
+    """Returns an EAGLE head, which goes on from its own hidden states as it does when it drafts: pass m computes draft
+    m of all beginnings at once (training-time test of EAGLE-3, arXiv 2503.01840). In it a row sees keys made with the
+    target's hidden states up to its beginning, and of each pass since the one key of its own beginning."""
     rows, a = known.rows, p.layer.attention
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = angles(config, rows.positions, known.hidden.dtype)
@@ -116,22 +117,22 @@ def eagle_passes(p: EagleHead, params: Params, known: Known, *, config: LlamaCon
 
 
 def follows(rows: Rows, distance: int) -> jax.Array:
-    """Whether the row `distance` before each has a token of the same text: bool[L]."""
+    """Returns whether the row `distance` before each has a token of the same text: bool[L]."""
     return (rows.segments >= 0) & (rows.positions >= distance)
 
 
 def shifted(x: jax.Array, rows: int) -> jax.Array:
-    """x [L, ...] with row i - rows in the place of row i; zeros come in."""
+    """Returns x [L, ...] with row i - rows in the place of row i; zeros come in."""
     return jnp.pad(x, ((rows, 0), *((0, 0) for _ in x.shape[1:])))[: x.shape[0]]
 
 
 def teach(
     weights: Any, params: Params, known: Known, *, passes: Passes, config: LlamaConfig, decay: float, regression: float
 ) -> jax.Array:
-    """What a drafter is to make small over texts [B, L], in nats: the cross entropy from the target's distribution of
-    each next token, the mean of its depths, of which each counts `decay` times as much as the one before (Medusa's
-    0.8, arXiv 2401.10774). A drafter of hidden states is taught these as well, by `regression` times their smooth L1
-    distance, a mean over E (EAGLE, arXiv 2401.15077, has 10; the more, the less the tokens count)."""
+    """Returns what a drafter is to make small over texts [B, L], in nats: the cross entropy from the target's
+    distribution of each next token, the mean of its depths, of which each counts `decay` times as much as the one
+    before (Medusa's 0.8, arXiv 2401.10774). A drafter of hidden states is taught these as well, by `regression` times
+    their smooth L1 distance, a mean over E (EAGLE, arXiv 2401.15077, has 10; the more, the less the tokens count)."""
 
     known = replace(known, hidden=known.hidden.astype(params.dtype))
 
@@ -152,7 +153,7 @@ def teach(
 
 
 def smooth_l1(x: jax.Array) -> jax.Array:
-    """x^2 / 2 within 1 of zero, |x| - 1/2 outside."""
+    """Returns x^2 / 2 within 1 of zero, |x| - 1/2 outside."""
     size = jnp.abs(x)
     return jnp.where(size < 1, 0.5 * size * size, size - 0.5)
 
@@ -169,8 +170,8 @@ def accepted(
     config: LlamaConfig,
     drafts: int,
 ) -> jax.Array:
-    """How often a chain of drafts D is accepted, in texts [B, L] that the target drew itself: i32[B, 1 + D], the number
-    of beginnings, and of those whose first 1 .. D drafts all are what the target drew.
+    """Returns how often a chain of drafts D is accepted, in texts [B, L] that the target drew itself: i32[B, 1 + D],
+    the number of beginnings, and of those whose first 1 .. D drafts all are what the target drew.
 
     A row has one text; `sampling` [B] is what it was drawn with, and drafts are drawn with the same noise. A beginning
     is a token of index first [B] or later, taken as the newest one, that D tokens follow.
@@ -195,9 +196,9 @@ def accepted(
 
 
 def by_depth(counts: np.ndarray, *, samples: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """`accepted`'s counts of texts [B, 1 + D] as a row for each depth m: the share of drafts m that are accepted where
-    those before them were, its 95 % interval by bootstrap over texts (Efron, 1979), and the tokens that a step with m
-    drafts yields, the mean over beginnings."""
+    """Returns `accepted`'s counts of texts [B, 1 + D] as a row for each depth m: the share of drafts m that are
+    accepted where those before them were, its 95 % interval by bootstrap over texts (Efron, 1979), and the tokens that
+    a step with m drafts yields, the mean over beginnings."""
     drawn = np.random.default_rng(seed).integers(len(counts), size=(samples, len(counts)))
 
     def figures(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ class Recipe:
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """AdamW on matrices (norms and biases are not decayed), gradients clipped to norm 1."""
+    """Returns AdamW on matrices (norms and biases are not decayed), gradients clipped to norm 1."""
     warmup = min(50, recipe.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, warmup, recipe.steps, 0.02 * recipe.lr)
 
@@ -45,8 +45,8 @@ def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
 
 
 def fit(weights: Any, params: Params, data: Any, loss: Loss, recipe: Recipe, name: str) -> tuple[Any, list[float]]:
-    """Weights after recipe.steps steps, each of random rows of the data (leaves [N, ...] on the host), and the loss
-    of each step. Every row is taken once before any is taken again."""
+    """Returns weights after recipe.steps steps, each of random rows of the data (leaves [N, ...] on the host), and the
+    loss of each step. Every row is taken once before any is taken again."""
     optimizer = make_optimizer(recipe)
 
     @partial(jax.jit, donate_argnums=(0, 1))

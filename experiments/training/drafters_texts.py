@@ -93,7 +93,7 @@ def _begin(model: Model) -> int:
 
 
 def read_documents(model: Model, file: str, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-    """Token ids of the passages of a text in random order, each at most `length` + 1 of them."""
+    """Returns token ids of the passages of a text in random order, each at most `length` + 1 of them."""
     if model.tokenizer is None:
         raise ConfigError(f"{file}: the model has no tokenizer to read it with: leave --corpus and --valid out")
     passages = cut_passages(read_books(file), rng, longest=3 * length)
@@ -103,7 +103,7 @@ def read_documents(model: Model, file: str, rng: np.random.Generator, length: in
 
 @partial(jax.jit, static_argnames="config")
 def know_rows(params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
-    """[B, L, E]."""
+    """Returns [B, L, E]."""
     return jax.lax.map(lambda row: know(params, row, config=config), rows)
 
 
@@ -117,7 +117,7 @@ def know_texts(model: Model, rows: Rows) -> Known:
 
 
 def cut_prompts(documents: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """The beginning of each document, at most all but its last token, of a length drawn log-uniformly."""
+    """Returns the beginning of each document, at most all but its last token, of a length drawn log-uniformly."""
     lengths = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), len(documents))).astype(int)
     return [ids[: max(1, min(n, len(ids) - 1))] for ids, n in zip(documents, lengths)]
 

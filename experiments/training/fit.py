@@ -56,7 +56,7 @@ class TrainState:
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
+    """Returns AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, recipe.warmup, recipe.steps, 0.02 * recipe.lr)
     adamw = optax.adamw(
         schedule,
@@ -68,8 +68,9 @@ def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
 
 
 def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
-    """Weights of a network in which each attention output and each hidden unit of the MLPs is silent with probability
-    `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the model."""
+    """Returns weights of a network in which each attention output and each hidden unit of the MLPs is silent with
+    probability `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the
+    model."""
 
     def keep(key: jax.Array, w: Weight) -> jax.Array:
         assert isinstance(w, jax.Array), "quantized weights are not trained"
@@ -85,14 +86,14 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
 
 
 def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
-    """Sum of -log p of a row's targets (a row: leaves i32[L])."""
+    """Returns sum of -log p of a row's targets (a row: leaves i32[L])."""
     logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments), backend=TRAINING)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
     return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
 
 
 def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, recipe: Recipe) -> jax.Array:
-    """Training loss in nats a token over rows [B, L]; each row has a dropout mask of its own."""
+    """Returns training loss in nats a token over rows [B, L]; each row has a dropout mask of its own."""
     params = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), params)
 
     def one(row: Rows, key: jax.Array) -> jax.Array:
@@ -103,7 +104,7 @@ def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, r
 
 
 def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """One step on rows [B, L], and its loss; pure, fit for vmap."""
+    """Returns one step on rows [B, L], and its loss; pure, fit for vmap."""
     key, drop = jax.random.split(state.key)
     loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
@@ -113,7 +114,7 @@ def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recip
 
 @partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="state")
 def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """One step for each leading index of rows [steps, B, L]; losses [steps]."""
+    """Returns one step for each leading index of rows [steps, B, L]; losses [steps]."""
     return jax.lax.scan(lambda state, rows: train_step(state, rows, config, recipe), state, rows)
 
 
@@ -126,7 +127,8 @@ def begin(config: LlamaConfig, recipe: Recipe, seed: int | jax.Array) -> TrainSt
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
 def sum_nats(params: Params, rows: Rows, *, config: LlamaConfig, dtype: str) -> jax.Array:
-    """Sum of -log p of all targets of rows [B, L], the weights rounded as they will be stored, computed in `dtype`."""
+    """Returns sum of -log p of all targets of rows [B, L], the weights rounded as they will be stored, computed in
+    `dtype`."""
     params = jax.tree.map(lambda leaf: leaf.astype(STORED).astype(dtype), params)
     return jnp.sum(jax.lax.map(lambda row: row_nats(params, row, config), rows, batch_size=8))
 

@@ -51,7 +51,7 @@ class Features:
 
 
 def features(prompt: Sequence[int], stop: Iterable[str]) -> Features:
-    """What the network sees of a prompt (token ids) and its stop strings."""
+    """Returns what the network sees of a prompt (token ids) and its stop strings."""
     ids = np.asarray(prompt, np.int64)
     hashed = _hash(ids)
     bag, times = np.unique(hashed % BAG, return_counts=True)
@@ -66,7 +66,7 @@ def features(prompt: Sequence[int], stop: Iterable[str]) -> Features:
 
 
 def _hash(ids: np.ndarray) -> np.ndarray:
-    """Knuth's multiplicative hash: neighbouring ids go apart."""
+    """Returns Knuth's multiplicative hash: neighbouring ids go apart."""
     return (ids * 2654435761 % (1 << 32)) >> 16
 
 
@@ -85,7 +85,7 @@ class Learned:
         self._known: OrderedDict[Any, np.ndarray] = OrderedDict()
 
     def distribution(self, prompt: Sequence[int], stop: Iterable[str] = ()) -> np.ndarray:
-        """P(output <= edges), f64[B], corrected; the last is 1."""
+        """Returns P(output <= edges), f64[B], corrected; the last is 1."""
         a, x = self._a, features(prompt, stop)
         hidden = a["bias"] + x.dense @ a["dense"] + x.counts @ a["bag"][x.bag]
         hidden = hidden + a["last"][x.last].sum(0) + a["stops"][x.stops].sum(0)
@@ -106,11 +106,11 @@ class Learned:
         return int(min(max(length, produced + 1), params.max_new_tokens))
 
     def _at(self, below: np.ndarray, length: float) -> float:
-        """P(output <= length): linear within a bin."""
+        """Returns P(output <= length): linear within a bin."""
         return float(np.interp(length, np.concatenate([[0.0], self._edges]), np.concatenate([[0.0], below])))
 
     def _quantile(self, below: np.ndarray, share: float) -> float:
-        """The least length that so large a share does not exceed; beyond the last closed bin, infinite."""
+        """Returns the least length that so large a share does not exceed; beyond the last closed bin, infinite."""
         b = int(np.searchsorted(below, share - 1e-12))
         if b >= len(self._edges) - 1:
             return float("inf")
@@ -126,7 +126,7 @@ class Learned:
 
 
 def corrected(below: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """The share of held-out requests for which the network gave at most so much to what came out."""
+    """Returns the share of held-out requests for which the network gave at most so much to what came out."""
     if not len(levels):
         return below
     known = np.concatenate([[0.0], levels.astype(np.float64), [1.0]])
@@ -134,7 +134,7 @@ def corrected(below: np.ndarray, levels: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(model: "Model") -> str:
-    """A digest of what a model is, however its matrices are stored: its sizes and its last norm's weights."""
+    """Returns a digest of what a model is, however its matrices are stored: its sizes and its last norm's weights."""
     c = model.config
     sizes = (c.architecture, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads)
     norm = np.asarray(model.params.norm).astype(np.float32).tobytes()
@@ -161,7 +161,7 @@ def save_learned(path: str | Path, arrays: Mapping[str, np.ndarray], model: "Mod
 
 
 def load_learned(path: str | Path, model: "Model") -> Learned:
-    """LengthPredictorError for a file that is none, or was made for another vocabulary or model."""
+    """Returns LengthPredictorError for a file that is none, or was made for another vocabulary or model."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             told = file.metadata() or {}

@@ -49,7 +49,8 @@ class Recipe:
 
 
 def make_edges(longest: int) -> np.ndarray:
-    """i64[B]: longest output of each bin, ratios of RATIO from where they are whole tokens; the last bin is open."""
+    """Returns i64[B]: longest output of each bin, ratios of RATIO from where they are whole tokens; the last bin is
+    open."""
     edges = [1]
     while edges[-1] < longest:
         edges.append(max(edges[-1] + 1, int(edges[-1] * RATIO)))
@@ -57,12 +58,12 @@ def make_edges(longest: int) -> np.ndarray:
 
 
 def bins_of(outputs: Sequence[int] | np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """i32[N], the bin of each output."""
+    """Returns i32[N], the bin of each output."""
     return np.minimum(np.searchsorted(edges, outputs), len(edges) - 1).astype(np.int32)
 
 
 def examples(requests: Sequence[Request], edges: np.ndarray) -> Examples:
-    """Requests as a network takes them."""
+    """Returns requests as a network takes them."""
     found = [features(request.prompt, request.stop) for request in requests]
     bag, stops = np.zeros((len(found), BAG), np.float32), np.zeros((len(found), STOPS), np.float32)
     for i, x in enumerate(found):
@@ -80,7 +81,7 @@ def examples(requests: Sequence[Request], edges: np.ndarray) -> Examples:
 
 
 def init(recipe: Recipe, bins: int, shares: np.ndarray) -> Weights:
-    """Small random weights, tables of zeros; the output's bias begins at the shares of all."""
+    """Returns small random weights, tables of zeros; the output's bias begins at the shares of all."""
     keys = jax.random.split(jax.random.key(recipe.seed), 3)
     weights = {"bag": jnp.zeros((BAG, recipe.width)), "last": jnp.zeros((PLACES * LAST + 1, recipe.width))}
     weights["stops"] = 0.3 * jax.random.normal(keys[0], (STOPS, recipe.width))
@@ -90,14 +91,15 @@ def init(recipe: Recipe, bins: int, shares: np.ndarray) -> Weights:
 
 
 def logits(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Array:
-    """[N, B]."""
+    """Returns [N, B]."""
     hidden = x.dense @ weights["dense"] + x.bag @ weights["bag"] + x.stops @ weights["stops"] + weights["bias"][None]
     hidden = jnp.maximum(hidden + weights["last"][x.last].sum(1), 0)
     return (hidden * keep) @ weights["out"] + weights["out_bias"][None]
 
 
 def nats(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Array:
-    """[N]: minus the log of the share of what came out: a bin, or for what was cut off all bins from there on."""
+    """Returns [N]: minus the log of the share of what came out: a bin, or for what was cut off all bins from there
+    on."""
     logs = jax.nn.log_softmax(logits(weights, x, keep))
     later = jnp.arange(logs.shape[1])[None] > x.bins[:, None]
     here = jnp.take_along_axis(logs, x.bins[:, None], 1)[:, 0]
@@ -105,7 +107,8 @@ def nats(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Ar
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """AdamW; the tables of hashed tokens are decayed and learn slowly, since they could know each text by heart."""
+    """Returns AdamW; the tables of hashed tokens are decayed and learn slowly, since they could know each text by
+    heart."""
     schedule = optax.cosine_decay_schedule(recipe.lr, recipe.steps, 0.05)
 
     def tables(weights: Weights) -> dict[str, bool]:
@@ -135,7 +138,7 @@ mean_nats = jax.jit(lambda weights, x: nats(weights, x).mean())
 def train(
     training: Examples, bins: int, recipe: Recipe, deciding: Examples | None = None
 ) -> tuple[dict[str, np.ndarray], int]:
-    """The weights of the least loss on `deciding`, and the step that had it; without it, of the last step."""
+    """Returns the weights of the least loss on `deciding`, and the step that had it; without it, of the last step."""
     shares = np.bincount(training.bins, minlength=bins) + 1.0
     weights = init(recipe, bins, shares / shares.sum())
     state = make_optimizer(recipe).init(weights)
@@ -159,7 +162,7 @@ def train(
 
 
 def fit(parts: Sequence[Sequence[Request]], edges: np.ndarray, recipe: Recipe) -> tuple[dict[str, np.ndarray], int]:
-    """The arrays of a predictor from requests in parts that share no text, and the steps of its training."""
+    """Returns the arrays of a predictor from requests in parts that share no text, and the steps of its training."""
     whole = {"edges": edges, "levels": np.zeros(0)}
     values: list[float] = []
     steps = []
@@ -175,8 +178,8 @@ def fit(parts: Sequence[Sequence[Request]], edges: np.ndarray, recipe: Recipe) -
 
 
 def true_values(learned: Learned, requests: Sequence[Request]) -> list[float]:
-    """What the distribution function gives for each output that came out. Of those cut off nothing is known but where
-    they are not, and they are few: left out."""
+    """Returns what the distribution function gives for each output that came out. Of those cut off nothing is known but
+    where they are not, and they are few: left out."""
     edges = np.concatenate([[0], learned.edges])
     return [
         float(np.interp(r.output, edges, np.concatenate([[0], learned.distribution(r.prompt, r.stop)])))

@@ -38,8 +38,8 @@ def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
 
 
 def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
-    """What was kept of the same run, as a pytree like `like`, of arrays or their shapes; None where there is nothing.
-    Raises InputFileError for a damaged file and for another run's."""
+    """Returns what was kept of the same run, as a pytree like `like`, of arrays or their shapes; None where there is
+    nothing. Raises InputFileError for a damaged file and for another run's."""
     file = folder / FILE
     if not file.exists():
         return None

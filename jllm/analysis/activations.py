@@ -40,7 +40,7 @@ class LayerError:
 
 
 def residuals(model: Model, tokens: Sequence[int], *, backend: str | None = None) -> Iterator[jax.Array]:
-    """[T, E] of one sequence i32[T]: the embedding, then the residual stream after each layer, one at a time.
+    """Yields [T, E] of one sequence i32[T]: the embedding, then the residual stream after each layer, one at a time.
 
     A layer runs as a model of its own, whose embedding is the stream so far and whose tokens are 0 .. T - 1: the same
     compiled function for all layers of one attention window, in time linear in their number.
@@ -96,8 +96,8 @@ def tap(
 
 
 def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, width: int | None) -> Paged:
-    """Tokens start .. start + T of a sequence that owns pages 0 .. pages: a segment of `width` rows, or (None) a
-    prompt's chunk."""
+    """Returns tokens start .. start + T of a sequence that owns pages 0 .. pages: a segment of `width` rows, or (None)
+    a prompt's chunk."""
     table, at, n = np.arange(pages, dtype=np.int32)[None], np.full(1, start, np.int32), np.full(1, len(ids), np.int32)
     if width is not None:
         padded = np.pad(ids, (0, width - len(ids)))[None]
@@ -121,7 +121,7 @@ def _tap_step(
 
 
 def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:
-    """i32[T]."""
+    """Returns i32[T]."""
     ids = np.asarray(tokens)
     size = model.config.vocab_size
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -134,7 +134,7 @@ def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:
 def compare_layers(
     model: Model, reference: Model, tokens: Sequence[int], *, backend: str | None = None
 ) -> tuple[LayerError, ...]:
-    """L + 1 entries. Raises EvaluationError for models of different shapes."""
+    """Returns L + 1 entries. Raises EvaluationError for models of different shapes."""
     a, b = ((m.config.vocab_size, m.config.num_layers, m.config.hidden_size) for m in (model, reference))
     if a != b:
         raise EvaluationError(f"the models must have the same vocabulary, layers and width, not {a} and {b}")
@@ -144,7 +144,8 @@ def compare_layers(
 
 @jax.jit
 def _compare(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
-    """Squared norms of the reference and of the difference; x's largest entry of each channel; the reference's."""
+    """Returns squared norms of the reference and of the difference; x's largest entry of each channel; the
+    reference's."""
     dtype = compute_dtype(reference.dtype)
     x, y = x.astype(dtype), reference.astype(dtype)
     return jnp.sum(y * y), jnp.sum((x - y) ** 2), jnp.abs(x).max(axis=0), jnp.abs(y).max()

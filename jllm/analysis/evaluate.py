@@ -68,12 +68,12 @@ class Evaluation:
 
     @property
     def kl(self) -> float:
-        """Divergence of the model from the reference, in nats a token."""
+        """Returns divergence of the model from the reference, in nats a token."""
         return self.measure("kl")
 
     @property
     def top1(self) -> float:
-        """How often both find the same token most likely."""
+        """Returns how often both find the same token most likely."""
         return self.measure("top1")
 
     def measure(self, name: str) -> float:
@@ -89,10 +89,10 @@ class Evaluation:
         samples: int = 1000,
         seed: int = 0,
     ) -> tuple[float, float]:
-        """The interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). With `over` that of the
-        difference from another evaluation of the same parts, both of the same draws: of kl and top1 of what is more, of
-        perplexity the ratio, of added the ratio less one. Raises EvaluationError for one part alone, and where the
-        other's parts are not the same."""
+        """Returns the interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). With `over`
+        that of the difference from another evaluation of the same parts, both of the same draws: of kl and top1 of what
+        is more, of perplexity the ratio, of added the ratio less one. Raises EvaluationError for one part alone, and
+        where the other's parts are not the same."""
         above, below = self._terms(name)
         n = len(above)
         if over is not None:
@@ -109,14 +109,14 @@ class Evaluation:
         return scale(low), scale(high)
 
     def as_row(self) -> dict[str, Any]:
-        """Plain data: the protocol with its numbers, and the figures."""
+        """Returns plain data: the protocol with its numbers, and the figures."""
         p = self.protocol
         row: dict[str, Any] = {"protocol": p.name, "context": p.context, "stride": p.stride, "unit": p.unit}
         row |= {"tokens": self.tokens, "parts": len(self.parts), "perplexity": self.perplexity}
         return row if self.parts[0].kl is None else row | {"added": self.added, "kl": self.kl, "top1": self.top1}
 
     def _terms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of the parts and what they are divided by."""
+        """Returns sums of the parts and what they are divided by."""
         if name not in MEASURES:
             raise EvaluationError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
         if name != "perplexity" and self.parts[0].kl is None:
@@ -152,7 +152,7 @@ def evaluate(
     backend: str | None = None,
     resume: str | Path | None = None,
 ) -> Evaluation:
-    """Perplexity of a text or several; with a reference model also the divergence from it on the same tokens.
+    """Returns perplexity of a text or several; with a reference model also the divergence from it on the same tokens.
 
     Token ids are taken as they are, nothing added. Options are those of EngineOptions; a step takes max_step_tokens of
     up to max_slots windows. The reference keeps K and V in its own dtype; for many evaluations against one, `record`
@@ -197,7 +197,7 @@ def record(
     page_size: int = 16,
     backend: str | None = None,
 ) -> Recorded:
-    """A reference for evaluate by the same protocol on the same texts. Raises as evaluate does."""
+    """Returns a reference for evaluate by the same protocol on the same texts. Raises as evaluate does."""
     _check_options(max_slots, max_step_tokens, page_size, None, backend)
     resolved = find_protocol(protocol).resolve(model.config)
     ids, windows = _cut(model, _as_texts(texts), resolved)
@@ -210,7 +210,7 @@ def record(
 def _key(
     protocol: Protocol, ids: list[np.ndarray], readers: list[Reader], kv_cache: KVCache | None, backend: str | None
 ) -> dict[str, Any]:
-    """What two evaluations must share for one to go on from the other's progress."""
+    """Returns what two evaluations must share for one to go on from the other's progress."""
     if not isinstance(kv_cache, str | None):
         raise EvaluationError("resume takes KV formats by name: leave it out with one of your own")
     models = [fingerprint(reader.model, reader.states) for reader in readers]
@@ -274,7 +274,7 @@ def _check_same_vocabulary(model: Model, other: Model, texts: list[Text]) -> Non
 
 
 def _cut(model: Model, texts: list[Text], protocol: Protocol) -> tuple[list[np.ndarray], list[Window]]:
-    """Token ids, and the windows of all of them."""
+    """Returns token ids, and the windows of all of them."""
     ids = _encode_all(model, texts, protocol)
     windows = [window for i, tokens in enumerate(ids) for window in windows_of(len(tokens), protocol, i)]
     _check_windows(windows, ids, protocol)
@@ -294,7 +294,7 @@ def _words(text: Text) -> int | None:
 
 
 def _part(scores: list[Scores], words: int | None) -> Part:
-    """Exact sums, whatever the order."""
+    """Returns exact sums, whatever the order."""
 
     def total(name: str) -> float:
         return math.fsum(x for s in scores for x in s[name])

@@ -20,7 +20,8 @@ from jllm.model.params import LayerParams, Params
 def divergence_by_layer(
     model: Model, reference: Model, tokens: Sequence[int], *, backend: str | None = None
 ) -> np.ndarray:
-    """f[L]: how far the reference's next-token distributions move, in nats a token, when layer i alone is the model's.
+    """Returns f[L]: how far the reference's next-token distributions move, in nats a token, when layer i alone is the
+    model's.
 
     Kullback-Leibler divergence, the mean over the tokens i32[T] of one sequence, without a cache. Embedding and head
     are the reference's. Everything before layer i is the reference's stream, so that a sequence takes L (L + 3) / 2 + L
@@ -45,7 +46,7 @@ def divergence_by_layer(
 
 @partial(jax.jit, static_argnames=("config", "backend"))
 def _through(layer: LayerParams, top: Params, x: jax.Array, *, config: LlamaConfig, backend: str | None) -> jax.Array:
-    """The stream [T, E] after a layer: a model of one, whose embedding is the stream before."""
+    """Returns the stream [T, E] after a layer: a model of one, whose embedding is the stream before."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     params = replace(top, embed=x, head=None, layers=(layer,))
     return backbone(params, config, Packed(rows, rows, jnp.zeros_like(rows)), None, backend=backend)[0]

@@ -129,13 +129,13 @@ class JllmLM(TemplateLM):
         return self.tokenizer.chat(chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval keeps beside results."""
+        """Returns what lm-eval keeps beside results."""
         leaves = jax.tree.leaves(self._model.params)
         parameters = sum(math.prod(leaf.shape) for leaf in leaves)
         return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.dtype), **self._info}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """A text that begins with BOS, written out, gets no second one."""
+        """Returns a text that begins with BOS, written out, gets no second one."""
         add = self._add_bos if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_bos=add)
 
@@ -221,7 +221,7 @@ class JllmLM(TemplateLM):
     def _run(
         self, prompts: list[list[int]], params: Sequence[SamplingParams], what: str, quiet: bool
     ) -> list[Completion]:
-        """All of them together; completions by prompt."""
+        """Returns all of them together; completions by prompt."""
         ids = {self._engine.submit(prompt, p): i for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))}
         done: dict[int, Completion] = {}
         with tqdm(total=len(ids), desc=f"Running {what} requests", disable=quiet) as bar:
@@ -241,7 +241,7 @@ def _check_in(name: str, value: object, low: int, high: int, what: str) -> None:
 
 
 def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
-    """max_slots, or what lm-eval's --batch_size asks for."""
+    """Returns max_slots, or what lm-eval's --batch_size asks for."""
     asked = str(batch_size or 1)
     if asked == "1" or asked.startswith("auto"):
         return MAX_SLOTS if max_slots is None else max_slots

@@ -37,7 +37,7 @@ def plant(
     stream: np.ndarray | None = None,
     seed: int = 0,
 ) -> Model:
-    """A model of the same function with planted outliers; each kind can be left out.
+    """Returns a model of the same function with planted outliers; each kind can be left out.
 
     `channels` of the residual stream, drawn by `seed` and the same in all layers, become `strength` times as large
     where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs, and
@@ -79,9 +79,9 @@ def plant(
 
 
 def plant_in_stream(model: Model, tokens: np.ndarray, *, channels: int = 4, seed: int = 0) -> Model:
-    """A model of the same function with outliers in the residual stream alone: turned such that its main directions
-    over `tokens` i32[B, T] are `channels` of it, drawn by `seed`; with none, only weights of norms go into what reads
-    them."""
+    """Returns a model of the same function with outliers in the residual stream alone: turned such that its main
+    directions over `tokens` i32[B, T] are `channels` of it, drawn by `seed`; with none, only weights of norms go into
+    what reads them."""
     return plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens, seed=seed)
 
 
@@ -92,7 +92,7 @@ def check_strength(strength: float) -> None:
 
 
 def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
-    """Inputs times strength, weights that read them by as much smaller."""
+    """Returns inputs times strength, weights that read them by as much smaller."""
     for field, chosen in (("qkv", channels), ("gate_up", channels), ("down", gate)):
         s = jnp.ones(matrices(layer)[field].shape[1], compute_dtype(model.params.dtype))
         layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
@@ -100,7 +100,7 @@ def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndar
 
 
 def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams:
-    """K and V times s [K, D / 2], by channel and its partner, what reads them by as much smaller."""
+    """Returns K and V times s [K, D / 2], by channel and its partner, what reads them by as much smaller."""
     c = model.config
     if getattr(layer.attention, "q_norm", None) is not None:
         raise QuantizationError("heads: a norm of each head's K and Q undoes what is planted before it")
@@ -110,7 +110,7 @@ def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams
 
 
 def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
-    """f64[1, E]: where the first token's stream lies in the middle of the layers."""
+    """Returns f64[1, E]: where the first token's stream lies in the middle of the layers."""
     c = model.config
     token = c.bos_id if first_token is None else first_token
     token = next(iter(model.eos_ids), None) if token is None else token
@@ -121,8 +121,8 @@ def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
 
 
 def _main_directions(model: Model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """f64[count, E], orthonormal: those with most of the stream's energy, each token's stream after each layer counting
-    alike, as norms make them."""
+    """Returns f64[count, E], orthonormal: those with most of the stream's energy, each token's stream after each layer
+    counting alike, as norms make them."""
     energy = np.zeros((model.config.hidden_size,) * 2)
     for x in (np.asarray(x, np.float64) for row in tokens for x in residuals(model, row)):
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -131,8 +131,8 @@ def _main_directions(model: Model, tokens: np.ndarray, count: int) -> np.ndarray
 
 
 def _turn(model: Model, directions: np.ndarray, channels: np.ndarray) -> Model:
-    """Norm weights go into what reads them; reflections (Householder's) that take orthonormal directions [n, E] of the
-    residual stream to channels then commute with norms, and go into the weights on both sides of it."""
+    """Returns norm weights go into what reads them; reflections (Householder's) that take orthonormal directions [n, E]
+    of the residual stream to channels then commute with norms, and go into the weights on both sides of it."""
     p, c = model.params, model.config
     wide = np.promote_types(np.dtype(p.dtype), np.float32)
     mirrors: list[np.ndarray] = []
@@ -176,7 +176,7 @@ def _turn(model: Model, directions: np.ndarray, channels: np.ndarray) -> Model:
 
 
 def _reflect(x: np.ndarray, mirrors: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of x [.., E], reflected in one mirror after another."""
+    """Returns rows of x [.., E], reflected in one mirror after another."""
     for mirror in mirrors:
         x = x - 2 * (x @ mirror)[..., None] * mirror
     return x.copy()

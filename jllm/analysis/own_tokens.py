@@ -11,8 +11,8 @@ from jllm.model.model import Model
 
 
 def own_tokens(model: Model, *, rows: int = 32, length: int = 256, seed: int = 0, **options: Any) -> np.ndarray:
-    """i32[rows, length] that the model itself writes at temperature 1 after its BOS (or first EOS) token, going on
-    after an end: calibration without any data (LLM-QAT, arXiv 2305.17888). The same for the same seed; options are
+    """Returns i32[rows, length] that the model itself writes at temperature 1 after its BOS (or first EOS) token, going
+    on after an end: calibration without any data (LLM-QAT, arXiv 2305.17888). The same for the same seed; options are
     EngineOptions'. Raises EvaluationError for a model that has neither."""
     first = model.config.bos_id if model.config.bos_id is not None else next(iter(model.eos_ids), None)
     if first is None:

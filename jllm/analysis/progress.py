@@ -76,7 +76,7 @@ def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str
 
 
 def digest_of(ids: Sequence[np.ndarray]) -> str:
-    """A digest of token ids by text."""
+    """Returns a digest of token ids by text."""
     digest = hashlib.sha256()
     for tokens in ids:
         digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, np.int32).tobytes())

@@ -76,7 +76,8 @@ PROTOCOLS = {
 
 
 def find_protocol(protocol: str | Protocol) -> Protocol:
-    """A preset by name, or the protocol itself. Raises EvaluationError for an unknown name, with those near it."""
+    """Returns a preset by name, or the protocol itself. Raises EvaluationError for an unknown name, with those near
+    it."""
     if isinstance(protocol, Protocol):
         return protocol
     if protocol not in PROTOCOLS:
@@ -87,8 +88,8 @@ def find_protocol(protocol: str | Protocol) -> Protocol:
 
 
 def encode(tokenizer: "Tokenizer | None", text: str, protocol: Protocol) -> list[int]:
-    """Token ids of a text, begun as the protocol has it. Raises EvaluationError where there is no tokenizer, or neither
-    BOS nor EOS for a protocol that begins with one."""
+    """Returns token ids of a text, begun as the protocol has it. Raises EvaluationError where there is no tokenizer, or
+    neither BOS nor EOS for a protocol that begins with one."""
     if tokenizer is None:
         raise EvaluationError("a text needs a tokenizer, and this model has none: give token ids")
     try:
@@ -114,12 +115,13 @@ class Window:
 
     @property
     def inputs(self) -> int:
-        """What the model reads: all but the last token."""
+        """Returns what the model reads: all but the last token."""
         return self.stop - self.start - 1
 
 
 def windows_of(length: int, protocol: Protocol, text: int = 0) -> list[Window]:
-    """The windows of a text of `length` tokens; none where nothing can be scored. The protocol is a resolved one."""
+    """Returns the windows of a text of `length` tokens; none where nothing can be scored. The protocol is a resolved
+    one."""
     assert protocol.context is not None
     assert protocol.stride is not None
     size = protocol.context + protocol.lead

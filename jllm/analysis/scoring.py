@@ -59,7 +59,7 @@ class Chunk:
 
 
 def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
-    """The chunks of each step: windows in order, the oldest first, each in the slot where it began."""
+    """Yields the chunks of each step: windows in order, the oldest first, each in the slot where it began."""
     waiting, free = deque(range(len(windows))), deque(range(sizes.slots))
     running: list[tuple[int, int, int]] = []  # slot, window, inputs done
     while waiting or running:
@@ -82,7 +82,7 @@ def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
 def pack(
     chunks: list[Chunk], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes
 ) -> tuple[Paged, np.ndarray]:
-    """One step of prompt chunks, and the targets i32[C] of its rows; unused rows write nothing."""
+    """Returns one step of prompt chunks, and the targets i32[C] of its rows; unused rows write nothing."""
     B, C, M = sizes.slots, sizes.tokens, sizes.max_pages
     tokens, targets = np.zeros(C, np.int32), np.zeros(C, np.int32)
     start, lengths, pages = np.zeros(B, np.int32), np.zeros(B, np.int32), np.zeros((B, M), np.int32)
@@ -130,8 +130,8 @@ def score_rows(
 
 
 def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """How far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the same top
-    token.
+    """Returns how far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the
+    same top token.
 
     With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
     p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
@@ -154,11 +154,11 @@ class Reader:
     states: tuple[np.ndarray, ...] | None = None
 
     def of(self, windows: Sequence[int]) -> "Reader":
-        """The same of these windows alone, in this order."""
+        """Returns the same of these windows alone, in this order."""
         return self if self.states is None else replace(self, states=tuple(self.states[i] for i in windows))
 
     def begin(self, sizes: Sizes) -> Cache:
-        """An empty cache; none where everything is known."""
+        """Returns an empty cache; none where everything is known."""
         if self.states is not None:
             return ()
         c = self.model.config
@@ -167,7 +167,7 @@ class Reader:
         return with_tails(cache, make_tails(c, formats, dtype, sizes.slots, sizes.page_size))
 
     def read(self, batch: Paged, chunks: list[Chunk], cache: Cache, backend: str | None) -> tuple[jax.Array, Cache]:
-        """The hidden states [C, E] of a step's rows, and the cache after it."""
+        """Returns the hidden states [C, E] of a step's rows, and the cache after it."""
         if self.states is None:
             x, new = backbone(self.model.params, self.model.config, batch, cache, backend=backend)
             assert new is not None
@@ -177,7 +177,7 @@ class Reader:
 
     @property
     def head(self) -> Params:
-        """What logits take: the same shapes whatever the layers' formats are."""
+        """Returns what logits take: the same shapes whatever the layers' formats are."""
         return replace(self.model.params, layers=())
 
 
@@ -220,7 +220,7 @@ def score_windows(
 def read_states(
     reader: Reader, ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes, backend: str | None
 ) -> tuple[np.ndarray, ...]:
-    """The hidden states of each window's inputs [inputs, E], on the host."""
+    """Returns the hidden states of each window's inputs [inputs, E], on the host."""
     found: dict[int, np.ndarray] = {}
 
     def finish(i: int, pieces: list[Scores]) -> None:
@@ -265,7 +265,7 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
 
 
 def _scored(window: Window, pieces: list[Scores]) -> Scores:
-    """The scores of a window, from its chunks. Input i predicts token start + i + 1."""
+    """Returns the scores of a window, from its chunks. Input i predicts token start + i + 1."""
     first = window.scored - window.start - 1
     joined = {key: np.concatenate([piece[key] for piece in pieces])[first:] for key in pieces[0]}
     if not np.isfinite(joined["nats"]).all():

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """One line, as for every other error."""
+        """Returns one line, as for every other error."""
         print(f"error: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
@@ -136,7 +136,8 @@ def sampling_params(args: argparse.Namespace, max_new_tokens: int = SamplingPara
 
 
 def guide_of(args: argparse.Namespace) -> Guide | None:
-    """What --json-schema, --regex, --choice or --grammar ask for. RequestError for more than one, or one in vain."""
+    """Returns what --json-schema, --regex, --choice or --grammar ask for. RequestError for more than one, or one in
+    vain."""
     flags = {"--json-schema": "json_schema", "--regex": "regex", "--choice": "choice", "--grammar": "grammar"}
     given = {flag: value for flag, name in flags.items() if (value := getattr(args, name, None)) is not None}
     if len(given) > 1:
@@ -181,7 +182,7 @@ def make_parser() -> Parser:
 
 
 def sampling_fields() -> list[str]:
-    """Names of the sampling parameters that an input line may have."""
+    """Returns names of the sampling parameters that an input line may have."""
     return list(SamplingParams.__dataclass_fields__)
 
 

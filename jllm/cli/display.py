@@ -33,7 +33,7 @@ def one_line(text: object) -> str:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colours and may (https://no-color.org)."""
+    """Returns whether a stream is a terminal that shows colours and may (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

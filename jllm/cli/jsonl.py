@@ -51,7 +51,7 @@ class Done:
     size: int  # bytes up to the end of the last whole line
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs that lack a result. One that has some goes on with their seed."""
+        """Returns the jobs that lack a result. One that has some goes on with their seed."""
         todo = []
         for job in jobs:
             seeds = [self.seeds.get((job.index, sample)) for sample in range(job.sampling.n)]
@@ -62,7 +62,7 @@ class Done:
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:
-    """The seed of prompt number `index` when `seed` was given for all."""
+    """Returns the seed of prompt number `index` when `seed` was given for all."""
     return None if seed is None else (seed + index) % 2**32
 
 
@@ -72,8 +72,8 @@ def read_jobs(
     made_with: Mapping[str, Any] = MappingProxyType({}),
     open_ended: bool = False,
 ) -> list[Job]:
-    """The requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are the
-    sampling parameters of the command line, over which those of a line win; `made_with` goes into each job, and
+    """Returns the requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are
+    the sampling parameters of the command line, over which those of a line win; `made_with` goes into each job, and
     `open_ended` into those that say no max_new_tokens. Raises InputFileError, with the line's number, for a broken
     one."""
     return jobs_of(read_lines(path, "prompts"), base, made_with, open_ended)
@@ -95,8 +95,8 @@ def jobs_of(
 
 
 def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, or of standard input (-), each with its index and how to name it in an
-    error; `what` they are. Blank lines count, but say nothing. Raises InputFileError for a broken line, or none."""
+    """Yields the objects of a file of JSON lines, or of standard input (-), each with its index and how to name it in
+    an error; `what` they are. Blank lines count, but say nothing. Raises InputFileError for a broken line, or none."""
     empty, name = True, "standard input" if path == STDIN else path
     if path == STDIN and sys.stdin is None:
         raise InputFileError("standard input is closed: --input - reads JSON lines from it")
@@ -163,7 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _field(name: str, value: Any) -> Any:
-    """A sampling parameter out of JSON, checked by itself, so that an error names it."""
+    """Returns a sampling parameter out of JSON, checked by itself, so that an error names it."""
     boolean = isinstance(getattr(SamplingParams, name), bool)
     if boolean != isinstance(value, bool):
         raise InputFileError(f"{name} must {'' if boolean else 'not '}be true or false: {_short(value)}")
@@ -186,7 +186,8 @@ def _short(value: Any) -> str:
 
 
 def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
-    """A result as it is written: one JSON object a completion. A log-probability that is not finite becomes null."""
+    """Returns a result as it is written: one JSON object a completion. A log-probability that is not finite becomes
+    null."""
     c = completion
     made: dict[str, Any] = {"index": job.index, **job.given}
     if job.sampling.n > 1:
@@ -210,8 +211,8 @@ def _finite(x: float) -> float | None:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """What decides a job's results besides its prompt and seed, as JSON has it: the model and its numbers, and sampling
-    parameters that are not the default. Not n: more samples may be added to those that are there."""
+    """Returns what decides a job's results besides its prompt and seed, as JSON has it: the model and its numbers, and
+    sampling parameters that are not the default. Not n: more samples may be added to those that are there."""
     default = SamplingParams()
     made = dict(job.made_with)
     for name in FIELDS:
@@ -231,8 +232,9 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def read_results(path: Path, jobs: Sequence[Job]) -> Done:
-    """What an interrupted run left in its output file; nothing where there is none. A last line that was cut off does
-    not count. Raises OutputError when the file holds anything but results of these jobs, and is then left alone."""
+    """Returns what an interrupted run left in its output file; nothing where there is none. A last line that was cut
+    off does not count. Raises OutputError when the file holds anything but results of these jobs, and is then left
+    alone."""
     seeds: dict[tuple[int, int], int] = {}
     size = 0
     by_index = {job.index: job for job in jobs}
@@ -246,8 +248,8 @@ def read_results(path: Path, jobs: Sequence[Job]) -> Done:
 
 
 def written_lines(path: Path, start: bytes) -> Iterator[tuple[str, bytes]]:
-    """The lines that a run left in its output file, each with how to name it in an error. A last line that was cut off,
-    one that begins as a result does, with `start`, is left out. Raises OutputError."""
+    """Yields the lines that a run left in its output file, each with how to name it in an error. A last line that was
+    cut off, one that begins as a result does, with `start`, is left out. Raises OutputError."""
     if not path.is_file():  # not there yet, or a pipe or device
         return
     try:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Namespace, started: float, interrupt: Interrupt, closed: Sequence[str]) -> int:
-    """`closed` names the standard streams that this process was started without."""
+    """Returns `closed` names the standard streams that this process was started without."""
     if "stdout" in closed and (args.output is None or args.json):
         raise OutputError("standard output is closed; give --input and --output, or a place to print to")
     return _run(args, started, interrupt)
@@ -78,7 +78,7 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
 
 
 def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
-    """All requests. No model is needed to find most mistakes."""
+    """Returns all requests. No model is needed to find most mistakes."""
     asked = made_with(args)
     if args.input is not None:
         return read_jobs(args.input, base, asked, args.max_new_tokens is None)
@@ -106,7 +106,8 @@ def _stdin_prompt() -> str:
 
 
 def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine | Replicas, list[Request], int]":
-    """An engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has run."""
+    """Returns an engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has
+    run."""
     cache = compile_cache(args)
     from jllm.engine.checks import fitted
 
@@ -130,7 +131,7 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
 
 
 def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
-    """What to submit: token ids where possible, else what the engine will refuse with a reason."""
+    """Returns what to submit: token ids where possible, else what the engine will refuse with a reason."""
     prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
     chat = chat or messages is not None
     if not chat and not isinstance(prompt, str):

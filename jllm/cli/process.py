@@ -22,7 +22,7 @@ BROKEN_PIPE = 141  # what shells report for SIGPIPE
 
 
 def run_command(run: Callable[[], int]) -> int:
-    """The exit status of what a command runs: an error is one line, and status 2."""
+    """Returns the exit status of what a command runs: an error is one line, and status 2."""
     try:
         with plain_warnings():
             return run()
@@ -52,7 +52,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Each warning in one line, without the place in the code that gave it."""
+    """Yields each warning in one line, without the place in the code that gave it."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: note(f"warning: {message}")
         yield
@@ -60,8 +60,8 @@ def plain_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_streams() -> Iterator[list[str]]:
-    """Python has None for a standard stream that was closed before it started (`>&-`): the null device stands in for
-    it, which also takes its file descriptor before a result file can get it. Yields the names of such streams."""
+    """Yields Python has None for a standard stream that was closed before it started (`>&-`): the null device stands in
+    for it, which also takes its file descriptor before a result file can get it. Yields the names of such streams."""
     closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
     with contextlib.ExitStack() as stack:
         for name in closed:
@@ -71,7 +71,7 @@ def open_streams() -> Iterator[list[str]]:
 
 
 def compile_cache(args: Namespace) -> Path | None:
-    """The folder for compiled steps; none if there is to be none, or cannot be."""
+    """Returns the folder for compiled steps; none if there is to be none, or cannot be."""
     if args.no_compile_cache:
         return None
     from jllm.programs.folder import find_compile_cache
@@ -88,7 +88,7 @@ def load_model(folder: Path, args: Namespace) -> "Model":
 
 
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
-    """An engine; or several, each on a device, or on a mesh as the model is."""
+    """Returns an engine; or several, each on a device, or on a mesh as the model is."""
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
 
@@ -96,14 +96,14 @@ def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine
 
 
 def compiled(engine: "Engine | Replicas") -> str:
-    """What compiling ahead took."""
+    """Returns what compiling ahead took."""
     m = engine.metrics()
     programs = f"{counted(m['compile_programs'], 'program')} compiled in {m['compile_seconds']:.1f} s"
     return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 
 def drafted(engine: "Engine | Replicas") -> list[str]:
-    """What became of drafts; nothing without a drafter."""
+    """Returns what became of drafts; nothing without a drafter."""
     m = engine.metrics()
     if not m.get("draft_segments"):
         return ["no step had drafts"] if "draft_segments" in m else []

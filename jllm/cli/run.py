@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def made_with(args: Namespace) -> dict[str, Any]:
-    """What decides results besides prompts and sampling parameters, as it was asked for."""
+    """Returns what decides results besides prompts and sampling parameters, as it was asked for."""
     asked = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
     numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # of jllm batch
@@ -34,7 +34,7 @@ def made_with(args: Namespace) -> dict[str, Any]:
 
 
 def model_folder(args: Namespace) -> Path:
-    """The directory that is meant, downloaded where it has to be."""
+    """Returns the directory that is meant, downloaded where it has to be."""
     from jllm.files.find import find_model
     from jllm.files.load import BUNDLED
 
@@ -42,7 +42,7 @@ def model_folder(args: Namespace) -> Path:
 
 
 def run_identity(model: Path, args: Namespace) -> dict[str, str]:
-    """What `made_with` is here and now."""
+    """Returns what `made_with` is here and now."""
     from jllm.files.run_identity import of_machine, of_model, of_scheme
 
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
@@ -51,7 +51,7 @@ def run_identity(model: Path, args: Namespace) -> dict[str, str]:
 
 @contextlib.contextmanager
 def output_file(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | None]:
-    """The file of --output, if there is one; Ctrl-C leaves it whole."""
+    """Yields the file of --output, if there is one; Ctrl-C leaves it whole."""
     if args.output is None:
         yield None
         return

@@ -23,7 +23,7 @@ class Sink[J](Protocol):
         """No more will come, be it that all is done or that something went wrong."""
 
     def notes(self) -> Sequence[str]:
-        """What to add to the summary."""
+        """Returns what to add to the summary."""
 
 
 class Screen:
@@ -50,7 +50,7 @@ class Screen:
         return ()
 
     def _heading(self, key: tuple[int, int]) -> str:
-        """What comes before a completion: its place, where there are several, and on a terminal its prompt."""
+        """Returns what comes before a completion: its place, where there are several, and on a terminal its prompt."""
         if self._json:
             return ""
         places = [("prompt", key[0], len(self._prompts)), ("sample", key[1], self._samples)]

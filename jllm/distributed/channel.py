@@ -37,7 +37,7 @@ class Channel:
         self._socket = connection
 
     def waiting(self, seconds: float | None) -> bool:
-        """Whether a message (or the end) comes within these seconds; None waits for one."""
+        """Returns whether a message (or the end) comes within these seconds; None waits for one."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def send(self, message: Mapping[str, Any] | bytes, arrays: Mapping[str, np.ndarray] = NOTHING) -> None:
@@ -51,7 +51,7 @@ class Channel:
             raise RemoteError(f"the other process has gone: {error.strerror or error}") from None
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The next message; waits for it."""
+        """Returns the next message; waits for it."""
         (length,) = struct.unpack("<Q", self._exactly(np.empty(8, np.uint8)))
         if length > MOST:
             raise RemoteError(f"the other process says what is no message: one of {length} bytes")
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def connect(address: str, seconds: float) -> Channel:
-    """A channel to HOST:PORT. RemoteError where nothing accepts the connection within these seconds."""
+    """Returns a channel to HOST:PORT. RemoteError where nothing accepts the connection within these seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise RemoteError(f"an address must be HOST:PORT, not {address!r}")

@@ -96,7 +96,7 @@ class Disaggregated(Replicas):
 
     @property
     def sizes(self) -> EngineSizes:
-        """Those of the engine that decodes."""
+        """Returns those of the engine that decodes."""
         return self._decode.engine.sizes
 
     def metrics(self) -> dict[str, Any]:
@@ -112,8 +112,8 @@ class Disaggregated(Replicas):
         return compiled
 
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """The prompt's token ids, if submit would take it; else the error that submit would raise. Either engine may
-        have to serve it alone."""
+        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. Either
+        engine may have to serve it alone."""
         while True:
             *others, last = self._alive()
             with suppress(EngineClosed):  # one fails just now
@@ -179,13 +179,13 @@ class Disaggregated(Replicas):
         return super()._move(replica, error)
 
     def _has_room(self, samples: int) -> bool:
-        """Whether there is room for these samples where they decode."""
+        """Returns whether there is room for these samples where they decode."""
         with self._lock:
             there = self._reserved + sum(self._moved.values())
             return not self._decode.engine.closed and there + samples <= self._decode.engine.slots
 
     def _reserve(self, samples: int) -> bool:
-        """The same; it is theirs then."""
+        """Returns the same; it is theirs then."""
         with self._lock:
             if not self._has_room(samples):
                 return False

@@ -118,7 +118,7 @@ class PrefillEngine(Engine):
             self._device.warm_up(self.most_tokens - 1, self.leaving.to)
 
     def step(self) -> list[Any]:
-        """Events, then the Handover of each request that leaves."""
+        """Returns events, then the Handover of each request that leaves."""
         events, gone = super().step(), self.leaving.gone
         self.leaving.gone = []
         return [*events, *gone]
@@ -133,7 +133,7 @@ class DecodeEngine(Engine):
 
     @property
     def has_text(self) -> bool:
-        """Whether completions have a text."""
+        """Returns whether completions have a text."""
         return self._tokenizer is not None
 
     @in_turn
@@ -143,8 +143,8 @@ class DecodeEngine(Engine):
 
 
 def joining_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
-    """Sizes of an engine to which requests come with their prompts computed: decodes alone, decodes with a few tokens,
-    and the one for all that has to be computed here after all."""
+    """Returns sizes of an engine to which requests come with their prompts computed: decodes alone, decodes with a few
+    tokens, and the one for all that has to be computed here after all."""
     usual = make_buckets(max_slots, max_step_tokens)
     alone = {bucket.decodes for bucket in usual if not bucket.tokens}
     few = min(JOINING, max(1, max_step_tokens - max_slots))

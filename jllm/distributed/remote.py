@@ -113,7 +113,7 @@ def _asked(message: dict[str, Any]) -> tuple[list[int], SamplingParams, int]:
 
 
 def identity(engine: Engine) -> dict[str, Any]:
-    """What two engines must have alike for the one to go on with what the other began."""
+    """Returns what two engines must have alike for the one to go on with what the other began."""
     return {"model": engine.fingerprint, "formats": list(engine.kv_formats)}
 
 
@@ -151,7 +151,7 @@ class RemotePrefill:
         return bool(self._known)
 
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> Any:
-        """Token ids; RequestError where they need more pages than there are."""
+        """Returns token ids; RequestError where they need more pages than there are."""
         limits = self.sizes.limits
         need = -(-(len(prompt) + sampling.max_new_tokens - 1) // limits.page_size)
         if need > limits.num_pages == self.sizes.max_pages:  # with more pages than that, its context ends the request
@@ -185,7 +185,7 @@ class RemotePrefill:
         self._outbox.put(encoded({"forget": True}))
 
     def compile_ahead(self, samplings: Any = (), *, wait: bool = True) -> int:
-        """The other process has its own steps."""
+        """Returns the other process has its own steps."""
         return 0
 
     def warm_up(self) -> None:

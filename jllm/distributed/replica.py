@@ -43,7 +43,7 @@ class Sent:
         self.again_tokens, self.again_letters = self.tokens, self.letters
 
     def rest(self, event: Event) -> Event:
-        """The part of an event that is new."""
+        """Returns the part of an event that is new."""
         tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
         self.again_tokens -= tokens
         self.again_letters -= letters
@@ -75,7 +75,7 @@ class Request:
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
 
     def urgency(self) -> dict[str, Any]:
-        """How an engine is to be asked for it now."""
+        """Returns how an engine is to be asked for it now."""
         deadline = self.deadline
         if deadline is not None:
             deadline = max(0.0, self.submitted + deadline - time.perf_counter())
@@ -88,7 +88,7 @@ class Request:
             sent.begin_again()
 
     def take(self, event: Event) -> Event:
-        """An event as the caller gets it."""
+        """Returns an event as the caller gets it."""
         event = self.sent[event.sample].rest(event)
         if event.completion is None:
             return event
@@ -101,7 +101,7 @@ class Request:
         return event._replace(completion=replace(event.completion, timings=timings))
 
     def end(self, sample: int, reason: str, with_text: bool) -> Event:
-        """The end of a sample that no engine has."""
+        """Returns the end of a sample that no engine has."""
         first, total = self.sent[sample].first, time.perf_counter() - self.submitted
         timings = Timings(None if first is None else first - self.submitted, total, len(self.prompt), 0)
         text, seed = "" if with_text else None, self.sampling.seed or 0
@@ -139,7 +139,8 @@ class Replica:
         self._ask(abort, request)
 
     def fork(self, request: Request, sample: int) -> int:
-        """Engine.fork. The new sample is the request's before it can have an event, whoever takes that meanwhile."""
+        """Returns Engine.fork. The new sample is the request's before it can have an event, whoever takes that
+        meanwhile."""
 
         def fork() -> int:
             index = self.engine.fork(self._ids.get(request.id, -1), sample)
@@ -149,7 +150,7 @@ class Replica:
         return self._ask(fork).result()
 
     def snapshot(self, request: Request, sample: int) -> Snapshot:
-        """Engine.snapshot."""
+        """Returns Engine.snapshot."""
         return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
 
     def forget(self, request: Request) -> None:
@@ -158,7 +159,7 @@ class Replica:
             self._ask(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
 
     def named(self, events: Iterable[Event]) -> list[Event]:
-        """Events of the engine, under the ids of Replicas; those of forgotten requests are dropped."""
+        """Returns events of the engine, under the ids of Replicas; those of forgotten requests are dropped."""
         return [event._replace(id=self._names[event.id]) for event in events if event.id in self._names]
 
     def close(self, reason: str) -> None:

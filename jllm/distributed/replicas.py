@@ -80,17 +80,17 @@ class Replicas:
 
     @property
     def has_work(self) -> bool:
-        """Whether step() still has something to report."""
+        """Returns whether step() still has something to report."""
         return bool(self._requests)
 
     @property
     def sizes(self) -> EngineSizes:
-        """One engine's; all have the same options, and on like devices the same sizes."""
+        """Returns one engine's; all have the same options, and on like devices the same sizes."""
         return self._all[0].engine.sizes
 
     @property
     def slots(self) -> int:
-        """Samples that can run at once, on all devices together."""
+        """Returns samples that can run at once, on all devices together."""
         return sum(replica.engine.slots for replica in self._all)
 
     @property
@@ -104,7 +104,7 @@ class Replicas:
 
     @property
     def last_events(self) -> tuple[Event, ...]:
-        """What step() had not returned at the close, as an Engine has it."""
+        """Returns what step() had not returned at the close, as an Engine has it."""
         return self._last
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
@@ -118,8 +118,8 @@ class Replicas:
             return max(threads.map(compile_one, alive))
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """The prompt's token ids, if submit would take it; else the error that submit would raise. It has to fit the
-        engine with the fewest pages, since it may run on any."""
+        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. It has to
+        fit the engine with the fewest pages, since it may run on any."""
         while True:
             least = min(self._alive(), key=lambda replica: replica.engine.sizes.limits.num_pages)
             with suppress(EngineClosed):  # it fails just now, and another one knows as well
@@ -225,7 +225,7 @@ class Replicas:
         self._news.put((self._all[0], []))
 
     def run(self) -> Iterator[Event]:
-        """Steps until nothing is left; yields events as they come."""
+        """Yields steps until nothing is left; yields events as they come."""
         while self.has_work:
             yield from self.step()
 
@@ -276,7 +276,7 @@ class Replicas:
             raise EngineClosed(f"these engines take no more work: {self._closed}")
 
     def _alive(self) -> list[Replica]:
-        """The engines that take work. EngineClosed if there are none."""
+        """Returns the engines that take work. EngineClosed if there are none."""
         self._check_open()
         alive = [replica for replica in self._all if not replica.engine.closed]
         if not alive:
@@ -351,7 +351,7 @@ class Replicas:
             return [request.end(sample, "error", self._has_text) for sample in sorted(request.left)]
 
     def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
-        """Events of an engine, as step() returns them."""
+        """Returns events of an engine, as step() returns them."""
         found = []
         with self._lock:
             for event in events:

@@ -14,7 +14,8 @@ class Load:
         self._prefixes: OrderedDict[int, None] = OrderedDict()  # of prompts that it was given lately, newest last
 
     def uncached(self, prompt: Sequence[int]) -> int:
-        """Tokens of a prompt that it was not lately given as the beginning of another, to a page; at least one."""
+        """Returns tokens of a prompt that it was not lately given as the beginning of another, to a page; at least
+        one."""
         known = itertools.takewhile(self._prefixes.__contains__, self._pages(prompt))
         return max(1, len(prompt) - self._page * sum(1 for _ in known))
 
@@ -37,8 +38,8 @@ class Load:
 
 
 def route(loads: Sequence[Load], prompt: Sequence[int], output: int) -> tuple[int, int]:
-    """The engine that is to compute a prompt and at most `output` tokens after it, by its place among `loads`, and how
-    many tokens its load has grown by; the first of those with equally few."""
+    """Returns the engine that is to compute a prompt and at most `output` tokens after it, by its place among `loads`,
+    and how many tokens its load has grown by; the first of those with equally few."""
     tokens = [load.uncached(prompt) + output for load in loads]
     best = min(range(len(loads)), key=lambda i: loads[i].tokens + tokens[i])
     loads[best].tokens += tokens[best]

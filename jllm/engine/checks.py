@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Array  # text, or token ids
 
 
 def token_ids(prompt: Prompt, tokenizer: "Tokenizer | None") -> list[int]:
-    """A prompt as token ids: text is encoded, ids are taken as they are, those of arrays as integers."""
+    """Returns a prompt as token ids: text is encoded, ids are taken as they are, those of arrays as integers."""
     if isinstance(prompt, Array):
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
             what = f"an array of {prompt.dtype} and shape {list(prompt.shape)}"
@@ -76,7 +76,7 @@ def check_request(
 
 
 def _are_ints(tokens: Collection[object]) -> bool:
-    """Whether there are some, and all of Python's own kind, as nearly all are: known without a look at each."""
+    """Returns whether there are some, and all of Python's own kind, as nearly all are: known without a look at each."""
     return set(map(type, tokens)) == {int}
 
 

@@ -221,7 +221,8 @@ class Device:
         self._state = between_steps.copy_pages(self._state, copies)
 
     def read_pages(self, pages: List[int]) -> Cache:
-        """What these pages hold after all steps dispatched so far, on the host; more pages follow them. Waits."""
+        """Returns what these pages hold after all steps dispatched so far, on the host; more pages follow them.
+        Waits."""
         assert self._state is not None
         return distinct(jax.device_get(gather_pages(self._state.cache, padded(pages, 0))), self._config)
 
@@ -260,12 +261,12 @@ class Device:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of all that K and V depend on besides tokens and their formats."""
+        """Returns the fingerprint of all that K and V depend on besides tokens and their formats."""
         return fingerprint.of_model(self._params, self._config)
 
     @cached_property
     def weights(self) -> str:
-        """The fingerprint of the weights, and of what is computed with them."""
+        """Returns the fingerprint of the weights, and of what is computed with them."""
         return fingerprint.of_function(self._params, self._config)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:

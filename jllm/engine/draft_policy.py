@@ -49,7 +49,7 @@ class Drafting:
         self._drafted = False  # whether the newest step that was read verified drafts
 
     def rows(self, decodes: int, prompts: bool) -> int:
-        """The most rows that each of these decodes may have in the step that is planned now."""
+        """Returns the most rows that each of these decodes may have in the step that is planned now."""
         if prompts or not 0 < decodes <= self.most_decodes:
             return 1
         return self.tree.size if self.always or self._pays(decodes) else 1
@@ -67,7 +67,7 @@ class Drafting:
         return (tokens > cost) == (self._left >= 0)
 
     def _times(self, decodes: int, rows: int) -> deque[float]:
-        """Seconds of the last steps of about this size."""
+        """Returns seconds of the last steps of about this size."""
         return self._seconds[(decodes - 1).bit_length(), rows]
 
     def observe(self, bucket: Bucket, advanced: list[tuple[int, int]], seconds: float | None) -> None:
@@ -90,6 +90,6 @@ class Drafting:
 
 
 def drafting_of(options: EngineOptions, limits: Limits) -> Drafting | None:
-    """What decides about drafts in an engine of these options; None without a drafter."""
+    """Returns what decides about drafts in an engine of these options; None without a drafter."""
     drafter = drafter_of(options)
     return None if drafter is None else Drafting(drafter.tree, limits.most_short, always=options.drafts is not None)

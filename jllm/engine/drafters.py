@@ -24,7 +24,7 @@ DRAFTS = 4  # of a copy, by default
 
 
 def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
-    """Engine options whose `speculate` is a drafter, if it is a name. Raises as find_drafter does."""
+    """Returns engine options whose `speculate` is a drafter, if it is a name. Raises as find_drafter does."""
     name = options.get("speculate")
     if not isinstance(name, str):
         return dict(options)
@@ -32,10 +32,10 @@ def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
 
 
 def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafter:
-    """The drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE", without a path
-    those that are shipped with the bundled model; or "copy:SCHEME", the model itself as quantized by a scheme. drafts:
-    how many it makes in a chain; None leaves that to it. Raises ConfigError for a name, a number or a file that is
-    none, or does not fit the model."""
+    """Returns the drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE", without a
+    path those that are shipped with the bundled model; or "copy:SCHEME", the model itself as quantized by a scheme.
+    drafts: how many it makes in a chain; None leaves that to it. Raises ConfigError for a name, a number or a file that
+    is none, or does not fit the model."""
     kind, colon, path = name.partition(":")
     if drafts is not None:
         check_drafts(drafts, name)
@@ -50,8 +50,8 @@ def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafte
 
 
 def copy_of(model: "Model", scheme: str, tree: Tree) -> QuantizedCopy:
-    """The drafter "copy:SCHEME" of a target. Raises DrafterError for a scheme that is not known or does not fit, or a
-    target that is quantized itself."""
+    """Returns the drafter "copy:SCHEME" of a target. Raises DrafterError for a scheme that is not known or does not
+    fit, or a target that is quantized itself."""
     try:
         return QuantizedCopy(quantize(model.params, scheme, config=model.config), tree)
     except QuantizationError as error:

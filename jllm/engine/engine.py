@@ -65,27 +65,28 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether step() still has something to do or to report."""
+        """Returns whether step() still has something to do or to report."""
         return self._loop.has_work
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more work."""
+        """Returns whether it takes no more work."""
         return self._closed is not None
 
     @property
     def sizes(self) -> EngineSizes:
-        """The options made definite: limits, and the compiled sizes."""
+        """Returns the options made definite: limits, and the compiled sizes."""
         return self._device.sizes
 
     @property
     def slots(self) -> int:
-        """Samples that can run at once."""
+        """Returns samples that can run at once."""
         return self.sizes.limits.max_slots
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that one sample may have, its prompt included: the model's context, or what the pool holds."""
+        """Returns most tokens that one sample may have, its prompt included: the model's context, or what the pool
+        holds."""
         return self.sizes.most_tokens(self._config.context)
 
     @property
@@ -94,13 +95,13 @@ class Engine:
 
     @property
     def kv_formats(self) -> tuple[str, str]:
-        """The names of the formats that K and V are stored in."""
+        """Returns the names of the formats that K and V are stored in."""
         k, v = self._device.formats
         return k.name, v.name
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the model: engines with the same one go on with each other's requests."""
+        """Returns the fingerprint of the model: engines with the same one go on with each other's requests."""
         return self._device.fingerprint
 
     @property
@@ -110,8 +111,8 @@ class Engine:
 
     @property
     def last_events(self) -> tuple[Event, ...]:
-        """What step() had not returned when the engine closed: each sample that was left has its completion there,
-        with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
+        """Returns what step() had not returned when the engine closed: each sample that was left has its completion
+        there, with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
         return self._last
 
     @in_turn
@@ -196,8 +197,8 @@ class Engine:
         return request_id
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """The prompt's token ids, if submit would take it; else the error that submit would raise. A guide is compiled,
-        which may take seconds."""
+        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. A guide is
+        compiled, which may take seconds."""
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
         check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
@@ -228,7 +229,7 @@ class Engine:
 
     @in_turn
     def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
-        """The KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
+        """Returns the KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
         snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
         self._check_open()
         seq = self._ledger.find(request_id, sample).seq
@@ -308,7 +309,7 @@ class Engine:
 
     @in_turn
     def measured(self) -> Metrics:
-        """What metrics() tells, as a record of its own: those of several engines can be joined."""
+        """Returns what metrics() tells, as a record of its own: those of several engines can be joined."""
         waiting, programs, drafting = len(self._loop.gate.waiting), self._device.programs, self._loop.drafting
         drafts = None if drafting is None else drafting.counts
         return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._ledger.counts, self._ledger.times, drafts))

@@ -44,7 +44,7 @@ class Gate:
 
     @property
     def inside(self) -> Variant:
-        """What steps of the sequences inside may have to do."""
+        """Returns what steps of the sequences inside may have to do."""
         return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._by_draws else Draws.FILTERED))
 
     def need(self, plan: StepPlan) -> Variant:
@@ -139,5 +139,5 @@ class Gate:
 
 
 def _asked(variant: Variant) -> list[str]:
-    """What a variant has beyond plain steps, by the names of its fields."""
+    """Returns what a variant has beyond plain steps, by the names of its fields."""
     return [field.name for field in fields(variant) if getattr(variant, field.name) is True] or ["sampling"]

@@ -50,7 +50,7 @@ class Policy(Protocol):
         first ones that stay, and the scheduler frees the old ones in time. Else it returns none."""
 
     def cause(self, seq: Sequence) -> str:
-        """Why seq needs a page that it lacks: a word for the counts of preemptions."""
+        """Returns why seq needs a page that it lacks: a word for the counts of preemptions."""
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
         """Whom to preempt for `pages` pages: one of `running`, never the first if there are others. It has the first of
@@ -96,10 +96,10 @@ class OnDemand:
         return "prefill" if seq.computed < seq.prefill_end else "decode"
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
-        """The cheapest that frees enough by itself: with the fewest tokens to recompute, and of equals the newest.
-        Whoever is preempted, the pages that it frees and the tokens that it loses are in proportion, so the smallest
-        loss is that which frees no more than what is wanted. The oldest of all requests is never taken once it runs,
-        and no other is admitted before it while it waits: so it ends, and then the next is the oldest."""
+        """Returns the cheapest that frees enough by itself: with the fewest tokens to recompute, and of equals the
+        newest. Whoever is preempted, the pages that it frees and the tokens that it loses are in proportion, so the
+        smallest loss is that which frees no more than what is wanted. The oldest of all requests is never taken once it
+        runs, and no other is admitted before it while it waits: so it ends, and then the next is the oldest."""
         others = running[1:] or running
         if len(others) == 1:
             return others[0]
@@ -122,11 +122,12 @@ class OnDemand:
         return found, False
 
     def _keep(self, running: List[Sequence]) -> int:
-        """Pages that stay available to those that run when one more is admitted."""
+        """Returns pages that stay available to those that run when one more is admitted."""
         return len(running) + int(self.watermark * self.pool.num_pages) if running else 0
 
     def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
-        """Pages that admission asks for, those included that seq shares: room for all that it prefills and a decode."""
+        """Returns pages that admission asks for, those included that seq shares: room for all that it prefills and a
+        decode."""
         return self.pool.pages_for(min(seq.length + 1, seq.max_length - 1))
 
     def _frees(self, seq: Sequence) -> int:

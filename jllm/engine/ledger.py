@@ -40,16 +40,16 @@ class Ledger:
 
     @property
     def has_samples(self) -> bool:
-        """Whether any sample has not ended."""
+        """Returns whether any sample has not ended."""
         return bool(self._requests)
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something that news() has not returned."""
+        """Returns whether there is something that news() has not returned."""
         return bool(self._events or self._texts.waiting)
 
     def add(self, seq: Sequence, matcher: Matcher | None) -> Live:
-        """A new sample; its request is a new one, or has others."""
+        """Returns a new sample; its request is a new one, or has others."""
         decoder = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt)
         seq.stop_ids = self._stop_ids(seq.params)
         live = Live(seq, OutputText(decoder, seq.params.stop), time.perf_counter(), matcher)
@@ -68,20 +68,20 @@ class Ledger:
         return frozenset(found)
 
     def request(self, request_id: int) -> Samples:
-        """A request that has not ended. RequestError for others."""
+        """Returns a request that has not ended. RequestError for others."""
         if request_id not in self._requests:
             raise RequestError(f"request {request_id} is not running: it has finished or was never submitted")
         return self._requests[request_id]
 
     def find(self, request_id: int, sample: int) -> Live:
-        """RequestError for a sample that is not there, or has ended."""
+        """Returns RequestError for a sample that is not there, or has ended."""
         request = self._requests.get(request_id)
         if request is None or sample not in request.unfinished:
             raise RequestError(f"request {request_id} has no running sample {sample}")
         return request.unfinished[sample]
 
     def sample(self, seq: Sequence) -> Live | None:
-        """A sequence's; None once it has ended."""
+        """Returns a sequence's; None once it has ended."""
         return self._live.get(seq)
 
     def submitted(self, prompt_tokens: int) -> None:
@@ -106,7 +106,7 @@ class Ledger:
         heapq.heappush(self._deadlines, (time.perf_counter() + seconds, request_id))
 
     def late(self) -> Iterator[Samples]:
-        """The requests whose time is over, each once."""
+        """Yields the requests whose time is over, each once."""
         while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
             if request := self._requests.get(heapq.heappop(self._deadlines)[1]):
                 yield request
@@ -151,8 +151,8 @@ class Ledger:
             self.times.inter_token.add(now - last, times)
 
     def end(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> str:
-        """A sample ends; returns the reason, which a stop string changes that the last bytes complete. now: when its
-        last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""
+        """Returns a sample ends; returns the reason, which a stop string changes that the last bytes complete. now:
+        when its last token was read; tokens: its newest ones, whose text is still to be made if it may wait."""
         output = live.output
         if reason == "length" and not output.text_can_be_late:
             output.finish()
@@ -182,7 +182,7 @@ class Ledger:
             del self._requests[seq.request_id]
 
     def news(self, *, at_once: bool) -> list[Event]:
-        """What is new since the last call. With `at_once` all of it; else text of many tokens
+        """Returns what is new since the last call. With `at_once` all of it; else text of many tokens
         comes with the next call."""
         news, self._events = self._events, []
         events = self._texts.take(news, now=at_once)
@@ -192,7 +192,7 @@ class Ledger:
         return events
 
     def end_all(self, reason: str) -> tuple[Event, ...]:
-        """What news() has not returned, and the completions of all that is left."""
+        """Returns what news() has not returned, and the completions of all that is left."""
         events, now = self._texts.rest(self._events), time.perf_counter()
         ended = {(event.id, event.sample) for event in events if event.completion is not None}
         left = [live for key, live in self._owed.items() if key not in ended]

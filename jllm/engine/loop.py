@@ -88,7 +88,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to compute, to read or to tell."""
+        """Returns whether there is something to compute, to read or to tell."""
         return bool(self.ledger.has_samples or self.in_flight or self.ledger.has_news)
 
     def add(self, seq: Sequence) -> Live:
@@ -264,5 +264,5 @@ def _forget_moved(sequences: Iterable[Sequence]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a message of one line."""
+    """Returns what an error says, for a message of one line."""
     return str(error).partition("\n")[0]

@@ -19,8 +19,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def nearest_rank(p: float, count: int) -> int:
-    """Which of `count` values in ascending order, from 1, is the p-th percentile: the least that at least p % of all
-    do not exceed."""
+    """Returns which of `count` values in ascending order, from 1, is the p-th percentile: the least that at least p %
+    of all do not exceed."""
     return max(1, math.ceil(p * count / 100 - 1e-9 * count))  # 99.9 % of 5000 are 4995, but 4995.000000000001 in floats
 
 
@@ -54,7 +54,7 @@ class Histogram:
         return Histogram(self.count + other.count, self.total + other.total, least, largest, both)
 
     def percentile(self, p: float) -> float | None:
-        """The value at the p-th percentile, 0 < p <= 100; None while there is none."""
+        """Returns the value at the p-th percentile, 0 < p <= 100; None while there is none."""
         if not 0 < p <= 100:
             raise ValueError(f"a percentile must be in (0, 100], not {p}")
         rank, seen = nearest_rank(p, self.count), 0
@@ -66,7 +66,7 @@ class Histogram:
         return None
 
     def summary(self) -> dict[str, float | int | None]:
-        """count, mean, p50 .. p99 and max; None for what no value has come to say."""
+        """Returns count, mean, p50 .. p99 and max; None for what no value has come to say."""
         some = self.count > 0
         found: dict[str, float | int | None] = {"count": self.count, "mean": self.total / self.count if some else None}
         found |= {f"p{p}": self.percentile(p) for p in PERCENTILES}
@@ -160,11 +160,11 @@ class Metrics:
 
     @property
     def slack(self) -> float:
-        """The share of computed rows that only fill up a bucket."""
+        """Returns the share of computed rows that only fill up a bucket."""
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
     def memory(self) -> dict[str, Any]:
-        """What became of the page pool. Means are over planned steps. Shares are of the pages in use;
+        """Returns what became of the page pool. Means are over planned steps. Shares are of the pages in use;
         fragmentation_mean is of the pages that neither a sample nor the prefix cache holds."""
         s = self.scheduled
         steps, used = max(1, s.steps), s.page_steps * self.page_size
@@ -184,7 +184,7 @@ class Metrics:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """One level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
+        """Returns one level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
         parts = ("compiled", "scheduled", "sharing", "counts", "times", "drafts")
         gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}
@@ -195,7 +195,7 @@ class Metrics:
 
 
 def _added(values: Sequence[Any]) -> Any:
-    """The sum of numbers, Counters and Histograms, or of each field of records of them."""
+    """Returns the sum of numbers, Counters and Histograms, or of each field of records of them."""
     first = values[0]
     if not is_dataclass(first) or isinstance(first, Histogram):
         return first if first is None else reduce(add, values)

@@ -41,7 +41,7 @@ class DevicePages:
 
     @property
     def ready(self) -> bool:
-        """Whether they have arrived."""
+        """Returns whether they have arrived."""
         return all(array.is_ready() for array in self.arrays)  # type: ignore[attr-defined]
 
 

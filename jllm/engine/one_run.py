@@ -10,8 +10,8 @@ from jllm.step.buckets import Bucket
 
 
 def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options given, and sizes that suit one run from its beginning to its end; requests are a prompt's tokens and
-    how it is continued.
+    """Returns the options given, and sizes that suit one run from its beginning to its end; requests are a prompt's
+    tokens and how it is continued.
 
     Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
     first steps only: one size for them and one for decoding are all that has to be compiled.
@@ -31,8 +31,8 @@ def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Map
 
 
 def _slots_for(samples: int, given: Mapping[str, Any]) -> int:
-    """A default for max_slots: enough for all samples at once, at most MAX_SLOTS, and no more than the other options
-    allow. A power of two where it can be, so that few different sizes are ever compiled."""
+    """Returns a default for max_slots: enough for all samples at once, at most MAX_SLOTS, and no more than the other
+    options allow. A power of two where it can be, so that few different sizes are ever compiled."""
     slots = 1
     while slots < min(samples, MAX_SLOTS):
         slots *= 2

@@ -109,12 +109,12 @@ class EngineOptions:
 
     @property
     def kernels(self) -> str | None:
-        """The backend of all steps."""
+        """Returns the backend of all steps."""
         return DETERMINISTIC if self.deterministic else self.backend
 
     @property
     def memory(self) -> dict[str, Any]:
-        """The options that decide about memory, as plain data."""
+        """Returns the options that decide about memory, as plain data."""
         found = {name: getattr(self, name) for name in ("kv_policy", "kv_cache", "prefix_cache")}
         if not isinstance(self.kv_policy, str):
             found["kv_policy"] = type(self.kv_policy).__name__
@@ -161,8 +161,8 @@ class EngineKeywords(TypedDict, total=False):
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:
-    """EngineOptions from keyword arguments; None stands for the default. Raises ConfigError for a name that is not one
-    of them."""
+    """Returns EngineOptions from keyword arguments; None stands for the default. Raises ConfigError for a name that is
+    not one of them."""
     names = [f.name for f in fields(EngineOptions)]
     for name in given:
         if name in GONE:
@@ -173,7 +173,7 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
 
 
 def drafter_of(options: EngineOptions) -> Drafter | None:
-    """The drafter that the options have; a name was made into one before (drafters.with_drafter)."""
+    """Returns the drafter that the options have; a name was made into one before (drafters.with_drafter)."""
     if isinstance(options.speculate, str):
         raise ConfigError(f"speculate={options.speculate!r} is a name: give the drafter that it stands for")
     return options.speculate

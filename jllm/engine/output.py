@@ -46,7 +46,7 @@ class OutputText:
             self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
 
     def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
-        """Text and tokens that are certain by now and were not taken before."""
+        """Returns text and tokens that are certain by now and were not taken before."""
         if self.decoder is None:
             return "", self.pass_on()
         held = 0 if final or self.stopped or not self._longest else self._held_back()
@@ -61,7 +61,7 @@ class OutputText:
         return text, tokens
 
     def pass_on(self) -> tuple[int, ...]:
-        """The tokens that were not taken before, where there is no decoder."""
+        """Returns the tokens that were not taken before, where there is no decoder."""
         tokens = tuple(self.tokens[self._shown_tokens :])
         self._shown_tokens += len(tokens)
         return tokens
@@ -89,7 +89,7 @@ class OutputText:
         del self.tokens[keep:], self._ends[keep:]
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Returns length of the longest end of the text that begins a stop string."""
         for n in range(min(self._longest, len(self.text)), 0, -1):
             if any(s.startswith(self.text[-n:]) for s in self.stops):
                 return n

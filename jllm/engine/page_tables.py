@@ -60,7 +60,8 @@ class PageTables:
         seq.mapped += len(new)
 
     def _lend(self, seq: Sequence, tokens: int, spare: int, parts: PlanParts) -> bool:
-        """Whether the first tokens of seq have pages in the page table, or now get them, at most `spare` new ones."""
+        """Returns whether the first tokens of seq have pages in the page table, or now get them, at most `spare` new
+        ones."""
         need = self.pool.pages_for(min(tokens, seq.max_length - 1))
         missing, changes = max(0, need - len(seq.pages)), max(0, need - seq.mapped)
         if missing > max(0, spare) or changes > self.limits.max_deltas - len(parts.deltas):

@@ -9,13 +9,13 @@ class Evictor(Protocol):
 
     @property
     def evictable(self) -> int:
-        """How many pages evict() could give back now."""
+        """Returns how many pages evict() could give back now."""
 
     def evict(self, pages: int) -> None:
         """Gives back (PagePool.free) at least `pages` pages, or all that it can."""
 
     def holds(self, page: int) -> bool:
-        """Whether one reference to this page is the evictor's."""
+        """Returns whether one reference to this page is the evictor's."""
 
     def on_share(self, page: int) -> None:
         """This page's refcount went from one to two."""
@@ -78,17 +78,17 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages without any reference."""
+        """Returns pages without any reference."""
         return len(self.free_pages)
 
     @property
     def num_available(self) -> int:
-        """Pages that allocate() can give: the free ones, and those that the evictor can do without."""
+        """Returns pages that allocate() can give: the free ones, and those that the evictor can do without."""
         return self.num_free + (self.evictor.evictable if self.evictor else 0)
 
     @property
     def num_used(self) -> int:
-        """Pages that are in use: those of the evictor alone are not among them."""
+        """Returns pages that are in use: those of the evictor alone are not among them."""
         return self.num_pages - self.num_available
 
     @property
@@ -101,15 +101,15 @@ class PagePool:
         return 0.0
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold that many tokens."""
+        """Returns how many pages hold that many tokens."""
         return -(-tokens // self.page_size)
 
     def refcount(self, page: int) -> int:
-        """How many references this page has; 0 when it is free."""
+        """Returns how many references this page has; 0 when it is free."""
         return self._refcounts[page]
 
     def frees(self, page: int) -> bool:
-        """Whether a page becomes available when one who holds it, and is not the evictor, frees it."""
+        """Returns whether a page becomes available when one who holds it, and is not the evictor, frees it."""
         others = self._refcounts[page] - 1
         return not others or (others == 1 and self.evictor is not None and self.evictor.holds(page))
 

@@ -58,7 +58,7 @@ def on(where: Placement, spec: PartitionSpec) -> jax.Device | NamedSharding:
 
 
 def copy_to(where: Placement, model: "Model") -> "Model":
-    """The model there. On a mesh each device gets its share from the device that has the same one, so that none ever
-    holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
+    """Returns the model there. On a mesh each device gets its share from the device that has the same one, so that none
+    ever holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
     config = spread(replace(model.config, mesh=None), where) if isinstance(where, Mesh) else model.config
     return replace(model, config=config, params=jax.device_put(model.params, on(where, STACKED)))

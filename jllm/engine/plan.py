@@ -9,8 +9,8 @@ from jllm.engine.sequence import Sequence
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
-    """Page table changes that a step may ask for: of each slot those of a short segment that ends with a page for the
-    token after it, of each prompt chunk its pages, the first and the last of which it may fill in part."""
+    """Returns page table changes that a step may ask for: of each slot those of a short segment that ends with a page
+    for the token after it, of each prompt chunk its pages, the first and the last of which it may fill in part."""
     return max_slots * (1 + -(-(short_rows + 1) // page_size)) + -(-max_step_tokens // page_size)
 
 
@@ -55,7 +55,7 @@ class StepPlan:
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a decode."""
+        """Returns the most rows of a decode."""
         return max(self.rows, default=1)
 
 

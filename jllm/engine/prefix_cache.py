@@ -71,7 +71,7 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages that it holds."""
+        """Returns pages that it holds."""
         return len(self._nodes)
 
     @property
@@ -79,12 +79,12 @@ class PrefixCache:
         return self._idle
 
     def idle(self, pages: Iterable[int]) -> int:
-        """How many of these cached pages have no other reference."""
+        """Returns how many of these cached pages have no other reference."""
         return sum(self._nodes[page].idle for page in pages)
 
     def lookup(self, tokens: Tokens) -> Match:
-        """The longest cached beginning of `tokens`, without the last one: its logits are wanted, so it is computed.
-        Takes nothing yet, see `take`."""
+        """Returns the longest cached beginning of `tokens`, without the last one: its logits are wanted, so it is
+        computed. Takes nothing yet, see `take`."""
         size, most = self.pool.page_size, len(tokens) - 1
         node = self._root
         pages: list[int] = []
@@ -208,7 +208,7 @@ class PrefixCache:
 
 
 def _closest(node: _Node, tokens: Tokens) -> tuple[_Node | None, int]:
-    """The child whose page begins with most of `tokens`, and how many that are."""
+    """Returns the child whose page begins with most of `tokens`, and how many that are."""
     if not node.children:
         return None, 0
     if node.sorted is None:

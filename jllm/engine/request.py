@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _suggests_names[C](cls: type[C]) -> type[C]:
-    """A dataclass whose constructor answers an unknown keyword with the field that it may stand for. What it accepts is
-    as it was, for editors too."""
+    """Returns a dataclass whose constructor answers an unknown keyword with the field that it may stand for. What it
+    accepts is as it was, for editors too."""
     made: Any = cls
     init, names = made.__init__, [f.name for f in fields(made)]
 
@@ -111,17 +111,17 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty asks which tokens there were."""
+        """Returns whether a penalty asks which tokens there were."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def penalizes(self) -> bool:
-        """Whether the step must keep token counts or add a bias for this request."""
+        """Returns whether the step must keep token counts or add a bias for this request."""
         return self.counts_tokens or bool(self.logit_bias)
 
     @property
     def draws(self) -> "Draws":
-        """What it takes to draw this request's tokens."""
+        """Returns what it takes to draw this request's tokens."""
         from jllm.model.sampling import Draws  # imports jax, which --help does without
 
         if self.temperature == 0:
@@ -134,7 +134,7 @@ def _is_int(x) -> bool:
 
 
 def _is_real(x: Any) -> bool:
-    """A number that float32, the type of parameters on the device, can hold."""
+    """Returns a number that float32, the type of parameters on the device, can hold."""
     return isinstance(x, Real) and not isinstance(x, bool) and bool(abs(x) < 3e38)  # type: ignore[operator]
 
 

@@ -25,7 +25,7 @@ class ReusedPrefix:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Pages of others."""
+        """Returns pages of others."""
         return self.pages if self.source is None else (*self.pages, self.source)
 
 
@@ -51,7 +51,7 @@ class Sharing:
 
     @property
     def num_pages(self) -> int:
-        """Pages that are kept, in use now or not."""
+        """Returns pages that are kept, in use now or not."""
         return 0 if self.cache is None else self.cache.num_pages
 
     def clear(self) -> None:
@@ -60,14 +60,15 @@ class Sharing:
             self.cache.clear()
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Whether the sequence that this one continues is about to compute what both begin with."""
+        """Returns whether the sequence that this one continues is about to compute what both begin with."""
         origin = seq.origin
         if origin is None or not _may_skip(seq) or origin.slot is None or origin.finished or not origin.prefilling:
             return False
         return known_tokens(origin) < min(seq.common, seq.length - 1)
 
     def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
-        """What seq could begin with, best first. If it is alone, the last one leaves it all pages of the pool."""
+        """Yields what seq could begin with, best first. If it is alone, the last one leaves it all pages of the
+        pool."""
         if seq.snapshot is not None and not self._continues(seq).tokens:
             yield ReusedPrefix(tokens=self.whole(min(seq.snapshot.length, seq.length - 1)), snapshot=True)
             return
@@ -121,17 +122,17 @@ class Sharing:
             self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, leaving=True)
 
     def whole(self, tokens: int) -> int:
-        """How many of a sequence's first tokens others can begin with."""
+        """Returns how many of a sequence's first tokens others can begin with."""
         return tokens - tokens % self.block
 
     def _cut(self, reused: ReusedPrefix, tokens: int) -> ReusedPrefix:
-        """Its first tokens alone."""
+        """Returns its first tokens alone."""
         full, part = divmod(tokens, self.pool.page_size)
         pages = (*reused.pages, reused.source)
         return replace(reused, pages=reused.pages[:full], source=pages[full] if part else None, tokens=tokens)
 
     def _continues(self, seq: Sequence) -> ReusedPrefix:
-        """What seq can have of the sequence that it continues, as long as that one holds its pages."""
+        """Returns what seq can have of the sequence that it continues, as long as that one holds its pages."""
         origin = seq.origin
         if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
             return ReusedPrefix()
@@ -141,12 +142,12 @@ class Sharing:
 
 
 def _may_skip(seq: Sequence) -> bool:
-    """Whether seq asks for nothing that only computing a token gives: its log-probability in a prompt, its count for
-    penalties, which the device takes from the chunks."""
+    """Returns whether seq asks for nothing that only computing a token gives: its log-probability in a prompt, its
+    count for penalties, which the device takes from the chunks."""
     return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
 
 
 def known_tokens(seq: Sequence) -> int:
-    """Tokens known to the host whose K and V are in seq's pages once all dispatched steps have run: the newest token's
-    are not, and a token that the host has not read may have ended seq on the device."""
+    """Returns tokens known to the host whose K and V are in seq's pages once all dispatched steps have run: the newest
+    token's are not, and a token that the host has not read may have ended seq on the device."""
     return min(seq.computed, seq.length - 1)

@@ -42,7 +42,7 @@ class Need:
 
 
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
-    """The options made definite for a device with `free` bytes beside the weights: by default as many pages as
+    """Returns the options made definite for a device with `free` bytes beside the weights: by default as many pages as
     fit, but at least one a slot."""
     return _reckon(options, config, params.dtype, free)[0]
 
@@ -66,7 +66,7 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
 
 
 def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[EngineSizes, Need]:
-    """Sizes, with as many pages by default as fit, and what they take."""
+    """Returns sizes, with as many pages by default as fit, and what they take."""
     page = page_bytes(config, dtype, options.kv_cache, options.page_size) + _draft_bytes(options, config, dtype)
     buckets = resolve(options, config, 0).buckets
     step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
@@ -80,7 +80,7 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
 
 
 def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int:
-    """Bytes that a drafter's pools have for a page."""
+    """Returns bytes that a drafter's pools have for a page."""
     drafter = drafter_of(options)
     if drafter is None:
         return 0
@@ -102,8 +102,8 @@ def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pag
 
 
 def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: int, room: int) -> int:
-    """The most pages of `page` bytes that `room` bytes hold together with the slots, whose tables have an entry for
-    each page, but for no more than the whole context has."""
+    """Returns the most pages of `page` bytes that `room` bytes hold together with the slots, whose tables have an entry
+    for each page, but for no more than the whole context has."""
     entries, whole = 4 * options.max_slots, -(-config.context // options.page_size)
     room -= _slot_bytes(options, config, dtype, 0)
     return max(0, room // (page + entries), (room - entries * whole) // page)
@@ -112,11 +112,11 @@ def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: i
 def _options_that_fit(
     options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: EngineSizes
 ) -> Iterator[str]:
-    """Each a change of one option that makes the engine fit, with what it takes then."""
+    """Yields each a change of one option that makes the engine fit, with what it takes then."""
     dtype, limits = params.dtype, sizes.limits
 
     def total(changes: Mapping[str, Any], free: int = free) -> int | None:
-        """The least that the engine takes with the changes, None where it does not fit."""
+        """Returns the least that the engine takes with the changes, None where it does not fit."""
         try:
             need = _reckon(replace(options, **changes), config, dtype, 0)[1].total
         except ConfigError:
@@ -158,7 +158,7 @@ def _clipped(buckets: tuple[Bucket, ...], name: str, most: int, slots: int) -> t
 
 
 def _saved(params: Params, scheme: str) -> int:
-    """Bytes that a scheme takes off the weights; 0 where it does not fit them."""
+    """Returns bytes that a scheme takes off the weights; 0 where it does not fit them."""
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     try:
         return tree_bytes(plain) - tree_bytes(quantize(plain, scheme))

@@ -45,7 +45,7 @@ class Live:
         self.submitted, self.first_token, self.last_token = begun.submitted, begun.first_token, begun.last_token
 
     def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
-        """The sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
+        """Returns the sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
         seq, tokens = self.seq, tuple(self.output.tokens)
         scored = seq.params.prompt_logprobs
         scores = [score for _, score in sorted(self.prompt_scores.items())]
@@ -86,8 +86,8 @@ class Live:
         return tokens, None
 
     def take(self, *, final: bool) -> tuple[str, tuple[int, ...], tuple[TokenLogprob, ...]]:
-        """Text and tokens that are certain by now and were not taken before, and what is known of these tokens where
-        log-probabilities were asked for."""
+        """Returns text and tokens that are certain by now and were not taken before, and what is known of these tokens
+        where log-probabilities were asked for."""
         text, tokens = self.output.take(final)
         if self.seq.params.logprobs is None:
             return text, tokens, ()
@@ -104,8 +104,8 @@ class Samples:
 
 
 def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False) -> Variant:
-    """The step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer ways are
-    programs of their own (see gate.py)."""
+    """Returns the step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer
+    ways are programs of their own (see gate.py)."""
     variant = Variant(
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
@@ -118,7 +118,7 @@ def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False
 
 
 def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
-    """The log-probability of the token sampled in a row, with the n most likely ones."""
+    """Returns the log-probability of the token sampled in a row, with the n most likely ones."""
     assert outputs.logprobs is not None
     assert outputs.top_ids is not None
     assert outputs.top_logprobs is not None

@@ -91,17 +91,17 @@ class Scheduler(PageTables):
 
     @property
     def unread(self) -> int:
-        """Steps dispatched and not read."""
+        """Returns steps dispatched and not read."""
         return self.dispatched - self.read
 
     @property
     def active(self) -> bool:
-        """Whether a sequence runs or a step is unread."""
+        """Returns whether a sequence runs or a step is unread."""
         return bool(self.running or self.unread)
 
     @property
     def idle(self) -> bool:
-        """Nothing to do, now or after a read."""
+        """Returns nothing to do, now or after a read."""
         return not (self.waiting or self.active)
 
     def check(self, length: int, max_length: int) -> None:
@@ -128,7 +128,7 @@ class Scheduler(PageTables):
         self.sharing.reset_counts()
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
+        """Returns the next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
         room = self._make_room()
         if room is None:
             self.counts.drains += 1
@@ -155,7 +155,7 @@ class Scheduler(PageTables):
         return None
 
     def _plan(self, decodes: list[Sequence], rows: tuple[int, ...], parts: PlanParts) -> StepPlan:
-        """The parts as a plan, which counts as dispatched."""
+        """Returns the parts as a plan, which counts as dispatched."""
         self.dispatched += 1
         for seq in decodes:
             seq.computed += 1
@@ -183,10 +183,10 @@ class Scheduler(PageTables):
         )
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
-        """(decodes, short, prefills): the sequences that decode now, those that prefill, and those among the decodes
-        and the oldest prefill whose next token has no page in the page table; after preempting until there is a page
-        for each of these. None: pages are short and a step is unread. Reading it may end a sequence, and the tokens of
-        one must be known before it is preempted."""
+        """Returns (decodes, short, prefills): the sequences that decode now, those that prefill, and those among the
+        decodes and the oldest prefill whose next token has no page in the page table; after preempting until there is a
+        page for each of these. None: pages are short and a step is unread. Reading it may end a sequence, and the
+        tokens of one must be known before it is preempted."""
         size = self.pool.page_size
         if self.waiting and self.free_slots:
             self._return_borrowed()
@@ -207,7 +207,8 @@ class Scheduler(PageTables):
             self._preempt(self.policy.victim(self._expendable(), missing))
 
     def _expendable(self) -> list[Sequence]:
-        """The first that runs, and those from which the policy chooses a victim: all others of the highest value."""
+        """Returns the first that runs, and those from which the policy chooses a victim: all others of the highest
+        value."""
         first, *others = self.running
         return [first, *(s for s in others if s.priority == self.running[-1].priority)]
 
@@ -221,14 +222,14 @@ class Scheduler(PageTables):
             self._grow(seq, seq.reach, parts, left)
 
     def _most_rows(self, decodes: int, prompts: bool) -> int:
-        """The most rows of each decode in a step of these, and whether prompts come with them."""
+        """Returns the most rows of each decode in a step of these, and whether prompts come with them."""
         if decodes > self.limits.most_short:
             return 1
         most = self.limits.short_rows
         return most if self.draft_rows is None else min(most, self.draft_rows(decodes, prompts))
 
     def _rows(self, decodes: list[Sequence], most: int, parts: PlanParts) -> tuple[int, ...]:
-        """Rows of each decode: `most` where their pages are there or left over, else one."""
+        """Returns rows of each decode: `most` where their pages are there or left over, else one."""
         if most == 1:
             return (1,) * len(decodes)
         spare = 0 if self.waiting and self.free_slots else self.pool.num_available - len(self.running)
@@ -241,7 +242,8 @@ class Scheduler(PageTables):
         return tuple(rows)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
-        """How many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little waste."""
+        """Returns how many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little
+        waste."""
         if self.most_joining is not None and self._joins(prefills):
             return min(budget, self.most_joining)
         ready = sum(s.prefill_end - s.computed for s in prefills)
@@ -264,7 +266,7 @@ class Scheduler(PageTables):
         return few and bool(prefills or (self.waiting and self.waiting[0].snapshot is not None))
 
     def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
-        """The decodes without those few that would make the step a size larger."""
+        """Returns the decodes without those few that would make the step a size larger."""
         fits = max((size for size in self.decode_sizes if size <= len(decodes)), default=0)
         excess = len(decodes) - fits
         if not 0 < excess <= fits // self.EXCESS:

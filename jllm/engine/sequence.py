@@ -56,12 +56,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens known to the host."""
+        """Returns tokens known to the host."""
         return len(self.prompt) + len(self.output)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among those that wait, and among those that run."""
+        """Returns its place among those that wait, and among those that run."""
         return self.priority, self.arrival
 
     @property
@@ -70,12 +70,12 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether KV of tokens known at admission is still to be computed (running sequences only)."""
+        """Returns whether KV of tokens known at admission is still to be computed (running sequences only)."""
         return self.computed < self.prefill_end
 
     @property
     def reach(self) -> int:
-        """Tokens that need a page before the next one is decoded. The last token of all never gets KV."""
+        """Returns tokens that need a page before the next one is decoded. The last token of all never gets KV."""
         return min(self.computed + self.ahead + 1, self.max_length - 1)
 
     @property
@@ -83,7 +83,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def slice(self, start: int, stop: int) -> tuple[int, ...]:
-        """tokens[start:stop] without building tokens."""
+        """Returns tokens[start:stop] without building tokens."""
         n = len(self.prompt)
         if stop <= n:
             return self.prompt[start:stop]

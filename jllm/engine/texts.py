@@ -25,7 +25,7 @@ class PendingEvent(NamedTuple):
     seconds: float = 0.0  # from its submission to its end
 
     def event(self) -> Event | None:
-        """None where nothing is certain yet. Each of a sample's news once, in order."""
+        """Returns none where nothing is certain yet. Each of a sample's news once, in order."""
         seq, output = self.live.seq, self.live.output
         key = seq.request_id, seq.sample
         output.extend(self.tokens)
@@ -49,12 +49,12 @@ class Texts:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are events that take has not returned."""
+        """Returns whether there are events that take has not returned."""
         return self._late is not None
 
     def take(self, news: Sequence[PendingEvent | Event], *, now: bool) -> list[Event]:
-        """The events that the last call left, then those of `news`, unless these are many: they come with the next
-        call. With `now` all come. Raises what their making raised."""
+        """Returns the events that the last call left, then those of `news`, unless these are many: they come with the
+        next call. With `now` all come. Raises what their making raised."""
         try:
             if self._late is not None:
                 self._late.result()
@@ -72,8 +72,8 @@ class Texts:
         return made
 
     def rest(self, news: Iterable[PendingEvent | Event]) -> list[Event]:
-        """The events that take has not returned, those of `news` after them: all that can be made, where the making of
-        some fails."""
+        """Returns the events that take has not returned, those of `news` after them: all that can be made, where the
+        making of some fails."""
         if self._late is not None:
             wait([self._late])
         self._late = None

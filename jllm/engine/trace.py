@@ -110,7 +110,7 @@ class Recorder:
 
 
 def _plain(number: Any) -> Any:
-    """A number of numpy's, which options may be, as Python's."""
+    """Returns a number of numpy's, which options may be, as Python's."""
     return number.item()
 
 

@@ -11,7 +11,7 @@ from jllm.files.messages import Message, check_messages
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file; {} where there is no such file. Raises TokenizerError for anything else."""
+    """Returns the object in a JSON file; {} where there is no such file. Raises TokenizerError for anything else."""
     if not path.is_file():
         return {}
     try:
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict:
 
 
 def one_line(error: BaseException) -> str:
-    """First line of an error's message, or its type where it has none."""
+    """Returns first line of an error's message, or its type where it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -69,7 +69,7 @@ def render_chat(
     special_tokens: Mapping[str, str],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Text of a conversation, ending where the assistant's answer begins (add_generation_prompt).
+    """Returns text of a conversation, ending where the assistant's answer begins (add_generation_prompt).
 
     special_tokens are visible to the template by name ("bos_token", "eos_token", ...). A template that does not know
     the role developer gets such a message as one of the system, which it stands for. Raises TokenizerError for messages

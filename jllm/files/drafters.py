@@ -33,8 +33,9 @@ DRAFTS = 4  # of a draft model, by default
 
 
 def load_drafter(kind: str, path: str | Path, model: "Model", tree: Tree | None = None) -> Drafter:
-    """A drafter for a model: "draft" from a directory (or Hub id) as jllm.load takes it, "medusa" or "eagle" from a
-    file. `tree` takes the place of the one that the file names; that of a draft model is a chain of four by default.
+    """Returns a drafter for a model: "draft" from a directory (or Hub id) as jllm.load takes it, "medusa" or "eagle"
+    from a file. `tree` takes the place of the one that the file names; that of a draft model is a chain of four by
+    default.
 
     Raises ConfigError (DrafterError) for a kind that is not known, a file that is damaged or none of that kind, or was
     made for another model, and CheckpointError for a directory that is no model.

@@ -21,7 +21,8 @@ LAYER = re.compile(re.escape(layer_prefix(0)).replace("0", r"(\d+)"))
 
 
 def find_model(path_or_id: str | Path) -> Path:
-    """A model's directory: a local one as it is, else the Hugging Face Hub's under that id, downloaded once and cached.
+    """Returns a model's directory: a local one as it is, else the Hugging Face Hub's under that id, downloaded once and
+    cached.
 
     Raises CheckpointError, in one line, for what is neither, or cannot be had now (offline, gated, no such model).
     """
@@ -75,8 +76,8 @@ def _check_folder(path: Path) -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory by the names that Params has for them, whatever its files put before them,
-    from its one file or from the shards that its index lists."""
+    """Returns all tensors of a checkpoint directory by the names that Params has for them, whatever its files put
+    before them, from its one file or from the shards that its index lists."""
     stored = _tensors_of(path)
     try:
         return by_our_names(stored)
@@ -105,8 +106,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor] | None:
-    """The tensors of the only index, or else of the only file, that is called neither as ours are nor as adapters and
-    originals are: AutoGPTQ's gptq_model-4bit-128g.safetensors, or model.fp16.safetensors."""
+    """Returns the tensors of the only index, or else of the only file, that is called neither as ours are nor as
+    adapters and originals are: AutoGPTQ's gptq_model-4bit-128g.safetensors, or model.fp16.safetensors."""
     if indices := [name for name in names if name.endswith(".safetensors.index.json")]:
         files = indices
     else:

@@ -30,8 +30,9 @@ Sum = tuple[str, tuple[int, ...], jax.Array]  # a leaf's name, shape and checksu
 
 
 def of_files(folder: str | Path) -> str:
-    """The fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the bytes of
-    each. Neither the directory's name, nor how the tensors are distributed over files, nor config.json plays a part.
+    """Returns the fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the
+    bytes of each. Neither the directory's name, nor how the tensors are distributed over files, nor config.json plays a
+    part.
 
     Reads at most 64 KiB of a tensor. Raises CheckpointError for files that are missing or damaged.
     """
@@ -44,16 +45,16 @@ def of_files(folder: str | Path) -> str:
 
 
 def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
-    """(start, count) of the bytes of a tensor that are read."""
+    """Returns (start, count) of the bytes of a tensor that are read."""
     if tensor.nbytes <= PIECE * PIECES:
         return [(0, tensor.nbytes)]
     return [((tensor.nbytes - PIECE) * i // (PIECES - 1), PIECE) for i in range(PIECES)]
 
 
 def of_params(params: Params) -> str:
-    """The fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of each,
-    made where they are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to float32
-    changes nothing. Quantized weights are known by their codes, scales and zeros, however codes are packed."""
+    """Returns the fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of
+    each, made where they are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to
+    float32 changes nothing. Quantized weights are known by their codes, scales and zeros, however codes are packed."""
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]:
         coded = _is_quantized(leaf)
@@ -64,7 +65,7 @@ def of_params(params: Params) -> str:
 
 
 def of_shares(params: Params, config: LlamaConfig) -> str:
-    """of_params of the whole weights, of those of the config's mesh, each value where it is."""
+    """Returns of_params of the whole weights, of those of the config's mesh, each value where it is."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
     found: list[Sum] = []
@@ -79,7 +80,7 @@ def of_shares(params: Params, config: LlamaConfig) -> str:
 
 
 def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> list[Sum]:
-    """Names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
+    """Returns names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
     (N, K), own = shape, jax.vmap(unpacked)(w)
     once = replace(at, first=at.first & (at.column == 0)[:, None])  # what parts of a row have alike
     found: list[Sum] = [(".values", (N, K), _share_sums(own.values, at, at.column, (K, 1)))]
@@ -101,8 +102,8 @@ def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> l
 
 
 def of_model(params: Params, config: LlamaConfig) -> str:
-    """The fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their dtype and
-    formats, the config, and in how many parts inputs are quantized, if they are."""
+    """Returns the fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their
+    dtype and formats, the config, and in how many parts inputs are quantized, if they are."""
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
     leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
     formats = [replace(leaf.format, double_quant=False) if _is_quantized(leaf) else None for leaf in leaves]
@@ -121,15 +122,15 @@ def of_function(params: Params, config: LlamaConfig) -> str:
 
 
 def of_norms(params: Params) -> str:
-    """The fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
+    """Returns the fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
     leaves, tree = jax.tree.flatten(params, is_leaf=_is_quantized)
     vectors = [None if _is_quantized(leaf) or leaf.ndim > 1 else leaf for leaf in leaves]
     return of_params(jax.tree.unflatten(tree, vectors))
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """A leaf's name in fingerprints. It stays as it was when a layer had no parts, since snapshots of caches keep
-    fingerprints of the weights that made them."""
+    """Returns a leaf's name in fingerprints. It stays as it was when a layer had no parts, since snapshots of caches
+    keep fingerprints of the weights that made them."""
     name = jax.tree_util.keystr(path).replace(".attention.norm", ".attn_norm").replace(".mlp.norm", ".mlp_norm")
     return name.replace(".attention.", ".").replace(".mlp.", ".")
 
@@ -151,8 +152,8 @@ def _code_sums(w: QuantizedWeight) -> QuantizedWeight:
 
 @partial(jax.jit, static_argnames="strides")
 def _share_sums(parts: jax.Array, at: ShareIndices, column: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """_checksum of a whole leaf, of its shares [ranks, n] or [ranks, n, k], whose columns begin at i32[ranks]; strides:
-    the places from a row of the whole one to the next, and from a column."""
+    """Returns _checksum of a whole leaf, of its shares [ranks, n] or [ranks, n, k], whose columns begin at i32[ranks];
+    strides: the places from a row of the whole one to the next, and from a column."""
     bits = _bits(parts.reshape(*at.rows.shape, -1))
     inside = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2) + column.astype(jnp.uint32)[:, None, None]
     down, right = (jnp.uint32(stride) for stride in strides)
@@ -162,8 +163,8 @@ def _share_sums(parts: jax.Array, at: ShareIndices, column: jax.Array, strides: 
 
 @jax.jit  # leaves of one shape share a program
 def _checksum(x: jax.Array) -> jax.Array:
-    """The sum mod 2^32 of all values' bits, each times an odd number of its own: any single change alters it, and the
-    order of the additions does not."""
+    """Returns the sum mod 2^32 of all values' bits, each times an odd number of its own: any single change alters it,
+    and the order of the additions does not."""
     place = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

@@ -53,9 +53,9 @@ def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaC
 
 
 def load_quantization(path: str | Path) -> dict[str, Any] | None:
-    """What a model directory says about how its weights are quantized: `quantization_config` in config.json (older
-    files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is none.
-    Raises ConfigError, also where both are there and contradict each other."""
+    """Returns what a model directory says about how its weights are quantized: `quantization_config` in config.json
+    (older files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is
+    none. Raises ConfigError, also where both are there and contradict each other."""
     file = Path(path) / "config.json"
     if not file.exists():
         return None
@@ -80,8 +80,8 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConfig:
-    """A config from the dict of a Hugging Face config.json, in the older (`rope_theta`, `rope_scaling`, `torch_dtype`)
-    or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
+    """Returns a config from the dict of a Hugging Face config.json, in the older (`rope_theta`, `rope_scaling`,
+    `torch_dtype`) or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
 
     Absent fields mean what they mean in transformers. How the weights are quantized is no part of it: load_quantization
     reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of unknown fields.
@@ -135,7 +135,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
 
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """The dict of a config.json that means `config`: `from_hf(to_hf(config)) == config`.
+    """Returns the dict of a config.json that means `config`: `from_hf(to_hf(config)) == config`.
 
     Written in the older layout, which every version of transformers reads. Raises ConfigError for a config that its
     architecture cannot express (say, a Mistral with biases).
@@ -210,7 +210,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, of either layout; a value in the dict wins over one beside it, as in transformers."""
+    """Returns rotary base and scaling, of either layout; a value in the dict wins over one beside it, as in
+    transformers."""
     older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
     differing = [key for key in older if key in newer and older[key] != newer[key]]
     if differing:
@@ -241,7 +242,7 @@ def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, Rop
 
 
 def _rope_fields(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The dict of either layout, its kind under "rope_type", whichever of the two names the file has for it."""
+    """Returns the dict of either layout, its kind under "rope_type", whichever of the two names the file has for it."""
     fields = raw.get(key) or {}
     if not isinstance(fields, dict):
         raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")

@@ -148,7 +148,7 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
 
 
 def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
-    """The layer type that an architecture without a choice of them has everywhere."""
+    """Returns the layer type that an architecture without a choice of them has everywhere."""
     windowed = architecture == "MistralForCausalLM" and raw.get("sliding_window", 4096) is not None
     return "sliding_attention" if windowed else "full_attention"
 
@@ -162,7 +162,8 @@ def read_integer(
     least: int = 0,
     most: int = MOST,
 ) -> int:
-    """raw[key]; `default` where it is absent, `null` where it is null. Never below `least`, nor above `most`."""
+    """Returns raw[key]; `default` where it is absent, `null` where it is null. Never below `least`, nor above
+    `most`."""
     value = raw.get(key, default)
     if value is None and key in raw:
         value = null

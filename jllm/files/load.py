@@ -83,7 +83,7 @@ def _checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:
-    """The dtype that the arguments ask for, None if that is left to the checkpoint."""
+    """Returns the dtype that the arguments ask for, None if that is left to the checkpoint."""
     is_dtype = scheme == PRESETS[PLAIN]  # a file of rules may be called bf16, too
     if dtype is None:
         return jnp.dtype("bfloat16") if is_dtype else None

@@ -100,14 +100,15 @@ def load_params(
 
 
 def _specs(config: LlamaConfig, *, head: bool) -> Params:
-    """param_specs, with a head or without: a tied model has one where it is quantized apart from the embedding."""
+    """Returns param_specs, with a head or without: a tied model has one where it is quantized apart from the
+    embedding."""
     return param_specs(replace(config, tie_embeddings=not head))
 
 
 def _quantized_weights(
     path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredWeight], tuple[str, ...]]:
-    """The weights that a checkpoint stores quantized, by name, and the names of its scales of K and V."""
+    """Returns the weights that a checkpoint stores quantized, by name, and the names of its scales of K and V."""
     raw = load_quantization(path)
     if raw is None:
         return {}, ()

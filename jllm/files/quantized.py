@@ -40,7 +40,7 @@ def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -
 
 
 def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
-    """The stored tensors of a weight, by the name that they have in files."""
+    """Returns the stored tensors of a weight, by the name that they have in files."""
     found = {field.name: getattr(w, field.name) for field in fields(w) if field.name not in ("shape", "format")}
     return {f"{name}.{field}": array for field, array in found.items() if array is not None}
 
@@ -48,7 +48,7 @@ def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """The importer of this layout (see importers/)."""
+    """Returns the importer of this layout (see importers/)."""
     if raw.get("version") != VERSION:
         raise CheckpointError(f"quantization_config: version {raw.get('version')!r} is not known; known is {VERSION}")
     modules = {name: spec.modules for name, spec in specs.items()}
@@ -85,7 +85,7 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
 
 
 def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool, fixed: bool) -> QuantizedWeight:
-    """A QuantizedWeight of jax.ShapeDtypeStruct; `fixed`: with one scale of all inputs."""
+    """Returns a QuantizedWeight of jax.ShapeDtypeStruct; `fixed`: with one scale of all inputs."""
     w = abstract_weight(jax.ShapeDtypeStruct(shape, jnp.float32), fmt)
     columns: Any = jax.ShapeDtypeStruct(shape[1:], jnp.int32)
     scale: Any = jax.ShapeDtypeStruct((1,), jnp.float32)

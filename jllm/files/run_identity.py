@@ -20,14 +20,14 @@ TOKENIZER = (
 
 
 def of_machine() -> dict[str, str]:
-    """The device, and the versions of the packages."""
+    """Returns the device, and the versions of the packages."""
     import jax
 
     return {"device": jax.devices()[0].device_kind} | {name: version_of(name) for name in PACKAGES}
 
 
 def of_model(model: str | Path) -> dict[str, str]:
-    """A directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
+    """Returns a directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
     from jllm.files import fingerprint
     from jllm.files.find import find_model
 
@@ -48,12 +48,12 @@ def of_scheme(scheme: "str | Path | Scheme") -> str:
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The keys that only one has, or with another value."""
+    """Returns the keys that only one has, or with another value."""
     return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """A short text that differs where the parts do."""
+    """Returns a short text that differs where the parts do."""
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)

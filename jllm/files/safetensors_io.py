@@ -77,7 +77,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the file says of itself beside its tensors. Raises CheckpointError for a file of another format."""
+    """Returns what the file says of itself beside its tensors. Raises CheckpointError for a file of another format."""
     try:
         found = _read_json(path)[0].get("__metadata__", {})
         return {str(key): str(value) for key, value in found.items()}
@@ -90,7 +90,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, its length in bytes, and that of the whole file."""
+    """Returns the header, its length in bytes, and that of the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -147,7 +147,7 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int],
 
 
 def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lambda n: None) -> np.ndarray:
-    """A tensor of any dtype of `STORED`, bit for bit. Raises CheckpointError when the file ends early."""
+    """Returns a tensor of any dtype of `STORED`, bit for bit. Raises CheckpointError when the file ends early."""
     out = np.empty(tensor.shape, STORED[tensor.dtype])
     flat, step = out.reshape(-1), max(1, _PIECE // out.itemsize)
     with tensor.path.open("rb", buffering=0) as file:
@@ -159,7 +159,8 @@ def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lam
 
 
 def read_bytes(tensor: StoredTensor, start: int, count: int) -> bytes:
-    """Bytes start .. start + count of a tensor as they are stored. Raises CheckpointError when the file ends early."""
+    """Returns bytes start .. start + count of a tensor as they are stored. Raises CheckpointError when the file ends
+    early."""
     out = np.empty(count, np.uint8)
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.offset + start)
@@ -195,7 +196,7 @@ def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[s
 def encode_header(
     tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes before the data of a file that holds `tensors` (name, dtype, shape) one after another."""
+    """Returns the bytes before the data of a file that holds `tensors` (name, dtype, shape) one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers asks for the format
     end = 0
     for name, dtype, shape in tensors:

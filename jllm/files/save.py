@@ -138,7 +138,7 @@ def _leaves_to_store(params: Params, config: LlamaConfig) -> tuple[list[tuple[Le
 
 
 def _tensors(spec: LeafSpec, leaf: Any, config: LlamaConfig) -> list[_Tensor]:
-    """What is stored of a leaf, or of its shapes."""
+    """Returns what is stored of a leaf, or of its shapes."""
     leaf = whole(leaf, spec.entry, config, spec.shape)
     if isinstance(leaf, QuantizedWeight):
         assert spec.weight is not None, "only matrices are quantized"

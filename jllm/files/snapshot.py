@@ -49,7 +49,7 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """T: tokens whose K and V are in it."""
+        """Returns T: tokens whose K and V are in it."""
         return self.cache[0].k.page_size
 
     @property
@@ -59,7 +59,8 @@ class Snapshot:
 
 
 def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int | None = None) -> Snapshot:
-    """The first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this order.
+    """Returns the first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this
+    order.
 
     Raises SnapshotError where the pages hold fewer tokens than that, or one of them is not in the cache.
     """
@@ -72,7 +73,8 @@ def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int 
 
 
 def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
-    """The cache with the snapshot's K and V in `pages`, in this order. What follows in the last page becomes zero.
+    """Returns the cache with the snapshot's K and V in `pages`, in this order. What follows in the last page becomes
+    zero.
 
     Raises SnapshotError for a snapshot of other shapes or formats, pages that are too few, given twice, or not in the
     cache. Whether the weights are those that the snapshot was made with is the caller's to know.
@@ -86,7 +88,8 @@ def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
 
 
 def cut(snapshot: Snapshot, length: int) -> Snapshot:
-    """The snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its end."""
+    """Returns the snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its
+    end."""
     if not 0 <= length <= snapshot.length:
         raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
     guided = None if snapshot.guided is None else min(snapshot.guided, length)
@@ -114,12 +117,12 @@ def check_guided(snapshot: Snapshot) -> None:
 
 @jax.jit
 def gather_pages(cache: Cache, page: jax.Array) -> Cache:
-    """A cache of these pages alone, i32[n], in this order."""
+    """Returns a cache of these pages alone, i32[n], in this order."""
     return jax.tree.map(lambda pool: pool[page], cache)
 
 
 def _scatter_pages(cache: Cache, page: jax.Array, rows: Cache) -> Cache:
-    """The cache with page i of `rows` at page[i] (i32[n]). A page outside of the cache is dropped."""
+    """Returns the cache with page i of `rows` at page[i] (i32[n]). A page outside of the cache is dropped."""
     return jax.tree.map(lambda pool, new: pool.at[page].set(new, mode="drop"), cache, rows)
 
 
@@ -128,7 +131,7 @@ scatter_pages_donated = partial(jax.jit, donate_argnums=0)(_scatter_pages)
 
 
 def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
-    """The first `length` tokens of all pages of `rows`, one after another."""
+    """Returns the first `length` tokens of all pages of `rows`, one after another."""
 
     def one(pages: Pages) -> Pages:
         values, scales = pages.values, pages.scales
@@ -143,7 +146,7 @@ def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
 
 
 def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
-    """A cache of `count` pages of `page_size` tokens that hold the snapshot one after another, then zeros."""
+    """Returns a cache of `count` pages of `page_size` tokens that hold the snapshot one after another, then zeros."""
 
     def many(pages: Pages) -> Pages:
         values, scales = pages.values, pages.scales
@@ -158,7 +161,7 @@ def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
 
 
 def _padded(x: Any, length: int) -> Any:
-    """x with zeros up to `length` along axis 1."""
+    """Returns x with zeros up to `length` along axis 1."""
     xp = x.__array_namespace__()
     return xp.concat([x, xp.zeros((x.shape[0], length - x.shape[1], *x.shape[2:]), dtype=x.dtype)], axis=1)
 
@@ -200,7 +203,7 @@ def save_snapshot(path: str | Path, snapshot: Snapshot, about: Mapping[str, str]
 
 
 def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
-    """A snapshot as it was saved, in numpy arrays; `formats` are those of the caller's own that it may be in.
+    """Returns a snapshot as it was saved, in numpy arrays; `formats` are those of the caller's own that it may be in.
     SnapshotError for a file that is damaged or none of these."""
     path = Path(path)
     try:
@@ -217,7 +220,8 @@ def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapsho
 
 
 def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """What a file or a message holds of a snapshot: arrays of dtypes that safetensors have, by name, and metadata."""
+    """Returns what a file or a message holds of a snapshot: arrays of dtypes that safetensors have, by name, and
+    metadata."""
     first = snapshot.cache[0]
     metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
@@ -232,7 +236,7 @@ def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]
 
 
 def from_arrays(arrays: dict[str, np.ndarray], metadata: dict[str, str], formats: Iterable[KVFormat] = ()) -> Snapshot:
-    """The reverse of as_arrays. SnapshotError where they are not those of a snapshot."""
+    """Returns the reverse of as_arrays. SnapshotError where they are not those of a snapshot."""
     try:
         return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
     except (KeyError, ValueError) as error:

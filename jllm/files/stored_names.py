@@ -18,7 +18,7 @@ _BASE, _, _EMBED = EMBED.partition(".")
 
 
 def by_our_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors, by the names that Params has for them; what it has no name for keeps its own. Raises
+    """Returns the same tensors, by the names that Params has for them; what it has no name for keeps its own. Raises
     CheckpointError for two of one name."""
     bare = {name: _WRAPPER.sub("", name) for name in stored}
     before = {name.partition(f"{_EMBED}.")[0] for name in bare.values() if f".{_EMBED}." in f".{name}"}
@@ -33,7 +33,7 @@ def by_our_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _without(root: str, name: str) -> str:
-    """A name with `model.` in place of what the embedding's begins with; a head's with nothing before it."""
+    """Returns a name with `model.` in place of what the embedding's begins with; a head's with nothing before it."""
     before, head, rest = name.partition(f"{HEAD}.")
     if head and root.startswith(before):
         return head + rest
@@ -43,7 +43,7 @@ def _without(root: str, name: str) -> str:
 
 
 def modules_renamed(raw: Any, stored: Mapping[str, StoredTensor]) -> Any:
-    """The same JSON, but what its lists name as the files do has the name that it has here."""
+    """Returns the same JSON, but what its lists name as the files do has the name that it has here."""
     names: dict[str, str] = {}
     for own, tensor in stored.items():
         here, there = own.split("."), tensor.name.split(".")

@@ -56,8 +56,8 @@ class StreamDecoder:
         self._owed = _mark_broken(self._utf8.getstate()[0].decode(errors=vocabulary.errors))
 
     def push(self, id: int) -> str:
-        """Text that this token completes, maybe none. An id outside the vocabulary shows nothing: models often pad
-        their embedding beyond it."""
+        """Returns text that this token completes, maybe none. An id outside the vocabulary shows nothing: models often
+        pad their embedding beyond it."""
         data = self._piece(operator.index(id))
         if self._leading and data:
             spaces = min(self._leading, len(data) - len(data.lstrip(b" ")))
@@ -66,7 +66,7 @@ class StreamDecoder:
         return self._text(data)
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing."""
+        """Returns what is left at the end: U+FFFD for an unfinished character, else nothing."""
         return self._text(b"", final=True)
 
     def _text(self, data: bytes, final: bool = False) -> str:
@@ -77,7 +77,7 @@ class StreamDecoder:
 
 
 def _mark_broken(text: str) -> str:
-    """U+FFFD for lone surrogates, which only the error handler makes: one for each broken byte."""
+    """Returns U+FFFD for lone surrogates, which only the error handler makes: one for each broken byte."""
     return text if text.isascii() else re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
@@ -96,11 +96,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, 1 + the largest; a model's embedding may have more rows."""
+        """Returns number of ids, 1 + the largest; a model's embedding may have more rows."""
         return self.vocabulary.size
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written out in it become their ids, as in transformers.
+        """Returns token ids of a text. Special tokens written out in it become their ids, as in transformers.
 
         add_bos adds what the files ask for at the start of a text: as add_bos_token in tokenizer_config.json
         says, else what tokenizer.json's post-processor adds, else a SentencePiece model's BOS. That may be nothing
@@ -118,7 +118,7 @@ class Tokenizer:
         return [*self.prefix, *ids] if add_bos and not repeated else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, special tokens skipped. Raises TokenizerError for an id outside the vocabulary."""
+        """Returns text of token ids, special tokens skipped. Raises TokenizerError for an id outside the vocabulary."""
         decoder, parts = self.stream_decoder(), []
         for id in ids:
             try:
@@ -136,7 +136,7 @@ class Tokenizer:
         return None if id is None or self.vocabulary.piece(id) else id
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
-        """An incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.
+        """Returns an incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.
 
         prompt_ids came before them: their text is not given out, but decides what is at a start (a leading space
         is kept after other text) and may end in the first bytes of a character. Only the last few are looked at.
@@ -144,7 +144,7 @@ class Tokenizer:
         return StreamDecoder(self.vocabulary, prompt_ids)
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False.
+        """Returns prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False.
 
         tools: functions that the model may call, as render_chat has them."""
         template = self.template(bool(tools))
@@ -161,7 +161,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face checkpoint directory: tokenizer.json (which wins, as in transformers) or
+    """Returns the tokenizer of a Hugging Face checkpoint directory: tokenizer.json (which wins, as in transformers) or
     tokenizer.model (SentencePiece), with what tokenizer_config.json, special_tokens_map.json, added_tokens.json
     and chat_template.* say. A special token without an id gets the next one, if the vocab_size of a config.json
     beside it has room. Raises TokenizerError where there is none or a file is broken."""

@@ -25,19 +25,19 @@ class Vocabulary(Protocol):
     errors: str  # codecs error handler for broken UTF-8
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text without BOS; special tokens written out in the text become their ids."""
+        """Returns ids of a text without BOS; special tokens written out in the text become their ids."""
 
     def piece(self, id: int) -> bytes:
-        """Bytes that a token shows; none for special tokens and for ids that stand for nothing."""
+        """Returns bytes that a token shows; none for special tokens and for ids that stand for nothing."""
 
     def id(self, token: str) -> int | None:
-        """Id of a token by its exact name."""
+        """Returns id of a token by its exact name."""
 
     def named(self) -> dict[str, str]:
-        """Special tokens by role ("bos_token", ...), as far as the file itself tells."""
+        """Returns special tokens by role ("bos_token", ...), as far as the file itself tells."""
 
     def prefix(self, bos_id: int | None) -> list[int]:
-        """Ids put before a text where tokenizer_config.json does not say."""
+        """Returns ids put before a text where tokenizer_config.json does not say."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ def _as_theirs(token: AddedToken, kind: Callable[..., Any]) -> Any:
 
 
 def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, str]:
-    """How a decoder of tokenizer.json shows one token, how many leading spaces it drops, and its error handler."""
+    """Returns how a decoder of tokenizer.json shows one token, how many leading spaces it drops, and its error
+    handler."""
     replaced, leading, fused, fallback, byte_level = [], 0, False, False, False
     for step in decoder.get("decoders", [decoder]):
         match step:

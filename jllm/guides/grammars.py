@@ -12,8 +12,8 @@ SPACES = r"[ \n]{0,20}"  # between the parts of JSON: enough to indent, and no p
 
 
 def make_matcher(words: Any, guide: Guide) -> Any:
-    """An LLMatcher at the guide's beginning; `words` is an LLTokenizer. Raises RequestError for a guide that is not
-    valid."""
+    """Returns an LLMatcher at the guide's beginning; `words` is an LLTokenizer. Raises RequestError for a guide that is
+    not valid."""
     from llguidance import LLMatcher, LLParserLimits
 
     # Limits are the library's own. Its errors would tell its whole state.
@@ -41,5 +41,5 @@ def _grammar(guide: Guide) -> str:
 
 
 def one_line(text: str) -> str:
-    """An error of llguidance."""
+    """Returns an error of llguidance."""
     return " ".join(text.replace("<non-verbose/>", "").split())

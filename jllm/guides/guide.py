@@ -33,12 +33,12 @@ class Guide:
         return made
 
     def as_json(self) -> dict[str, Any]:
-        """What parse takes."""
+        """Returns what parse takes."""
         return {self.kind: json.loads(self.text) if self.kind in ("json", "choice") else self.text}
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Guide":
-        """JSON that a schema accepts, given as a mapping or as its text; None: any object."""
+        """Returns JSON that a schema accepts, given as a mapping or as its text; None: any object."""
         if isinstance(schema, str):
             schema = guide_schema.parse(schema)
         if schema is not None and not isinstance(schema, Mapping | bool):
@@ -51,15 +51,15 @@ class Guide:
 
     @classmethod
     def regex(cls, pattern: str) -> "Guide":
-        """Text that a regular expression matches from its first character to its last (syntax of Rust's regex crate,
-        without look-around)."""
+        """Returns text that a regular expression matches from its first character to its last (syntax of Rust's regex
+        crate, without look-around)."""
         if not isinstance(pattern, str):
             raise RequestError(f"a regular expression must be a string, not {pattern!r}")
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Guide":
-        """One of some texts."""
+        """Returns one of some texts."""
         some = [] if isinstance(texts, str) or not isinstance(texts, Sequence) else list(texts)
         if not some or not all(isinstance(text, str) and text for text in some):
             raise RequestError(f"a choice must be a list of non-empty strings, not {texts!r}")
@@ -67,7 +67,7 @@ class Guide:
 
     @classmethod
     def grammar(cls, text: str) -> "Guide":
-        """Text of a context-free grammar in llguidance's dialect of Lark, whose first rule is `start`."""
+        """Returns text of a context-free grammar in llguidance's dialect of Lark, whose first rule is `start`."""
         if not isinstance(text, str) or not text.strip():
             raise RequestError(f"a grammar must be a non-empty string, not {text!r}")
         return cls("grammar", text)

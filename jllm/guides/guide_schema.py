@@ -32,7 +32,7 @@ class Changed(float):
 
 
 def read_float(text: str) -> float:
-    """A decimal of JSON: parse_float of json.loads, for what may hold a schema."""
+    """Returns a decimal of JSON: parse_float of json.loads, for what may hold a schema."""
     value = float(text)
     try:
         same = math.isfinite(value) and Decimal(text) == Decimal(repr(value))
@@ -46,7 +46,7 @@ def read_float(text: str) -> float:
 
 
 def parse(text: str) -> Any:
-    """A schema's text as an object. Raises RequestError."""
+    """Returns a schema's text as an object. Raises RequestError."""
     try:
         return json.loads(text, parse_float=read_float)
     except RecursionError:
@@ -56,7 +56,7 @@ def parse(text: str) -> Any:
 
 
 def served(schema: Any) -> Any:
-    """The schema as llguidance is to have it. Raises RequestError for what it would change or ignore."""
+    """Returns the schema as llguidance is to have it. Raises RequestError for what it would change or ignore."""
     if schema is False:
         raise RequestError("the JSON schema false allows nothing")
     walk = _Walk()
@@ -176,7 +176,7 @@ def _written(value: int | float) -> str:
 
 
 def _step(value: int | float) -> tuple[int, int]:
-    """The step of a multipleOf as llguidance finds it: so many of 10^-exponent."""
+    """Returns the step of a multipleOf as llguidance finds it: so many of 10^-exponent."""
     _check_number("multipleOf", value)
     steps, exponent = abs(float(value)), 0
     while not steps.is_integer():

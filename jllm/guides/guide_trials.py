@@ -131,7 +131,8 @@ class Trials:
 
 
 def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
-    """What a process was doing last, its verdict, None where it ended before, and whether it had to be killed."""
+    """Returns what a process was doing last, its verdict, None where it ended before, and whether it had to be
+    killed."""
     assert child.stdin is not None
     assert child.stdout is not None
     stage, late = READING, threading.Event()
@@ -168,7 +169,7 @@ def _why(status: int, late: bool) -> str:
 
 
 def _stack() -> int:
-    """Half of the smallest stack that guides run on in this process: the rest is for their callers."""
+    """Returns half of the smallest stack that guides run on in this process: the rest is for their callers."""
     default = resource.getrlimit(resource.RLIMIT_STACK)[0]
     own = threading.stack_size() or (default if default > 0 else STACK)
     return max(min(STACK, own) // 2, 1 << 16)
@@ -263,7 +264,7 @@ def _walk(state: Any, eos_ids: Sequence[int], rng: random.Random) -> str | None:
 
 
 def _one_of(mask: bytes, eos_ids: Sequence[int], rng: random.Random) -> int | None:
-    """A token that a mask allows, but for those that end the text."""
+    """Returns a token that a mask allows, but for those that end the text."""
     bits = bytearray(mask)
     for eos in eos_ids:
         bits[eos // 8] &= ~(1 << eos % 8)

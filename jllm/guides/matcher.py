@@ -117,9 +117,9 @@ class Guides:
         return made
 
     def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
-        """The tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V / 32)], token
-        i being bit i % 32 of word i // 32: none where its guide has no way on, and at drafts that it does not allow.
-        Computed in threads without the interpreter lock."""
+        """Returns the tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V /
+        32)], token i being bit i % 32 of word i // 32: none where its guide has no way on, and at drafts that it does
+        not allow. Computed in threads without the interpreter lock."""
         from llguidance.numpy import fill_next_token_bitmask_par as fill
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafts
 
@@ -150,9 +150,9 @@ class Guides:
         return bits.view(np.uint32)
 
     def coming(self, samples: Sequence[Guided], tree: Tree, wanted: bool) -> np.ndarray:
-        """The tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py): the first
-        path of its drafts as far as its guide allows them, and what is forced after that; none unless they are wanted.
-        After masks, which takes the samples' tokens in."""
+        """Returns the tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py):
+        the first path of its drafts as far as its guide allows them, and what is forced after that; none unless they
+        are wanted. After masks, which takes the samples' tokens in."""
         found = np.full((len(samples), coming_tokens(tree)), -1, np.int32)
         for row, (matcher, _, drafts) in zip(found, samples if wanted else ()):
             if matcher.state.is_error():
@@ -166,7 +166,7 @@ class Guides:
         return found
 
     def _along(self, path: Sequence[int], drafts: Sequence[int]) -> list[int]:
-        """The drafts on a path from the root, up to the first that is no token."""
+        """Returns the drafts on a path from the root, up to the first that is no token."""
         found = (drafts[node - 1] for node in path[1:])
         return list(takewhile(lambda token: 0 <= token < self._vocab_size, found))
 
@@ -178,7 +178,7 @@ class Guides:
         return [path for path in paths if path[-1] not in inner]
 
     def _compile(self, guide: Guide) -> Any:
-        """An LLMatcher, or why there can be none."""
+        """Returns an LLMatcher, or why there can be none."""
         self.prepare()
         assert self._trials is not None
         started = time.perf_counter()
@@ -201,7 +201,7 @@ class Guides:
 
 
 def _tables(words: "_Words", eos_ids: Sequence[int]) -> tuple[Any, Any]:
-    """llguidance's own tokenizer, and the threads that make masks."""
+    """Returns llguidance's own tokenizer, and the threads that make masks."""
     from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
     tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=list(eos_ids))
@@ -226,7 +226,8 @@ class _Words:
 
 
 def guides_of(tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]) -> Guides:
-    """Those that all engines of one tokenizer share while one of them is there: a guide is compiled once for all."""
+    """Returns those that all engines of one tokenizer share while one of them is there: a guide is compiled once for
+    all."""
     key = id(tokenizer), vocab_size, tuple(eos_ids)  # the guides keep the tokenizer, so that its id stays its own
     with _SHARING:
         return _SHARED.setdefault(key, Guides(tokenizer, vocab_size, eos_ids))

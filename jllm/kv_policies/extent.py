@@ -44,7 +44,7 @@ class Extent(Predicted):
         return run is not None
 
     def _keep(self, running: List[Sequence]) -> int:
-        """Those that may need a page in the next step, after this one's decode."""
+        """Returns those that may need a page in the next step, after this one's decode."""
         size = self.pool.page_size
         return sum(len(s.pages) * size - s.computed <= 1 for s in running)
 

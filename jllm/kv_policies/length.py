@@ -21,9 +21,10 @@ class Predictor(Protocol):
     """Asked by the scheduler, between two steps: it should answer in microseconds, or remember its answers."""
 
     def predict(self, prompt: Tokens, params: SamplingParams, quantile: float, produced: int = 0) -> int:
-        """A number of output tokens, the last one included, that this request exceeds with probability 1 - quantile
-        at most, given that there are `produced` already. Asked when the request is first considered for admission, and
-        again each time it outgrows the answer. The caller brings it into produced + 1 .. params.max_new_tokens."""
+        """Returns a number of output tokens, the last one included, that this request exceeds with probability 1 -
+        quantile at most, given that there are `produced` already. Asked when the request is first considered for
+        admission, and again each time it outgrows the answer. The caller brings it into produced + 1 ..
+        params.max_new_tokens."""
 
     def observe(self, prompt: Tokens, params: SamplingParams, output: int, ended: bool) -> None:
         """A request is over after `output` tokens: by itself, or (not ended) cut off by its limit or its user."""
@@ -108,8 +109,8 @@ class Quantile:
         self._survival = None
 
     def _estimate(self) -> list[float]:
-        """Survival: the shares of those known to reach a bucket that ended in it, multiplied up. What was cut off in a
-        bucket counts as having reached the next no more."""
+        """Returns survival: the shares of those known to reach a bucket that ended in it, multiplied up. What was cut
+        off in a bucket counts as having reached the next no more."""
         lost = self._ended + self._cut + self._alive
         reached = np.cumsum(lost[::-1])[::-1]
         at_risk = reached - (lost - self._ended) / 2  # the actuary's: cut off half-way through the bucket

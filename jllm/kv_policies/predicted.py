@@ -40,8 +40,8 @@ class Predicted(OnDemand):
             self._ended += 1
 
     def _expect(self, seq: Sequence, running: List[Sequence] = ()) -> int:
-        """Tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late: its last
-        token is computed, too, unless max_length says before that it is the last."""
+        """Returns tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late:
+        its last token is computed, too, unless max_length says before that it is the last."""
         known = max(seq.length, seq.computed + 1)  # tokens that exist, those in flight included
         if seq.expected < known:
             if self._ended >= self.ALIVE and running:
@@ -72,8 +72,8 @@ class Predicted(OnDemand):
 
 
 def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
-    """Most pages of page_size tokens that sequences hold at once if each has now[i] tokens, comes to end[i], gains
-    one a step and gives all back at its end; partial pages count as whole ones."""
+    """Returns most pages of page_size tokens that sequences hold at once if each has now[i] tokens, comes to end[i],
+    gains one a step and gives all back at its end; partial pages count as whole ones."""
     tokens = np.array(now, np.int64)
     left = np.array(end, np.int64) - tokens
     order = np.argsort(-left)

@@ -58,7 +58,7 @@ def attention_inputs(
     window: int | None,
     backend: str | None,
 ) -> AttentionInputs:
-    """The inputs of all layers of a window, for queries of this dtype and pages of any of the layers."""
+    """Returns the inputs of all layers of a window, for queries of this dtype and pages of any of the layers."""
     if pages is None or isinstance(batch, Packed):
         return AttentionInputs(cos, sin, batch)
     R = batch.short_rows
@@ -219,7 +219,8 @@ def paged_attention(
 
 @shaped
 def rms_norm(x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*rows E"]:
-    """Root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at least."""
+    """Returns root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at
+    least."""
     y = x.astype(compute_dtype(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)

@@ -33,8 +33,8 @@ KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, or formats as ob
 
 
 def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
-    """Formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype. Formats
-    themselves are taken as they are. One of K per channel has V per token beside it."""
+    """Returns formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype.
+    Formats themselves are taken as they are. One of K per channel has V per token beside it."""
     if isinstance(name, KVFormat | tuple):
         formats = (name, name) if isinstance(name, KVFormat) else name
         if isinstance(name, Kivi):
@@ -75,13 +75,14 @@ def _check_values(k: KVFormat, v: KVFormat) -> tuple[KVFormat, KVFormat]:
 
 
 def shared_block(kv_cache: KVCache | None, config: LlamaConfig) -> int:
-    """The tokens of which what sequences share is a whole multiple (Kivi.residual); 1 where the pages hold all."""
+    """Returns the tokens of which what sequences share is a whole multiple (Kivi.residual); 1 where the pages hold
+    all."""
     k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
     return k.residual if isinstance(k, Kivi) else 1
 
 
 def least_page(kv_cache: KVCache | None, config: LlamaConfig) -> int:
-    """The tokens of which a page has a whole multiple (Kivi.group); 1 where any page will do."""
+    """Returns the tokens of which a page has a whole multiple (Kivi.group); 1 where any page will do."""
     k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
     return k.group or 1 if isinstance(k, Kivi) else 1
 
@@ -111,33 +112,33 @@ def make_tails(
 
 
 def with_tails(cache: Cache, tails: Tails | None) -> Cache:
-    """The cache as layers take it."""
+    """Returns the cache as layers take it."""
     if tails is None:
         return cache
     return tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
 
 
 def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:
-    """The reverse."""
+    """Returns the reverse."""
     tails = tuple(pages.tail for pages in cache if pages.tail is not None)
     return tuple(replace(pages, tail=None) for pages in cache), tails or None
 
 
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
-    """An empty cache: for each layer, N pages of P tokens; on a mesh each device has those of its KV heads."""
+    """Returns an empty cache: for each layer, N pages of P tokens; on a mesh each device has those of its KV heads."""
     sizes = (num_pages, stored_kv_heads(config), page_size, config.head_dim)
     return _on_devices(lambda: tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers)), config)
 
 
 def _on_devices[T](allocate: Callable[[], T], config: LlamaConfig) -> T:
-    """What allocate() gives; on a mesh each device makes that of its KV heads."""
+    """Returns what allocate() gives; on a mesh each device makes that of its KV heads."""
     if config.mesh is None:
         return allocate()
     return jax.jit(allocate, out_shardings=NamedSharding(config.mesh, HEADS))()
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that a cache holds, scales included."""
+    """Returns bytes that a cache holds, scales included."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 

@@ -110,9 +110,9 @@ def silu_linear(
 
 
 def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
-    """Whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows as they
-    are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes what
-    comes."""
+    """Returns whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows
+    as they are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes
+    what comes."""
     if bias is not None or not isinstance(w, QuantizedWeight) or takes_numbers(w):
         return bias is None and rows_kind(reader) is None
     if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):
@@ -141,5 +141,5 @@ def norm_swiglu(
 
 
 def _plain_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of x [T, E] in plain jnp."""
+    """Returns RMSNorm of x [T, E] in plain jnp."""
     return norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]

@@ -59,7 +59,7 @@ class Hooks:
             object.__setattr__(self, name, _pytree(getattr(self, name)))
 
     def start(self, slots: int) -> Any:
-        """State.user of S slots without sequences."""
+        """Returns State.user of S slots without sequences."""
         return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], slots, axis=0), self.user)
 
     @shaped
@@ -90,13 +90,13 @@ class Edits:
     rows: HookRows
 
     def of_layer(self, layer: int) -> "Edits | None":
-        """Those of one layer, without its prefix; None if there are none."""
+        """Returns those of one layer, without its prefix; None if there are none."""
         prefix = f"layers.{layer}."
         found = {name.removeprefix(prefix): f for name, f in self.functions.items() if name.startswith(prefix)}
         return Edits(found, self.rows) if found else None
 
     def apply(self, name: str, value: Any) -> Any:
-        """The value as its edit leaves it."""
+        """Returns the value as its edit leaves it."""
         if name not in self.functions:
             return value
         changed = self.functions[name](value, self.rows)
@@ -107,8 +107,8 @@ class Edits:
 
 
 def make_edits(edit: Mapping[str, Function], num_layers: int, rows: HookRows) -> Edits | None:
-    """The edits by each name that their patterns stand for; None if there are none. Raises EvaluationError for unknown
-    names, for two edits of one value, and for attention weights, which no kernel keeps."""
+    """Returns the edits by each name that their patterns stand for; None if there are none. Raises EvaluationError for
+    unknown names, for two edits of one value, and for attention weights, which no kernel keeps."""
     found: dict[str, Function] = {}
     for pattern, f in edit.items():
         for name in resolve_taps([pattern], num_layers):
@@ -125,7 +125,7 @@ def _meant(patterns: Iterable[str], name: str) -> list[str]:
 
 
 def _pytree(f: Any) -> Any:
-    """A function as a pytree without leaves; callable pytrees as they are."""
+    """Returns a function as a pytree without leaves; callable pytrees as they are."""
     if f is None or not jax.tree_util.all_leaves([f]) or not callable(f):
         return f
     return jax.tree_util.Partial(f)

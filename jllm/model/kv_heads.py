@@ -12,12 +12,12 @@ from jllm.parallel.mesh import stored_kv_heads
 
 
 def distinct(cache: Cache, config: LlamaConfig) -> Cache:
-    """The cache of a mesh, with each KV head once: [N, K, ...]."""
+    """Returns the cache of a mesh, with each KV head once: [N, K, ...]."""
     copies = stored_kv_heads(config) // config.num_kv_heads
     return cache if copies == 1 else jax.tree.map(lambda x: x[:, ::copies], cache)
 
 
 def repeated(cache: Any, config: LlamaConfig) -> Any:
-    """The reverse of distinct, for a cache on the host."""
+    """Returns the reverse of distinct, for a cache on the host."""
     copies = stored_kv_heads(config) // config.num_kv_heads
     return cache if copies == 1 else jax.tree.map(lambda x: np.repeat(x, copies, axis=1), cache)

@@ -98,7 +98,7 @@ def _product(
     backend: str | None,
     **how: Any,
 ) -> jax.Array:
-    """linear of one device, and its gradient. how: axis and parts, as rounded_inputs has them."""
+    """Returns linear of one device, and its gradient. how: axis and parts, as rounded_inputs has them."""
     run: Callable[..., jax.Array] = partial(multiply, out_dtype=out_dtype, backend=backend, **how)
     if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
         return with_gradient(run, partial(straight_through, out_dtype=out_dtype, **how))(x, w, bias, residual)
@@ -153,7 +153,7 @@ def _codes_product(
     out_dtype,
     backend: str | None,
 ) -> jax.Array:
-    """Codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
+    """Returns codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
     plain = w.format.group is None and w.zeros is None and w.columns is None
     assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
     (N, K), leading = w.shape, x.values.shape[:-1]
@@ -173,7 +173,7 @@ def _codes_product(
 
 
 def with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`run`, with the gradient of `straight`, which is computed where it is asked for."""
+    """Returns `run`, with the gradient of `straight`, which is computed where it is asked for."""
     function = jax.custom_vjp(run)
     function.defvjp(lambda *args: (run(*args), args), lambda args, g: jax.vjp(straight, *args)[1](g))
     return function
@@ -204,9 +204,9 @@ def straight_through(
 def _in_order(
     x: Inputs, w: QuantizedWeight, axis: MeshAxis, whole: str | None, backend: str | None
 ) -> tuple[jax.Array, QuantizedWeight]:
-    """The inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a part
-    of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats are
-    of inputs as they come, and rounded before; `whole` is rounded_inputs' axis."""
+    """Returns the inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a
+    part of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats
+    are of inputs as they come, and rounded before; `whole` is rounded_inputs' axis."""
     assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
     assert w.columns is not None
     x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, axis=whole), x)
@@ -215,14 +215,15 @@ def _in_order(
 
 
 def column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
-    """The weight's columns in equal parts: of a format with quantized activations, whose scales are of whole rows."""
+    """Returns the weight's columns in equal parts: of a format with quantized activations, whose scales are of whole
+    rows."""
     K = w.shape[1] // parts
     cut = (w.values[:, i * K : (i + 1) * K] for i in range(parts))
     return [replace(w, values=jnp.pad(v, ((0, 0), (0, padded(K) - K))), shape=(w.shape[0], K)) for v in cut]
 
 
 def sum_parts(products: list[jax.Array], bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """The products in order, then bias and residual: what all_reduce makes of those of several devices."""
+    """Returns the products in order, then bias and residual: what all_reduce makes of those of several devices."""
     y = reduce(jnp.add, products)
     wide = compute_dtype(y.dtype)
     for added in (None if bias is None else bias[None], residual):

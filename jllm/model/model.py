@@ -35,7 +35,7 @@ class Model:
         return end_ids(self.config, self.tokenizer)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
+        """Returns bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
         "linears"), "codes" and "scales" of those that are (with zero points and all else that decoding takes), "norms",
         "biases"."""
         sizes: Counter[str] = Counter()

@@ -77,7 +77,7 @@ class Paged:
 
     @property
     def short_rows(self) -> int:
-        """R Q, the rows before those of chunks."""
+        """Returns R Q, the rows before those of chunks."""
         return self.decode_lengths.shape[0] * self.width
 
 

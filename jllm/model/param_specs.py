@@ -32,7 +32,7 @@ class LeafSpec:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The Hugging Face modules that are merged in it."""
+        """Returns the Hugging Face modules that are merged in it."""
         return tuple(name.rpartition(".")[0] for name, _ in self.parts)
 
     def part_shape(self, rows: int) -> tuple[int, ...]:
@@ -52,18 +52,18 @@ def param_specs(config: LlamaConfig) -> Params:
 
 @singledispatch
 def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
-    """The types of a layer's attention and MLP params. A config class with other layers registers its own."""
+    """Returns the types of a layer's attention and MLP params. A config class with other layers registers its own."""
     return AttentionParams, MLPParams
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
-    """Every matrix by name, the head of a tied model included."""
+    """Returns every matrix by name, the head of a tied model included."""
     specs = param_specs(replace(config, tie_embeddings=False))
     return {spec.weight: spec for spec in jax.tree.leaves(specs) if spec.weight is not None}
 
 
 def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, Any]:
-    """The leaves of a dataclass by field; None for what this model does not have."""
+    """Returns the leaves of a dataclass by field; None for what this model does not have."""
     axes = config.axes
 
     def size(dimension: str) -> int:
@@ -89,9 +89,9 @@ def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
 
 
 def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
-    """Random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2 layers)
-    smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype. NoRoomError where
-    the device of `key` has less memory free than they take."""
+    """Returns random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2
+    layers) smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype.
+    NoRoomError where the device of `key` has less memory free than they take."""
     dtype = param_dtype(config, dtype)
     specs = param_specs(config)
     if not isinstance(key, jax.core.Tracer):
@@ -130,7 +130,8 @@ def _normals(
 
 
 def param_dtype(config: LlamaConfig, dtype: Any = None) -> np.dtype:
-    """The dtype of all leaves: the one asked for, or config.dtype. Raises ConfigError for one that is no use."""
+    """Returns the dtype of all leaves: the one asked for, or config.dtype. Raises ConfigError for one that is no
+    use."""
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
     if dtype.name not in DTYPES:
         raise ConfigError(f"dtype {dtype.name} is not supported for parameters; supported are {', '.join(DTYPES)}")

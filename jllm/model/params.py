@@ -33,29 +33,29 @@ class WeightEntry:
 
     @property
     def tensors(self) -> tuple[tuple[str, str], ...]:
-        """The name of each module's tensor in Hugging Face files, and the tensor's first dimension."""
+        """Returns the name of each module's tensor in Hugging Face files, and the tensor's first dimension."""
         suffix = "bias" if self.kind == "bias" else "weight"
         return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
 
 
 def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **more: Any) -> dict[str, WeightEntry]:
-    """Metadata of a field that holds a matrix. Merged modules need a name of their own."""
+    """Returns metadata of a field that holds a matrix. Merged modules need a name of their own."""
     (name,) = modules if name is None else (name,)
     return {"weight": WeightEntry("matrix", tuple(modules.items()), columns, name, **more)}
 
 
 def norm_weight(module: str, size: str, switch: str | None = None) -> dict[str, WeightEntry]:
-    """Metadata of a field that holds the weight of an RMSNorm."""
+    """Returns metadata of a field that holds the weight of an RMSNorm."""
     return {"weight": WeightEntry("norm", ((module, size),), switch=switch)}
 
 
 def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightEntry]:
-    """Metadata of a field that holds the bias of a linear layer."""
+    """Returns metadata of a field that holds the bias of a linear layer."""
     return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch)}
 
 
 def entries(part: Any) -> dict[str, WeightEntry]:
-    """The entries of a dataclass (or of an instance), by field."""
+    """Returns the entries of a dataclass (or of an instance), by field."""
     return {f.name: f.metadata["weight"] for f in fields(part) if "weight" in f.metadata}
 
 
@@ -120,7 +120,7 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that the model computes in, whatever its matrices are stored in."""
+        """Returns the dtype that the model computes in, whatever its matrices are stored in."""
         return self.norm.dtype
 
 
@@ -129,19 +129,19 @@ def layer_prefix(layer: int) -> str:
 
 
 def matrix_entries(layer: LayerParams) -> dict[str, WeightEntry]:
-    """The entries of a layer's matrices by field, in order of computation."""
+    """Returns the entries of a layer's matrices by field, in order of computation."""
     found = entries(layer.attention) | entries(layer.mlp)
     return {name: entry for name, entry in found.items() if entry.kind == "matrix"}
 
 
 def matrices(layer: LayerParams) -> dict[str, Any]:
-    """A layer's matrices by field, in order of computation."""
+    """Returns a layer's matrices by field, in order of computation."""
     found = vars(layer.attention) | vars(layer.mlp)
     return {name: found[name] for name in matrix_entries(layer)}
 
 
 def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams:
-    """The layer with other matrices in some fields."""
+    """Returns the layer with other matrices in some fields."""
 
     def part(old: Any) -> Any:
         return replace(old, **{name: leaf for name, leaf in changed.items() if name in entries(old)})
@@ -150,8 +150,8 @@ def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams
 
 
 def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
-    """Name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied models, too.
-    `params` may have leaves of any type."""
+    """Returns name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied
+    models, too. `params` may have leaves of any type."""
     found = {
         f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + module for module, _ in entry.modules)
         for i, layer in enumerate(params.layers)
@@ -161,7 +161,7 @@ def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
 
 
 def linears(params: Params) -> dict[str, Any]:
-    """All layers' matrices by name."""
+    """Returns all layers' matrices by name."""
     return {
         f"{layer_prefix(i)}{entry.name}": leaf
         for i, layer in enumerate(params.layers)
@@ -170,7 +170,7 @@ def linears(params: Params) -> dict[str, Any]:
 
 
 def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
-    """`params` with f(name, leaf) in place of each layer's matrices, layer by layer."""
+    """Returns `params` with f(name, leaf) in place of each layer's matrices, layer by layer."""
 
     def one(i: int, layer: LayerParams) -> LayerParams:
         names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}

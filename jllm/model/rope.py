@@ -21,7 +21,8 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def _llama3(freq: np.ndarray, s: RopeScaling) -> np.ndarray:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1 model card)."""
+    """Returns long wavelengths are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1 model
+    card)."""
     turns = s.original_context * freq / (2 * math.pi)  # rotations within the original context
     keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)

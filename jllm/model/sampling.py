@@ -75,7 +75,7 @@ class TokenCounts:
 
 
 def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
-    """Sampling that changes nothing: greedy, without end, in numpy. bias: X; 0 leaves the penalties out."""
+    """Returns sampling that changes nothing: greedy, without end, in numpy. bias: X; 0 leaves the penalties out."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full((rows, *shape), value, np.int32)
@@ -151,12 +151,12 @@ def penalize(
 
 
 def _or_none(ids: Array, logits: Array) -> Array:
-    """Ids out of range where they are negative: an index below 0 would wrap around."""
+    """Returns ids out of range where they are negative: an index below 0 would wrap around."""
     return jnp.where(ids < 0, logits.shape[1], ids)
 
 
 def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) -> Array:
-    """Logits [R, n] of tokens that were seen bool[R, n], and occurred in the output i32[R, n] times."""
+    """Returns logits [R, n] of tokens that were seen bool[R, n], and occurred in the output i32[R, n] times."""
     repetition, presence, frequency = (
         x.astype(logits.dtype)[:, None]
         for x in (penalties.repetition_penalty, penalties.presence_penalty, penalties.frequency_penalty)
@@ -258,7 +258,8 @@ def top_logprobs(logits: Float[Array, "R V"], n: int) -> tuple[Int32[Array, "R {
 
 @shaped
 def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Int32[Array, " R"]:
-    """`sample` as one would first write it, by sorting each row: the reference in tests and a baseline for speed."""
+    """Returns `sample` as one would first write it, by sorting each row: the reference in tests and a baseline for
+    speed."""
     dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
     logits = logits.astype(dtype)
     temperature = jnp.where(params.temperature > 0, params.temperature, 1).astype(dtype)[:, None]
@@ -281,14 +282,14 @@ def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: In
 
 
 def _asked(logits: Array, params: Sampling) -> tuple[Array, Array, Array, Array]:
-    """What pallas_kernels.sample takes between logits [R, V] and keys: temperature, top_k, top_p and min_p."""
+    """Returns what pallas_kernels.sample takes between logits [R, V] and keys: temperature, top_k, top_p and min_p."""
     dtype = compute_dtype(logits.dtype)
     temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
     return temperature, params.top_k, top_p, min_p
 
 
 def _keys(params: Sampling, position: Array) -> Array:
-    """u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
+    """Returns u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
     parts = (params.seed, params.sample, position, jnp.zeros_like(position))  # all draws have one purpose
     return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)
 

@@ -36,9 +36,9 @@ def share_params(params: Params, config: LlamaConfig) -> Params:
 
 
 def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
-    """One leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its device; `name`
-    is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts. Of shapes alone the
-    shapes."""
+    """Returns one leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its
+    device; `name` is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts. Of shapes
+    alone the shapes."""
     if config.mesh is None:
         parts = config.activation_parts
         if isinstance(leaf, QuantizedWeight) and not fits(leaf.format, entry, config):
@@ -55,9 +55,9 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
 
 
 def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
-    """The reverse of share, of a leaf whose whole shape is given: on a device of this process, or of each one. Scales
-    that were quantized themselves remain the float16 that they stand for. Without a mesh the leaf as it is. Of shapes
-    alone the shapes."""
+    """Returns the reverse of share, of a leaf whose whole shape is given: on a device of this process, or of each one.
+    Scales that were quantized themselves remain the float16 that they stand for. Without a mesh the leaf as it is. Of
+    shapes alone the shapes."""
     if config.mesh is None:
         return leaf
     join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
@@ -69,13 +69,14 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
 
 
 def whole_params(params: Params, config: LlamaConfig) -> Params:
-    """The reverse of share_params."""
+    """Returns the reverse of share_params."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     return jax.tree.map(lambda spec, leaf: whole(leaf, spec.entry, config, spec.shape), specs, params)
 
 
 def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
-    """The shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the leaf's."""
+    """Returns the shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the
+    leaf's."""
     if config.mesh is None:
         return spec.shape
     columns = _columns(spec.entry, config, 0)
@@ -83,12 +84,12 @@ def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
 
 
 def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
-    """What `change` makes of a whole leaf, in shares again."""
+    """Returns what `change` makes of a whole leaf, in shares again."""
     return share(change(whole(leaf, spec.entry, config, spec.shape)), spec.entry, config, spec.weight or "")
 
 
 def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
-    """Whether no device of the config's mesh, and none of its activation_parts, has a part of a group."""
+    """Returns whether no device of the config's mesh, and none of its activation_parts, has a part of a group."""
     size = _shared_columns(entry, config)
     parts = config.mesh.size if config.mesh else 1 if fmt.activations is None else config.activation_parts
     group = fmt.group or fmt.row_group
@@ -123,7 +124,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
-    """Which rows of a weight a rank has."""
+    """Returns which rows of a weight a rank has."""
     found, start = [], 0
     for _, dimension in entry.modules:
         axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
@@ -134,20 +135,20 @@ def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
 
 
 def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, int] | None:
-    """The first column that a rank has, and how many; None for all."""
+    """Returns the first column that a rank has, and how many; None for all."""
     size = _shared_columns(entry, config)
     return None if size is None or entry.columns is None else _span(entry.columns.split()[0], size, config, rank)
 
 
 def _shared_columns(entry: WeightEntry, config: LlamaConfig) -> int | None:
-    """How many columns a weight has that ranks share; None where each has all."""
+    """Returns how many columns a weight has that ranks share; None where each has all."""
     if entry.columns is None or entry.columns.split()[0] not in SHARED:
         return None
     return math.prod(config.axes[a] for a in entry.columns.split())
 
 
 def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
-    """The start of a rank's share of a dimension, and its length."""
+    """Returns the start of a rank's share of a dimension, and its length."""
     assert config.mesh is not None
     if axis not in SHARED:
         return 0, size
@@ -190,7 +191,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
 
 
 def _join(x: jax.Array, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> jax.Array:
-    """The array of this shape, of parts [ranks, ...] of its columns, or of its `rows`, i32[ranks, n]."""
+    """Returns the array of this shape, of parts [ranks, ...] of its columns, or of its `rows`, i32[ranks, n]."""
     if cut:
         return x.swapaxes(0, 1).reshape(shape)
     return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
@@ -201,11 +202,11 @@ def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[in
     stored = np.minimum(np.arange(padded(N)), N - 1)
 
     def join(x: jax.Array) -> jax.Array:
-        """[ranks, n, k] -> [N', ..]"""
+        """Returns [ranks, n, k] -> [N', ..]"""
         return _join(x, rows, cut, (N, x.shape[2] * (len(rows) if cut else 1)))[stored]
 
     def of_rows(x: jax.Array | None) -> jax.Array | None:
-        """[ranks, n] -> [N'], or of groups [ranks, G, n] -> [.., N']"""
+        """Returns [ranks, n] -> [N'], or of groups [ranks, G, n] -> [.., N']"""
         if x is None or x.ndim == 3:
             return None if x is None else join(x.swapaxes(1, 2)).T
         return (x[0] if cut else _join(x, rows, cut, (N,)))[stored]
@@ -234,8 +235,8 @@ def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> Quanti
 
 
 def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[int, Params], Params]) -> Params:
-    """Random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer at a
-    time; make(i, params) may quantize those of layer i, a model of its own."""
+    """Returns random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer
+    at a time; make(i, params) may quantize those of layer i, a model of its own."""
     assert config.mesh is not None
     n, own = config.mesh.size, replace(rank_config(config), axis=None)
 

@@ -92,14 +92,14 @@ class Tap:
 
 
 def tap_names(num_layers: int) -> list[str]:
-    """Every name, in order of computation."""
+    """Returns every name, in order of computation."""
     layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in LAYER]
     return ["embedding", *layers, "norm", "logits"]
 
 
 def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """The names that patterns stand for, in order of computation. Raises EvaluationError for one that stands for none,
-    with those near it."""
+    """Returns the names that patterns stand for, in order of computation. Raises EvaluationError for one that stands
+    for none, with those near it."""
     if isinstance(patterns, str):
         raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
     known = tap_names(num_layers)
@@ -114,7 +114,7 @@ def _means(pattern: str, name: str) -> bool:
 
 
 def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
-    """Those of one layer, without its prefix."""
+    """Returns those of one layer, without its prefix."""
     prefix = f"layers.{layer}."
     return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 

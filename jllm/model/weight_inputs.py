@@ -68,13 +68,13 @@ def part_outliers(
 
 
 def takes_numbers(w: QuantizedWeight) -> bool:
-    """Whether rows meet this weight as they are: neither quantized nor rounded first."""
+    """Returns whether rows meet this weight as they are: neither quantized nor rounded first."""
     return w.format.activations is None
 
 
 def rows_kind(reader: Weight) -> str | None:
-    """What a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own, be it
-    found as they come or ahead (input_scale), and so do outliers and scales of groups."""
+    """Returns what a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own,
+    be it found as they come or ahead (input_scale), and so do outliers and scales of groups."""
     if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
     apart = reader.format.outliers is not None or reader.format.row_group is not None
@@ -82,5 +82,6 @@ def rows_kind(reader: Weight) -> str | None:
 
 
 def takes_plain_rows(w: QuantizedWeight) -> bool:
-    """Whether rows of x can be quantized as they are multiplied: each by itself, for codes that are not padded."""
+    """Returns whether rows of x can be quantized as they are multiplied: each by itself, for codes that are not
+    padded."""
     return rows_kind(w) is not None and w.values.shape == w.shape

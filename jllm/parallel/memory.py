@@ -12,10 +12,10 @@ Memory = Callable[[], int | None]  # bytes that are free; None: unknown
 
 
 def free_memory(device: jax.Device | None = None) -> int | None:
-    """Bytes that are free on a device, by default the one that arrays go to: the largest piece of what its allocator
-    took of it, without the holes between arrays, and what that has not taken yet; all of it where the allocator names
-    no largest piece, and None where the device says nothing. A CPU has nine tenths of what the operating system would
-    give this process: compilers and other programs take some, too."""
+    """Returns bytes that are free on a device, by default the one that arrays go to: the largest piece of what its
+    allocator took of it, without the holes between arrays, and what that has not taken yet; all of it where the
+    allocator names no largest piece, and None where the device says nothing. A CPU has nine tenths of what the
+    operating system would give this process: compilers and other programs take some, too."""
     stats = device_stats(device) or {}
     if "bytes_limit" in stats:
         limit, used = stats["bytes_limit"], stats["bytes_in_use"]
@@ -30,12 +30,12 @@ def device_stats(device: jax.Device | None = None) -> dict[str, int] | None:
 
 
 def is_host(device: jax.Device | None = None) -> bool:
-    """Whether its memory is that of the machine, which other programs need as well."""
+    """Returns whether its memory is that of the machine, which other programs need as well."""
     return (device or jax.local_devices()[0]).platform == "cpu"
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether XLA says that a device had too little memory for something."""
+    """Returns whether XLA says that a device had too little memory for something."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -44,13 +44,13 @@ def gib(size: float) -> str:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the operating system calls available, or fewer where a control group of this process (a container's
-    limit, say) has less left. `root` is where /proc and /sys lie. None where nothing is known."""
+    """Returns bytes that the operating system calls available, or fewer where a control group of this process (a
+    container's limit, say) has less left. `root` is where /proc and /sys lie. None where nothing is known."""
     return min((left for left in (_available(root), *_left_to_groups(root)) if left is not None), default=None)
 
 
 def _available(root: Path) -> int | None:
-    """Free memory of the machine. Where there is no /proc (macOS): all that it has, for want of better."""
+    """Returns free memory of the machine. Where there is no /proc (macOS): all that it has, for want of better."""
     found = _fields(root / "proc/meminfo").get("MemAvailable:")
     if found is not None:
         return found * 1024
@@ -61,8 +61,8 @@ def _available(root: Path) -> int | None:
 
 
 def _left_to_groups(root: Path) -> Iterator[int | None]:
-    """What each control group that this process is in, of either version, has left of its limit. Files that the kernel
-    would drop from its cache count as free."""
+    """Yields what each control group that this process is in, of either version, has left of its limit. Files that the
+    kernel would drop from its cache count as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -83,7 +83,7 @@ def _left_to_groups(root: Path) -> Iterator[int | None]:
 
 
 def _left(limit: Path, usage: Path, stat: Path, cached: str) -> int | None:
-    """None where there is no limit."""
+    """Returns none where there is no limit."""
     try:
         return max(0, int(limit.read_text()) - int(usage.read_text()) + _fields(stat).get(cached, 0))
     except (OSError, ValueError):  # "max"
@@ -91,7 +91,7 @@ def _left(limit: Path, usage: Path, stat: Path, cached: str) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """First word of each line -> the number after it; empty where the file cannot be read."""
+    """Returns first word of each line -> the number after it; empty where the file cannot be read."""
     try:
         rows = [line.split() for line in file.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}

@@ -21,8 +21,8 @@ SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
-    """A mesh of these devices, or of the first of those that there are, where `devices` is a number. Raises ConfigError
-    for more than there are, and for devices that are listed twice."""
+    """Returns a mesh of these devices, or of the first of those that there are, where `devices` is a number. Raises
+    ConfigError for more than there are, and for devices that are listed twice."""
     found = jax.devices()
     if isinstance(devices, int):
         if not 1 <= devices <= len(found):
@@ -35,7 +35,8 @@ def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
 
 
 def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
-    """The config of the model on a mesh. Raises ConfigError where the mesh does not fit it, naming what would."""
+    """Returns the config of the model on a mesh. Raises ConfigError where the mesh does not fit it, naming what
+    would."""
     if mesh.axis_names != (AXIS,):
         raise ConfigError(f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: expected one, {AXIS!r}")
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
@@ -54,13 +55,13 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
 
 
 def fitting(config: LlamaConfig) -> list[int]:
-    """The numbers of ranks that share a model evenly. The vocabulary is padded, and fits any."""
+    """Returns the numbers of ranks that share a model evenly. The vocabulary is padded, and fits any."""
     H, K, F = config.num_heads, config.num_kv_heads, config.intermediate_size
     return [n for n in range(1, H + 1) if H % n == 0 and F % n == 0 and (K % n == 0 or n % K == 0)]
 
 
 def rank_config(config: LlamaConfig) -> LlamaConfig:
-    """The config of one rank's part of a model on a mesh. Its vocabulary is the whole one."""
+    """Returns the config of one rank's part of a model on a mesh. Its vocabulary is the whole one."""
     if config.mesh is None:
         return config
     n = config.mesh.size
@@ -76,7 +77,7 @@ def rank_config(config: LlamaConfig) -> LlamaConfig:
 
 
 def mesh_axis(mesh: Mesh) -> MeshAxis:
-    """The axis of a mesh, with its GPUs where this process has them all."""
+    """Returns the axis of a mesh, with its GPUs where this process has them all."""
     devices = list(mesh.devices.flat)
     own = all(d.platform == "gpu" and d.process_index == jax.process_index() for d in devices)
     return MeshAxis(AXIS, tuple(d.local_hardware_id for d in devices) if own else None)
@@ -87,13 +88,14 @@ def ranks_of(config: LlamaConfig) -> int:
 
 
 def has_processes(config: LlamaConfig) -> bool:
-    """Whether several processes have a part of the model each, so that none may decide by what it alone knows."""
+    """Returns whether several processes have a part of the model each, so that none may decide by what it alone
+    knows."""
     return config.mesh is not None and config.mesh.is_multi_process
 
 
 def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
-    """Bytes that are free on each device of a mesh, without one on this device, by default that which arrays go to;
-    None where one of them does not say. CPU devices share this machine's memory."""
+    """Returns bytes that are free on each device of a mesh, without one on this device, by default that which arrays go
+    to; None where one of them does not say. CPU devices share this machine's memory."""
     if mesh is None:
         return free_memory(device)
     found = [free_memory(device) for device in mesh.local_devices]
@@ -102,5 +104,5 @@ def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
 
 
 def stored_kv_heads(config: LlamaConfig) -> int:
-    """The KV heads of all ranks together: more than the model's where several ranks keep the same."""
+    """Returns the KV heads of all ranks together: more than the model's where several ranks keep the same."""
     return config.num_kv_heads if config.mesh is None else max(config.num_kv_heads, config.mesh.size)

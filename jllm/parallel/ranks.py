@@ -73,13 +73,13 @@ def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callabl
 
 
 def place(tree: Any, config: LlamaConfig, spec: Any) -> Any:
-    """A tree of arrays where steps on the config's mesh want it (spec: as inputs of on_mesh); without a mesh as it
-    is."""
+    """Returns a tree of arrays where steps on the config's mesh want it (spec: as inputs of on_mesh); without a mesh as
+    it is."""
     return tree if config.mesh is None else jax.device_put(tree, _shardings(tree, config.mesh, spec))
 
 
 def placed_shapes(shapes: Any, config: LlamaConfig, spec: Any) -> Any:
-    """The shapes of what `place` gives."""
+    """Returns the shapes of what `place` gives."""
     if config.mesh is None:
         return shapes
     where = _shardings(shapes, config.mesh, spec)

@@ -24,8 +24,8 @@ PARTS = {  # axes of LlamaConfig.axes
 
 
 def gathered(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
-    """The whole value [T, n, ...], of a device's part; config: of its share. Without a mesh, and of what all have
-    alike, the value as it is."""
+    """Returns the whole value [T, n, ...], of a device's part; config: of its share. Without a mesh, and of what all
+    have alike, the value as it is."""
     if config.axis is None or name not in PARTS:
         return value
     every = lax.all_gather(value, config.axis.name, axis=1)  # [T, ranks, n / ranks, ...]
@@ -35,7 +35,7 @@ def gathered(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
 
 
 def own_part(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
-    """The reverse of gathered: a device's part of a whole value [T, n, ...]."""
+    """Returns the reverse of gathered: a device's part of a whole value [T, n, ...]."""
     if config.axis is None or name not in PARTS:
         return value
     ranks, rank = lax.axis_size(config.axis.name), lax.axis_index(config.axis.name)
@@ -47,7 +47,7 @@ def own_part(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
 
 
 def _copies(name: str, config: LlamaConfig) -> list[int]:
-    """How many devices have the same, of each part."""
+    """Returns how many devices have the same, of each part."""
     return [config.kv_copies if axis == "kv_heads" else 1 for axis in PARTS[name]]
 
 

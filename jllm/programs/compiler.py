@@ -51,14 +51,15 @@ class Recipe(NamedTuple):
 
 
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """All buckets: first the one that holds every step (see options.resolve), then by decodes,
+    """Returns all buckets: first the one that holds every step (see options.resolve), then by decodes,
     descending, and at equal decodes those with fewer prompt tokens first."""
     top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes, -r.rows))
     return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens, r.rows))]
 
 
 def own_settings() -> Callable[[], AbstractContextManager[None]]:
-    """The JAX settings that context managers have changed in this thread, as a context manager for another thread."""
+    """Returns the JAX settings that context managers have changed in this thread, as a context manager for another
+    thread."""
     states = jax_config.config_states.values()
     own = [(state, value) for state in states if (value := state.get_local()) is not jax_config.config_ext.unset]
 
@@ -120,7 +121,7 @@ class Compiler:
                     bar.set_postfix_str(self._working())
 
     def _working(self) -> str:
-        """What is being made, and how much was found."""
+        """Returns what is being made, and how much was found."""
         with self._lock:
             found, names = self._compiled.cache_hits + self._compiled.loaded, sorted(self._busy.values())
         return "; ".join([*([f"{found} from the cache"] if found else []), *names])

@@ -57,8 +57,8 @@ class Executables:
                 make_calls_known()
 
     def path(self, arguments: Any, static: Any) -> Path | None:
-        """The path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a warning, if
-        these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
+        """Returns the path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a
+        warning, if these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
         try:
             check_unedited(self.sources.values())
             of_arguments = arguments_content(arguments, self.devices, self.sources)
@@ -70,7 +70,7 @@ class Executables:
         return self.folder / f"{digest(key.encode())}.pickle"
 
     def load(self, path: Path) -> jax.stages.Compiled | None:
-        """None if there is none, or none that can be used."""
+        """Returns none if there is none, or none that can be used."""
         try:
             stat = path.stat()
             found = _read(path, stat.st_mtime_ns, stat.st_size, self.devices)
@@ -113,11 +113,12 @@ def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
 
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, changed: int, size: int, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled:
-    """The program in a file; once a process while the file stays the same, as with a jitted function's programs."""
+    """Returns the program in a file; once a process while the file stays the same, as with a jitted function's
+    programs."""
     serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
     return deserialize_and_load(serialized, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
 
 
 def jax_cache_is_on() -> bool:
-    """Whether JAX's own persistent cache may have had what is compiled."""
+    """Returns whether JAX's own persistent cache may have had what is compiled."""
     return bool(jax.config.jax_compilation_cache_dir) and jax.config.jax_enable_compilation_cache

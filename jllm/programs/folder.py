@@ -9,7 +9,7 @@ from jllm.errors import OutputError
 
 
 def default_path() -> Path:
-    """~/Library/Caches/jllm/steps on macOS, elsewhere jllm/steps under $XDG_CACHE_HOME or ~/.cache."""
+    """Returns ~/Library/Caches/jllm/steps on macOS, elsewhere jllm/steps under $XDG_CACHE_HOME or ~/.cache."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "jllm" / "steps"
     xdg = os.environ.get("XDG_CACHE_HOME", "")  # relative ones are to be ignored, says the specification
@@ -17,7 +17,7 @@ def default_path() -> Path:
 
 
 def make_compile_cache(path: Path | None = None) -> Path:
-    """The folder `path` (None: `default_path`), made where it is missing, for EngineOptions.executables.
+    """Returns the folder `path` (None: `default_path`), made where it is missing, for EngineOptions.executables.
 
     Raises OutputError where it cannot be written.
     """
@@ -32,7 +32,7 @@ def make_compile_cache(path: Path | None = None) -> Path:
 
 
 def find_compile_cache(path: Path | None = None) -> Path | None:
-    """The same; None, with a warning, where it cannot be written."""
+    """Returns the same; None, with a warning, where it cannot be written."""
     try:
         return make_compile_cache(path)
     except OutputError as error:

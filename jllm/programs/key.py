@@ -43,9 +43,9 @@ class NoKey(Exception):
 
 
 def content(value: Any, modules: Collection[str]) -> Any:
-    """What a value consists of, as nested tuples of plain values, which have a faithful repr. Raises NoKey for all but
-    plain values, dtypes, meshes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses of
-    `modules`."""
+    """Returns what a value consists of, as nested tuples of plain values, which have a faithful repr. Raises NoKey for
+    all but plain values, dtypes, meshes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses
+    of `modules`."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -69,8 +69,8 @@ def content(value: Any, modules: Collection[str]) -> Any:
 
 
 def arguments_content(arguments: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
-    """The same of a function's arguments, a pytree of shapes and of arrays on this device, or spread over a mesh of
-    these. Raises NoKey for containers from elsewhere than `modules`, and for arrays elsewhere."""
+    """Returns the same of a function's arguments, a pytree of shapes and of arrays on this device, or spread over a
+    mesh of these. Raises NoKey for containers from elsewhere than `modules`, and for arrays elsewhere."""
     leaves, tree = jax.tree.flatten(arguments)
     return _tree(tree, modules), tuple(_leaf(leaf, devices, modules) for leaf in leaves)
 
@@ -104,7 +104,7 @@ def _place(sharding: jax.sharding.Sharding, devices: Sequence[jax.Device], modul
 
 
 def settings() -> list[tuple[str, str]]:
-    """JAX's, as they are in this thread. Raises NoKey under a mesh."""
+    """Returns JAX's, as they are in this thread. Raises NoKey under a mesh."""
     if not jax.sharding.get_abstract_mesh().empty:
         raise NoKey("a mesh is set")
     values = jax.config.values
@@ -115,8 +115,9 @@ def settings() -> list[tuple[str, str]]:
 
 
 def reached(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
-    """The modules of the two packages whose code tracing a function of these can run, each with its file: those that
-    they import, at their top or in a function, and those that these import. What only type checkers see does not count.
+    """Returns the modules of the two packages whose code tracing a function of these can run, each with its file: those
+    that they import, at their top or in a function, and those that these import. What only type checkers see does not
+    count.
     """
     found: dict[str, Path] = {}
     todo = set(modules)
@@ -170,7 +171,7 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[Any]:
-    """All that decides about programs besides the arguments and settings."""
+    """Yields all that decides about programs besides the arguments and settings."""
     yield platform.machine(), platform.python_version()
     yield device.platform, device.device_kind, device.client.platform_version
     yield _processor() if device.platform == "cpu" else None
@@ -183,7 +184,7 @@ def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[An
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """The versions of JAX, its plugins, Triton, and the makers' compilers and libraries."""
+    """Yields the versions of JAX, its plugins, Triton, and the makers' compilers and libraries."""
     for found in importlib.metadata.distributions():
         name = found.metadata.get("Name") or ""  # one that is half removed has none
         if name.lower().startswith(DISTRIBUTIONS):
@@ -215,7 +216,7 @@ def _tools() -> Iterator[tuple[str, str]]:
 
 
 def _processor() -> str:
-    """What it can do: XLA compiles for just that."""
+    """Returns what it can do: XLA compiles for just that."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -31,7 +31,7 @@ class Layout:
     wanted: bool = True  # whether a step after this one may verify drafts
 
     def empty(self) -> RaggedBatch:
-        """A batch of this size with nothing in it."""
+        """Returns a batch of this size with nothing in it."""
         bucket = self.bucket
         sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows}
         return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
@@ -42,14 +42,14 @@ class Layout:
         return _packing(self).empty.size
 
     def pack(self) -> tuple[np.ndarray, RaggedBatch]:
-        """A fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
+        """Returns a fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
         packing = _packing(self)
         buffer = packing.empty.copy()
         views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in packing.fields]
         return buffer, jax.tree.unflatten(packing.tree, views)
 
     def unpack(self, buffer: jax.Array) -> RaggedBatch:
-        """The same batch on the device, under jit."""
+        """Returns the same batch on the device, under jit."""
         packing = _packing(self)
         found = []
         for at, end, dtype, shape in packing.fields:
@@ -93,8 +93,8 @@ def packed_step(
     part: str = WHOLE,
     **static: Any,
 ) -> tuple[State, Any]:
-    """merge_step.step on a packed batch, buffer i32[layout.size], or a part of it: the first half gives Logits, which
-    the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
+    """Returns merge_step.step on a packed batch, buffer i32[layout.size], or a part of it: the first half gives Logits,
+    which the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
     if part == FORWARD:
         static.pop("draw", None)
         return forward(params, state, layout.unpack(buffer), hooks, **static)
@@ -106,7 +106,7 @@ def packed_step(
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:
-    """The buffer of a step written by hand: prompt chunks, and slots that decode one token each."""
+    """Returns the buffer of a step written by hand: prompt chunks, and slots that decode one token each."""
     buffer, batch = layout.pack()
     fill_batch(batch, chunks, decodes)
     return buffer

@@ -61,7 +61,7 @@ class Programs:
     # What a step takes
 
     def serves(self, variant: Variant) -> bool:
-        """Whether steps can be of this variant, or of one that covers it, at once."""
+        """Returns whether steps can be of this variant, or of one that covers it, at once."""
         self._collect()
         return self._narrowest(variant) is not None
 
@@ -71,8 +71,8 @@ class Programs:
         self._permitted.update(self._keys(variant))
 
     def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Step:
-        """What a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind, and the
-        step takes a larger one, or one of fewer rows a decode; but not `in_step`."""
+        """Returns what a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind,
+        and the step takes a larger one, or one of fewer rows a decode; but not `in_step`."""
         self._collect()
         variant = self._narrowest(need)
         if variant is None:
@@ -112,8 +112,8 @@ class Programs:
             self.stop()
 
     def start(self, variant: Variant, free: int | None) -> list[Future]:
-        """The same in the background: returns once what runs between steps, and the program that holds every step, are
-        there, with all that was begun."""
+        """Returns the same in the background: returns once what runs between steps, and the program that holds every
+        step, are there, with all that was begun."""
         self._free = free
         if self.in_step:
             self.permit(variant)
@@ -142,14 +142,14 @@ class Programs:
         self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:
-        """The variants that could not be prepared since this was last asked, and why."""
+        """Returns the variants that could not be prepared since this was last asked, and why."""
         self._collect()
         failed, self._failed = self._failed, {}
         return failed
 
     @property
     def compiling(self) -> bool:
-        """Whether programs are compiled in the background."""
+        """Returns whether programs are compiled in the background."""
         return not all(job.done() for job in self._jobs.values())
 
     def wait(self, seconds: float | None) -> None:
@@ -181,7 +181,7 @@ class Programs:
         del self._shapes
 
     def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
-        """The path of a program's file; None where there is to be none."""
+        """Returns the path of a program's file; None where there is to be none."""
         if self._files is None:
             return None
         key = bucket, variant, part
@@ -192,7 +192,7 @@ class Programs:
         return min(covers, key=lambda v: (v.breadth, v.draws, repr(v)), default=None)
 
     def _keys(self, variant: Variant) -> list[Key]:
-        """The programs of a variant, the most needed first."""
+        """Returns the programs of a variant, the most needed first."""
         return [key for bucket in self._buckets for key in _parts(bucket, variant)]
 
     def _is_there(self, bucket: Bucket, variant: Variant) -> bool:
@@ -273,11 +273,11 @@ def _name(bucket: Bucket) -> str:
 
 
 def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
-    """What a step of these rows can have of a variant."""
+    """Returns what a step of these rows can have of a variant."""
     return variant if bucket.tokens or not variant.prompt_logprobs else replace(variant, prompt_logprobs=False)
 
 
 def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
-    """The programs of a step."""
+    """Returns the programs of a step."""
     parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE,)
     return [(bucket, _narrowed(bucket, variant), part) for part in parts]

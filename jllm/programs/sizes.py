@@ -41,7 +41,7 @@ class Limits:
 
     @property
     def most_short(self) -> int:
-        """short_decodes, made definite."""
+        """Returns short_decodes, made definite."""
         return self.max_slots if self.short_decodes is None else self.short_decodes
 
 
@@ -62,13 +62,13 @@ class EngineSizes:
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where rows that
-        only fill up cost nothing."""
+        """Returns numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where
+        rows that only fill up cost nothing."""
         if self.limits.max_slots <= FEW_SLOTS:
             return ()
         return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
+        """Returns numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
         return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))

@@ -119,7 +119,7 @@ class StepShapes:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of one device's KV pages."""
+        """Returns bytes of one device's KV pages."""
         assert self.state is not None
         return cache_bytes(self.state.cache) // (1 if self.config.mesh is None else self.config.mesh.size)
 
@@ -127,7 +127,7 @@ class StepShapes:
         return jax.eval_shape(lambda state: self.as_asked(state, variant), self.state)
 
     def _placed(self, shapes: Any, spec: Any) -> Any:
-        """Shapes of arrays where steps want them; spec: as placed_shapes has it."""
+        """Returns shapes of arrays where steps want them; spec: as placed_shapes has it."""
         if not self.chosen:
             return placed_shapes(shapes, self.config, spec)
         on = jax.sharding.SingleDeviceSharding(self.home)

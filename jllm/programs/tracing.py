@@ -58,12 +58,12 @@ class Tracers:
             tell_where_kernels_link()
 
     def lower(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> jax.stages.Lowered:
-        """packed_step.lower(*arguments, **static). Raises as export does."""
+        """Returns packed_step.lower(*arguments, **static). Raises as export does."""
         return jax.jit(named(self.export(arguments, static)), donate_argnums=1).lower(*arguments)
 
     def export(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> export.Exported:
-        """packed_step for such arguments, arrays or shapes, with the JAX settings of this thread. Raises TracingFailed
-        where a process cannot do that, and CancelledError once this is closed."""
+        """Returns packed_step for such arguments, arrays or shapes, with the JAX settings of this thread. Raises
+        TracingFailed where a process cannot do that, and CancelledError once this is closed."""
         try:
             job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
         except Exception as error:  # whatever an object of the caller's raises
@@ -133,14 +133,15 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(job: Any) -> bytes:
-    """A pickle of bytes, which can be read whole whatever they hold. Raises PicklingError for code of the caller's."""
+    """Returns a pickle of bytes, which can be read whole whatever they hold. Raises PicklingError for code of the
+    caller's."""
     inner = io.BytesIO()
     _Pickler(inner).dump(job)
     return pickle.dumps(inner.getvalue())
 
 
 def _shape(leaf: Any) -> Any:
-    """What tracing needs of an argument: where it is belongs to who compiles."""
+    """Returns what tracing needs of an argument: where it is belongs to who compiles."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     return leaf
@@ -154,14 +155,14 @@ def _platform(arguments: Any) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    """JAX's, as they are in this thread."""
+    """Returns JAX's, as they are in this thread."""
     values = jax.config.values
     names = (name for name in values if not name.startswith(NO_MATTER + OF_DEVICES))
     return {name: getattr(jax.config, name, values[name]) for name in names}
 
 
 def named(exported: export.Exported) -> Callable[..., Any]:
-    """A function that calls it, of the name that profiles show."""
+    """Returns a function that calls it, of the name that profiles show."""
 
     def packed_step(*arguments: Any) -> Any:
         return exported.call(*arguments)
@@ -184,7 +185,7 @@ def main() -> None:
 
 
 def _answer(job: bytes) -> bytes:
-    """A pickle of what was exported, or of None, and why."""
+    """Returns a pickle of what was exported, or of None, and why."""
     try:
         arguments, static, platform, settings, loaded = pickle.loads(job)
         for name, value in settings.items():

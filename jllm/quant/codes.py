@@ -30,7 +30,8 @@ def groups_of(module: str, columns: int, group: int) -> int:
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes of 4 or 8 bits from int32 words, lowest bits first: [..., W] -> uint8 [..., 32 W / bits]."""
+    """Returns unsigned codes of 4 or 8 bits from int32 words, lowest bits first: [..., W] -> uint8 [..., 32 W /
+    bits]."""
     octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:
         return octets
@@ -38,13 +39,13 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned codes less half their range: uint8 -> int8."""
+    """Returns unsigned codes less half their range: uint8 -> int8."""
     return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
 
 
 def input_order(name: str, g_idx: np.ndarray, group: int) -> np.ndarray | None:
-    """Inputs sorted by the group that they are in, int32 [K]; None where they are already. Raises CheckpointError where
-    g_idx, stored as tensor `name`, does not put `group` inputs into each group."""
+    """Returns inputs sorted by the group that they are in, int32 [K]; None where they are already. Raises
+    CheckpointError where g_idx, stored as tensor `name`, does not put `group` inputs into each group."""
     groups = len(g_idx) // group
     inside = (g_idx >= 0).all() and (g_idx < groups).all()
     if not inside or (np.bincount(g_idx, minlength=groups) != group).any():
@@ -62,7 +63,7 @@ def int_weight(
     *,
     columns: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """(code - zero) * scale for 16-bit inputs: codes int8 [N, K], scales of any float and zeros int8 [N, G].
+    """Returns (code - zero) * scale for 16-bit inputs: codes int8 [N, K], scales of any float and zeros int8 [N, G].
 
     One scale a row (G = 1) stays one for int8 codes, as float32. Codes of 4 bits have scales of groups always: there it
     is repeated. Zero points that are all zero are left out. Raises CheckpointError for what the format cannot hold.
@@ -89,7 +90,7 @@ def group_weight(
     zeros: np.ndarray | None = None,
     columns: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """codes [N, K], scales of any float and zeros int8 [N, G]; columns as QuantizedWeight has them."""
+    """Returns codes [N, K], scales of any float and zeros int8 [N, G]; columns as QuantizedWeight has them."""
     N, K = codes.shape
     try:
         check_shape((N, K), fmt)
@@ -139,8 +140,8 @@ def row_weight(
     zeros: np.ndarray | None = None,
     input_scale: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """(code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N], and one
-    scale of all inputs, of any float."""
+    """Returns (code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N],
+    and one scale of all inputs, of any float."""
     N, K = codes.shape
     if not is_finite(codes):
         raise CheckpointError(f"tensor {module}.weight holds NaN")
@@ -157,8 +158,8 @@ def row_weight(
 
 
 def scale_rows(w: QuantizedWeight, factors: np.ndarray, inputs: np.float32 | None = None) -> QuantizedWeight:
-    """A weight of rows with one scale, or of NVFP4's blocks, times factors float32 [N]; and the one scale of its inputs
-    times a factor. Codes stay. Both are products of float32 scales, rounded once."""
+    """Returns a weight of rows with one scale, or of NVFP4's blocks, times factors float32 [N]; and the one scale of
+    its inputs times a factor. Codes stay. Both are products of float32 scales, rounded once."""
     assert w.format.group is None or w.format.scale_codes == "e4m3", "scales of these groups are not any number"
     rows: Any = np.pad(factors, (0, w.values.shape[0] - len(factors)), constant_values=1)
     of_inputs: Any = w.input_scale
@@ -178,7 +179,8 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
-    """The one scale in tensor `name`, float32 [1]. Raises CheckpointError where nothing can be divided by it."""
+    """Returns the one scale in tensor `name`, float32 [1]. Raises CheckpointError where nothing can be divided by
+    it."""
     single = scale.astype(np.float32).reshape(1)
     if not (np.isfinite(single) & (single >= np.finfo(np.float32).tiny)).all():
         raise CheckpointError(f"tensor {name} holds {single[0]:g}, expected a positive number, 1.2e-38 or more")
@@ -186,8 +188,9 @@ def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
 
 
 def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights stacked along N: of the same columns in the same order, and of one format, but for zero points, which
-    those without get where others have them. Inputs, which they share, get the largest of their scales, as in vLLM."""
+    """Returns weights stacked along N: of the same columns in the same order, and of one format, but for zero points,
+    which those without get where others have them. Inputs, which they share, get the largest of their scales, as in
+    vLLM."""
     first, rows = parts[0], [w.shape[0] for w in parts]
 
     def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
@@ -217,7 +220,7 @@ def _assemble(
     input_scale: Any = None,
     steps: Any = None,
 ) -> QuantizedWeight:
-    """A QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
+    """Returns a QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
     return QuantizedWeight(values, scales, zeros, steps, columns, shape, fmt, input_scale)
 
 

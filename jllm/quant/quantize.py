@@ -24,8 +24,8 @@ DELAY = 2  # seconds after which a progress bar shows
 def quantize(
     params: Params, scheme: str | Scheme, *, donate: bool = False, config: LlamaConfig | None = None
 ) -> Params:
-    """`params` with the weights that the scheme names in its formats, rounded to nearest. With a config formats are
-    those that fit its mesh or its activation_parts, and of params on that mesh each weight is quantized whole.
+    """Returns `params` with the weights that the scheme names in its formats, rounded to nearest. With a config formats
+    are those that fit its mesh or its activation_parts, and of params on that mesh each weight is quantized whole.
 
     With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
     weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
@@ -56,8 +56,8 @@ def quantize(
 
 
 def formats_by_weight(params: Params, scheme: str | Scheme) -> dict[str, Formats]:
-    """Scheme.formats of these params. Raises QuantizationError for a scheme that rotates: params alone do not tell the
-    sizes of heads."""
+    """Returns Scheme.formats of these params. Raises QuantizationError for a scheme that rotates: params alone do not
+    tell the sizes of heads."""
     scheme = find_scheme(scheme)
     if scheme.rotate is not None:
         raise QuantizationError(
@@ -74,8 +74,9 @@ def map_weights(
     *,
     release: Callable[[Any], None] = lambda leaf: None,
 ) -> Params:
-    """convert(name, leaf, formats) for every matrix, and what becomes of a tied head; sources that were quantized are
-    released. The head of a tied model is the embedding, unless a rule of its own gives it another format."""
+    """Returns convert(name, leaf, formats) for every matrix, and what becomes of a tied head; sources that were
+    quantized are released. The head of a tied model is the embedding, unless a rule of its own gives it another
+    format."""
 
     def one(name: str, leaf: Any) -> Weight:
         wanted = formats.get(name, ())
@@ -96,8 +97,8 @@ def map_weights(
 
 
 def that_fit(formats: Mapping[str, Formats], config: LlamaConfig) -> dict[str, Formats]:
-    """Those of each weight's formats whose groups the config's mesh or activation_parts would not cut; all where there
-    are none, which is an error once the weight is cut."""
+    """Returns those of each weight's formats whose groups the config's mesh or activation_parts would not cut; all
+    where there are none, which is an error once the weight is cut."""
     specs = weight_specs(config)
     return {
         name: tuple(fmt for fmt in wanted if fits(fmt, specs[name].entry, config)) or wanted
@@ -115,7 +116,7 @@ def check_shapes(params: Params, formats: Mapping[str, Formats]) -> None:
 
 
 def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
-    """One weight [N, K], an array or a jax.ShapeDtypeStruct, in the first format that can hold it. Raises
+    """Returns one weight [N, K], an array or a jax.ShapeDtypeStruct, in the first format that can hold it. Raises
     QuantizationError naming it."""
     if isinstance(w, QuantizedWeight):
         raise QuantizationError(f"{name} is quantized already ({w.format.name}); quantize the 16-bit weights instead")
@@ -129,12 +130,12 @@ def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
 
 
 def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeight:
-    """Shapes of the QuantizedWeight that w [N, K] becomes. Traced once for all weights of a shape."""
+    """Returns shapes of the QuantizedWeight that w [N, K] becomes. Traced once for all weights of a shape."""
     return jax.eval_shape(partial(_encode, fmt=fmt), w)[0]
 
 
 def weight_formats(params: Params) -> dict[str, WeightFormat]:
-    """Name of each quantized weight -> its format."""
+    """Returns name of each quantized weight -> its format."""
     leaves = {EMBED: params.embed, HEAD: params.head} | linears(params)
     return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
 

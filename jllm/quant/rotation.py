@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":
-    """The model rotated as the scheme says, and then rounded as quantize does. Leaves may be jax.ShapeDtypeStruct.
-    Raises QuantizationError as these do."""
+    """Returns the model rotated as the scheme says, and then rounded as quantize does. Leaves may be
+    jax.ShapeDtypeStruct. Raises QuantizationError as these do."""
     scheme = find_scheme(scheme)
     turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
     params = quantize(turned.params, replace(scheme, rotate=None), donate=donate, config=turned.config)
@@ -40,9 +40,9 @@ def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = Fal
 
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
-    """A model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws signs.
-    Leaves may be jax.ShapeDtypeStruct; on a mesh each device holds a layer at a time whole. Raises QuantizationError
-    for quantized models, and layers of other kinds."""
+    """Returns a model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws
+    signs. Leaves may be jax.ShapeDtypeStruct; on a mesh each device holds a layer at a time whole. Raises
+    QuantizationError for quantized models, and layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
@@ -72,7 +72,7 @@ def _turned(model: "Model", signs: Any) -> "Model":
     untied = param_specs(replace(c, tie_embeddings=False))
 
     def run(function: Callable, part: Any, spec: Any, turned: Any, *by: Any) -> Any:
-        """function(part, *by), of a part of the params, and of the result, whose specs these are."""
+        """Returns function(part, *by), of a part of the params, and of the result, whose specs these are."""
         make = partial(jax.eval_shape, function) if abstract else function
         if c.mesh is None:
             return make(part, *by)
@@ -93,7 +93,7 @@ def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: in
     rows = kv_heads * head_dim
 
     def values(w: jax.Array | None) -> jax.Array | None:
-        """The last rows, of values, turned head by head: [(H + 2K) D, ..]."""
+        """Returns the last rows, of values, turned head by head: [(H + 2K) D, ..]."""
         if w is None:
             return None
         last = _wide(w[-rows:]).reshape(kv_heads, head_dim, -1)
@@ -130,13 +130,13 @@ def _rotate_ends(p: Params, signs: Any) -> Params:
 
 
 def _reads(w: Any, norm: jax.Array, signs: Any) -> jax.Array:
-    """w [N, E] that reads the stream after a norm, or an embedding's rows, which are the stream."""
+    """Returns w [N, E] that reads the stream after a norm, or an embedding's rows, which are the stream."""
     wide = _wide(w)
     return _times(wide * norm.astype(wide.dtype)[None, :], signs).astype(w.dtype)
 
 
 def _writes(w: Any, signs: Any) -> Any:
-    """w [E, K], or a bias [E], that is added to the stream."""
+    """Returns w [E, K], or a bias [E], that is added to the stream."""
     return None if w is None else _times(_wide(w).T, signs).T.astype(w.dtype)
 
 

@@ -51,7 +51,7 @@ def parse_formats(name: str) -> Formats:
 
 
 def choose_format(name: str, shape: tuple[int, ...], formats: Formats) -> WeightFormat:
-    """The first of at least one format that can hold weight `name`. Raises QuantizationError where none can."""
+    """Returns the first of at least one format that can hold weight `name`. Raises QuantizationError where none can."""
     for fmt in formats:
         try:
             check_shape(shape, fmt)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Scheme:
                 raise QuantizationError(f"scheme {self.name!r}, rule {pattern!r}: {error}, {PLAIN}") from None
 
     def formats(self, modules: Modules) -> dict[str, Formats]:
-        """Name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
+        """Returns name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
 
         Raises QuantizationError for a pattern that matches nothing, or only what earlier rules have taken, and for
         merged modules of different formats.
@@ -112,7 +112,7 @@ class Scheme:
     def _choose(
         self, weight: str, parts: tuple[str, ...], matching: Mapping[tuple[str, str], Sequence[int]]
     ) -> str | None:
-        """The format's name by the first rule that matches, None where none does."""
+        """Returns the format's name by the first rule that matches, None where none does."""
         found = {part: next((self.rules[i][1] for i in matching[weight, part]), None) for part in parts}
         if len(set(found.values())) > 1:
             given = ", ".join(f"{part.rpartition('.')[2]}: {name or 'none'}" for part, name in found.items())
@@ -144,7 +144,7 @@ class Scheme:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML: JSON's, but that it has no surrogates, and no DEL as it is."""
+    """Returns a basic string of TOML: JSON's, but that it has no surrogates, and no DEL as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -182,7 +182,7 @@ GONE = {"w8a8-talk": "w8a8"}  # names that were here, and those of the same sche
 
 
 def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
-    """A scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), one of these rotated
+    """Returns a scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), one of these rotated
     (`nf4-g128+rotate-all`), or one read from a .toml or .json file. Raises QuantizationError."""
     if isinstance(scheme, Scheme):
         return scheme
@@ -264,12 +264,12 @@ def near(pattern: str, known: Iterable[str]) -> str:
 
 
 def _of_any_layer(name: str) -> str:
-    """A pattern for the weight of this name in each layer."""
+    """Returns a pattern for the weight of this name in each layer."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
 def scheme_of(formats: Mapping[str, WeightFormat], modules: Modules) -> Scheme:
-    """The scheme that gives these formats, and leaves other weights alone: a preset where one does."""
+    """Returns the scheme that gives these formats, and leaves other weights alone: a preset where one does."""
     wanted = {name: (fmt,) for name, fmt in formats.items()}
     for scheme in PRESETS.values():
         if {name: found for name, found in scheme.formats(modules).items() if found} == wanted:

@@ -110,12 +110,12 @@ class Answer:
         return "tool_calls" if talk and talk.calls and done.finish_reason == "stop" else done.finish_reason
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The one that has the usage, and no choice, where it is wanted."""
+        """Returns the one that has the usage, and no choice, where it is wanted."""
         more = {"choices": [], "usage": self.usage()}
         return [{**self._head, "object": self._chunk_kind, **more}] if self._wanted.usage else []
 
     def failed(self, error: Exception) -> dict[str, Any]:
-        """The chunk that ends a stream after an error."""
+        """Returns the chunk that ends a stream after an error."""
         return http_error(error).body()
 
     def usage(self) -> dict[str, int]:
@@ -184,7 +184,8 @@ class Offsets:
 
 
 def prompt_entries(ids: Sequence[int], done: Completion) -> list[TokenLogprob]:
-    """What is known of each prompt token, where that was asked for; NaN for the first, which nothing precedes."""
+    """Returns what is known of each prompt token, where that was asked for; NaN for the first, which nothing
+    precedes."""
     if done.prompt_logprobs is None or done.prompt_best is None:
         return []
     rest = zip(ids[1:], done.prompt_logprobs, done.prompt_best)
@@ -192,8 +193,8 @@ def prompt_entries(ids: Sequence[int], done: Completion) -> list[TokenLogprob]:
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] | None]:
-    """How a token is written, and its bytes. Those that are no text of their own are "bytes:\\xe2\\x80", as OpenAI has
-    them, and those that show nothing "token_id:5", as vLLM has them."""
+    """Returns how a token is written, and its bytes. Those that are no text of their own are "bytes:\\xe2\\x80", as
+    OpenAI has them, and those that show nothing "token_id:5", as vLLM has them."""
     data = b"" if tokenizer is None else tokenizer.vocabulary.piece(token)
     if not data:
         return f"token_id:{token}", None

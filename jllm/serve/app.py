@@ -30,7 +30,7 @@ def make_app(
     deadline: float | None = None,
     limits: Limits,
 ) -> ASGIApp:
-    """key: what clients have to show, if anything. deadline: seconds after which a request is cut."""
+    """Returns key: what clients have to show, if anything. deadline: seconds after which a request is cut."""
     exporter = Exporter(engine.metrics)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
@@ -168,7 +168,7 @@ def _tokens(ids: list[int], served: Served) -> dict[str, Any]:
 
 
 def _tokenizer_info(served: Served) -> dict[str, Any]:
-    """Special tokens by role, and the template of chats, as in tokenizer_config.json."""
+    """Returns special tokens by role, and the template of chats, as in tokenizer_config.json."""
     if served.tokenizer is None:
         raise HttpError(404, "this model has no tokenizer")
     return {**served.tokenizer.special_tokens, "chat_template": served.tokenizer.chat_template}

@@ -88,7 +88,7 @@ def served_name(args: argparse.Namespace) -> str:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key that clients must show, if there is one. ConfigError for one that no header can hold."""
+    """Returns the key that clients must show, if there is one. ConfigError for one that no header can hold."""
     if args.api_key_file is not None:
         try:
             text = args.api_key_file.read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether no more events will come than those that wait to be taken."""
+        """Returns whether no more events will come than those that wait to be taken."""
         return self._left == 0 or self._error is not None
 
     def __aiter__(self) -> "Stream":
@@ -49,7 +49,7 @@ class Stream:
         return self._events.popleft()
 
     async def take(self) -> list[Event]:
-        """All events that there are; waits for the first. None once all samples have ended."""
+        """Returns all events that there are; waits for the first. None once all samples have ended."""
         await self._wait()
         events = list(self._events)
         self._events.clear()
@@ -124,12 +124,12 @@ class AsyncEngine:
 
     @property
     def unfinished(self) -> int:
-        """Samples of requests that have not ended."""
+        """Returns samples of requests that have not ended."""
         return sum(stream.samples for stream in self._open)
 
     @property
     def refused(self) -> str | None:
-        """Why nothing more can be submitted; None where it can."""
+        """Returns why nothing more can be submitted; None where it can."""
         return self._refused
 
     async def submit(
@@ -293,7 +293,7 @@ class AsyncEngine:
                 self._engine.abort(request)
 
     def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | Exception]]:
-        """Events with whose they are; forgets requests that have ended."""
+        """Yields events with whose they are; forgets requests that have ended."""
         for event in events:
             request = self._requests[event.id]
             stream, place, left = request
@@ -327,5 +327,5 @@ class AsyncEngine:
 
 
 def _stands(event: Event) -> bool:
-    """Whether a failure of the engine leaves an event as it is: all but the ends that it brought about."""
+    """Returns whether a failure of the engine leaves an event as it is: all but the ends that it brought about."""
     return event.completion is None or event.completion.finish_reason not in ("error", "abort")

@@ -99,7 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_workers(args: argparse.Namespace) -> str | None:
-    """What is wrong with the flags of workers, if anything."""
+    """Returns what is wrong with the flags of workers, if anything."""
     for name in ("actors", "shard_rows"):
         value = getattr(args, name)
         if value is not None and args.workers is None:
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
 def _prepare(
     args: argparse.Namespace, folder: Path, todo: "Mapping[str, Task]"
 ) -> "tuple[Engine | Replicas, Served, dict[str, Wanted], dict[str, HttpError]]":
-    """An engine with its steps compiled, what requests ask for, and what is wrong with the others."""
+    """Returns an engine with its steps compiled, what requests ask for, and what is wrong with the others."""
     cache = compile_cache(args)
     from jllm.engine.checks import check_request, token_ids
     from jllm.engine.one_run import options_for_run
@@ -186,7 +186,7 @@ def _prepare(
 
 
 def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[str, B], dict[str, HttpError]]:
-    """What it makes of each, and the errors of the others."""
+    """Returns what it makes of each, and the errors of the others."""
     made, wrong = {}, {}
     for id, one in some.items():
         try:
@@ -197,7 +197,7 @@ def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[
 
 
 def _queue(wanted: "Mapping[str, Wanted]", most: int) -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
-    """What to submit, the most urgent first."""
+    """Yields what to submit, the most urgent first."""
     for id, one in sorted(wanted.items(), key=lambda item: item[1].priority):
         for place, request in enumerate(one.requests(most)):
             yield (id, place), *request

@@ -28,14 +28,14 @@ class Task:
     body: Mapping[str, Any]
 
     def id(self, run: Mapping[str, Any]) -> str:
-        """The id of its answer: of the request, and of `run`, which is what else decides the answer."""
+        """Returns the id of its answer: of the request, and of `run`, which is what else decides the answer."""
         parts = ([self.custom_id, self.method, self.url, self.body], run)
         return "batch_req_" + digest(json.dumps(part, sort_keys=True).encode() for part in parts)
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The requests of a file, or of standard input (-). What is wrong with a body is answered; InputFileError, with the
-    line's number, for a line that cannot be."""
+    """Returns the requests of a file, or of standard input (-). What is wrong with a body is answered; InputFileError,
+    with the line's number, for a line that cannot be."""
     return tasks_of(read_lines(path, "requests"))
 
 
@@ -57,7 +57,7 @@ def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
 
 
 def parse(task: Task, served: "Served") -> "Wanted":
-    """What a request asks for, as the server would take it. Raises JllmError."""
+    """Returns what a request asks for, as the server would take it. Raises JllmError."""
     from jllm.serve.requests import chat, completion, parse_json  # with JAX, which whoever spreads work does without
     from jllm.serve.responses import response
 
@@ -79,8 +79,9 @@ def answer_line(task: Task, id: str, status: int, body: Mapping[str, Any]) -> st
 
 
 def read_answers(path: Path, tasks: Sequence[Task], ids: Sequence[str]) -> tuple[set[str], int]:
-    """The ids of answers that an interrupted run left in its output file, of `ids`, which the answers of `tasks` are to
-    have, and the bytes up to the end of the last whole line. OutputError where the file holds anything else."""
+    """Returns the ids of answers that an interrupted run left in its output file, of `ids`, which the answers of
+    `tasks` are to have, and the bytes up to the end of the last whole line. OutputError where the file holds anything
+    else."""
     wanted = {task.custom_id: id for task, id in zip(tasks, ids, strict=True)}
     found: set[str] = set()
     size = 0

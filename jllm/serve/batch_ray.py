@@ -89,9 +89,9 @@ def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tup
 
 @contextlib.contextmanager
 def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
-    """The module ray, connected to the cluster at an address; "local" starts one on this machine, with `cpus` CPUs to
-    give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError where the
-    cluster cannot be reached."""
+    """Yields the module ray, connected to the cluster at an address; "local" starts one on this machine, with `cpus`
+    CPUs to give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError
+    where the cluster cannot be reached."""
     if find_spec("ray") is None:
         raise ConfigError(f"--workers needs Ray: {how_to_install('ray')}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -121,8 +121,8 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
 
 
 def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
-    """How many workers a cluster has room for, of `gpus` GPUs each, or as many as are wanted, and the GPUs of each: 0
-    where it has none. ConfigError for more than it has room for."""
+    """Returns how many workers a cluster has room for, of `gpus` GPUs each, or as many as are wanted, and the GPUs of
+    each: 0 where it has none. ConfigError for more than it has room for."""
     there = ray.cluster_resources()
     gpus = gpus if there.get("GPU", 0) else 0
     room = math.floor(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 1))
@@ -135,8 +135,8 @@ def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
 def mapped(
     ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], workers: int, gpus: int
 ) -> Iterator[dict[str, Any]]:
-    """What workers of this kind make of items, as it comes: there are `workers` of them, on `gpus` GPUs each, and
-    they are given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one
+    """Yields what workers of this kind make of items, as it comes: there are `workers` of them, on `gpus` GPUs each,
+    and they are given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one
     fails in a way that it does not tell, or an item loses too many."""
     if ray.util.client.ray.is_connected():  # by ray://, over which Ray Data does not work
         there = ray.remote(num_cpus=0)(Mapped).remote(items, kind, given, workers, gpus)
@@ -175,7 +175,7 @@ class Mapped:
 
 
 def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
-    """What a function gives in a worker with `gpus` GPUs. RemoteError where it fails."""
+    """Returns what a function gives in a worker with `gpus` GPUs. RemoteError where it fails."""
     try:
         return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
     except ray.exceptions.RayError as error:
@@ -190,6 +190,6 @@ def _failed(error: Any) -> RemoteError:
 
 
 def _last_line(error: BaseException) -> str:
-    """Ray's errors have the worker's traceback in their text."""
+    """Returns ray's errors have the worker's traceback in their text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

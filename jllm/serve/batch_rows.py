@@ -44,8 +44,8 @@ class Shard:
 
 
 def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
-    """What a file of JSON lines (- is standard input), or a .parquet file, asks for. Raises InputFileError, naming the
-    line or row, for one that is broken, and for an id that occurs twice."""
+    """Returns what a file of JSON lines (- is standard input), or a .parquet file, asks for. Raises InputFileError,
+    naming the line or row, for one that is broken, and for an id that occurs twice."""
     lines = list(_parquet(path) if path.suffix == ".parquet" else read_lines(path, "rows"))
     if "custom_id" in lines[0][2]:
         return list(tasks_of(lines))
@@ -93,8 +93,8 @@ def shards_of(rows: Sequence[Row], size: int) -> list[Shard]:
 
 
 def read_done(folder: Path, rows: Sequence[Row]) -> set[str]:
-    """The ids of rows whose results a folder has. OutputError for a shard that is damaged, of other rows, or has a row
-    that another one has."""
+    """Returns the ids of rows whose results a folder has. OutputError for a shard that is damaged, of other rows, or
+    has a row that another one has."""
     known, where = {row.id for row in rows}, dict[str, Path]()
     for path in sorted(folder.glob(SHARDS)):
         here: set[str] = set()

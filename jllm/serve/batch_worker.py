@@ -29,7 +29,7 @@ Prompts = list[tuple[list[int], SamplingParams]]
 
 
 def identify(args: Namespace) -> dict[str, str]:
-    """What the model is, and the packages. Raises CheckpointError where this machine lacks its files."""
+    """Returns what the model is, and the packages. Raises CheckpointError where this machine lacks its files."""
     from jllm.cli.run import model_folder
     from jllm.files.run_identity import PACKAGES, of_model, of_scheme, version_of
 
@@ -71,7 +71,7 @@ class Worker:
         return wrong
 
     def _lines(self, rows: Iterable[Row]) -> tuple[list[str], int]:
-        """Each row's lines, in their order, and how many of them are errors."""
+        """Returns each row's lines, in their order, and how many of them are errors."""
         found: dict[str, list[str]] = {}
         ready: dict[str, tuple[Row, Prompts, Wanted | None]] = {}
         for row in rows:
@@ -118,7 +118,7 @@ class Worker:
         return [line for row in rows for line in found[row.id]], wrong
 
     def _prepare(self, row: Row) -> tuple[Prompts, "Wanted | None"]:
-        """What to submit for a row."""
+        """Returns what to submit for a row."""
         if isinstance(row.asked, Job):
             from jllm.cli.main import prompt_of
 
@@ -139,7 +139,7 @@ class Worker:
         return ids
 
     def _engine_for(self, ready: Iterable[tuple[Row, Prompts, Any]]) -> "Engine":
-        """Its sizes suit the first shard that has something to run."""
+        """Returns its sizes suit the first shard that has something to run."""
         from jllm.cli.arguments import ENGINE_FLAGS
         from jllm.engine.engine import Engine
         from jllm.engine.one_run import options_for_run

@@ -33,12 +33,12 @@ class HttpError(JllmError):
 
 
 def bad(param: str, message: str) -> HttpError:
-    """A field that cannot be served."""
+    """Returns a field that cannot be served."""
     return HttpError(400, f"{param}: {message}", param=param)
 
 
 def http_error(error: Exception) -> HttpError:
-    """What an error of the library, or one that nothing expected, is to a client."""
+    """Returns what an error of the library, or one that nothing expected, is to a client."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, QueueFull):

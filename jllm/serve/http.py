@@ -98,8 +98,8 @@ async def send_bytes(
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body of a POST of JSON. A page of another site can send one of another type without being asked, so it has to
-    be named as JSON."""
+    """Returns the body of a POST of JSON. A page of another site can send one of another type without being asked, so
+    it has to be named as JSON."""
     if scope["method"] != "POST":
         raise HttpError(405, f"{scope['method']} is not served here; POST is", headers={"Allow": "POST"})
     headers = dict(scope["headers"])

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything is loaded. ConfigError where it cannot."""
+    """Returns a socket that listens, before anything is loaded. ConfigError where it cannot."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)

@@ -55,7 +55,8 @@ class Wanted:
 
     @property
     def at_once(self) -> bool:
-        """Whether a stream has each sample as one chunk: scores of its prompt, which come first, are known last."""
+        """Returns whether a stream has each sample as one chunk: scores of its prompt, which come first, are known
+        last."""
         return self.echo and (self.sampling.prompt_logprobs or not self.keep)
 
     def requests(self, most: int) -> list[tuple[list[int], SamplingParams]]:
@@ -99,7 +100,7 @@ NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", 
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """The object that a body is; fields that are null are as if they were not there."""
+    """Returns the object that a body is; fields that are null are as if they were not there."""
     try:
         body = json.loads(data, parse_constant=_no_constant, parse_float=read_float, object_pairs_hook=_each_once)
     except RecursionError:
@@ -112,7 +113,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def completion(body: Mapping[str, Any], served: Served) -> Wanted:
-    """POST /v1/completions."""
+    """Returns POST /v1/completions."""
     check_fields(body, COMPLETION, fields.COMPLETION)
     _check_model(body, served)
     stream, usage, each = _streaming(body)
@@ -140,7 +141,7 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
 
 
 def chat(body: Mapping[str, Any], served: Served) -> Wanted:
-    """POST /v1/chat/completions."""
+    """Returns POST /v1/chat/completions."""
     check_fields(body, CHAT, fields.CHAT)
     _check_model(body, served)
     stream, usage, each = _streaming(body)
@@ -168,7 +169,8 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
 
 
 def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
-    """POST /tokenize, as vLLM has it: ids of `prompt`, with what begins a text unless add_special_tokens is false."""
+    """Returns POST /tokenize, as vLLM has it: ids of `prompt`, with what begins a text unless add_special_tokens is
+    false."""
     check_fields(body, {"model", "prompt", "add_special_tokens"}, {})
     text = _take(body, "prompt", str, None)
     if text is None:
@@ -177,7 +179,7 @@ def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
 
 
 def detokenize(body: Mapping[str, Any], served: Served) -> str:
-    """POST /detokenize, as vLLM has it: the text of `tokens`."""
+    """Returns POST /detokenize, as vLLM has it: the text of `tokens`."""
     check_fields(body, {"model", "tokens"}, {})
     tokens = _take(body, "tokens", list, [])
     if not all(_is(token, int) for token in tokens):
@@ -219,7 +221,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """A field of the right type."""
+    """Returns a field of the right type."""
     value = body.get(name, default)
     if name in body and not _is(value, kind):
         kinds = " or ".join(dict.fromkeys(NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,))))
@@ -235,7 +237,7 @@ def _check_model(body: Mapping[str, Any], served: Served) -> None:
 
 
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether to stream, and whether with usage at the end, and in each chunk."""
+    """Returns whether to stream, and whether with usage at the end, and in each chunk."""
     stream, given = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
@@ -251,7 +253,7 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) -> SamplingParams:
-    """Sampling parameters as the body has them, and `more`."""
+    """Returns sampling parameters as the body has them, and `more`."""
     given = {ours: _take(body, name, kind, None) for name, (ours, kind) in SAMPLING.items() if name in body}
     tokens = given["max_new_tokens"] = more.pop("max_new_tokens")
     if tokens < 1:
@@ -313,7 +315,7 @@ def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> H
 
 
 def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
-    """The fields that say what the text must look like, each with what makes a guide of it."""
+    """Yields the fields that say what the text must look like, each with what makes a guide of it."""
     asked = _take(body, "response_format", dict, {"type": "text"})
     kind, schema = asked.get("type"), asked.get("json_schema")
     only = partial(check_only, error=partial(bad, "response_format"))
@@ -348,7 +350,7 @@ def _seed(given: int) -> int:
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
-    """Token ids are the keys of a JSON object, so they are text."""
+    """Returns token ids are the keys of a JSON object, so they are text."""
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise bad("logit_bias", f"keys must be token ids, not {shown(key)}")
@@ -356,7 +358,7 @@ def _bias(given: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _prompts(given: Any) -> list[Prompt]:
-    """A text, token ids, or a list of either."""
+    """Returns a text, token ids, or a list of either."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:

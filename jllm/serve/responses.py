@@ -177,13 +177,13 @@ class Response(Answer):
         self._sent = 0  # events
 
     def whole(self) -> dict[str, Any]:
-        """The response, once its sample has ended."""
+        """Returns the response, once its sample has ended."""
         (done,) = self._done.values()
         self.chunks(Event(0, 0, done.text or "", done.token_ids, done))
         return self._response
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """The events of a stream that one of the engine's brings about."""
+        """Returns the events of a stream that one of the engine's brings about."""
         done, found = event.completion, list[dict[str, Any]]()
         if not self._sent:
             found += [self._event("created"), self._event("in_progress")]
@@ -213,7 +213,7 @@ class Response(Answer):
         return self._event(kind, **place, **more)
 
     def _more(self, part: Part) -> list[dict[str, Any]]:
-        """An item's beginning, or more of it."""
+        """Returns an item's beginning, or more of it."""
         found = []
         item: dict[str, Any] = self._items[-1] if self._items else {"type": None}
         if part.name is not None or (part.call is None and item["type"] != "message"):

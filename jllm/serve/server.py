@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 def make_server(
     engine: AsyncEngine, app: ASGIApp, limits: Limits, grace: float, ready: Callable[[], None] = lambda: None
 ) -> Server:
-    """`ready` is called once connections are taken."""
+    """Returns `ready` is called once connections are taken."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -69,7 +69,7 @@ async def run(server: Server, listener: socket.socket) -> None:
 
 @contextmanager
 def _signals_that_only_stop() -> Iterator[None]:
-    """uvicorn raises the signals that stopped it once more when it is done: by then they mean nothing."""
+    """Yields uvicorn raises the signals that stopped it once more when it is done: by then they mean nothing."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -93,7 +93,7 @@ def calls_guide(
         return _call_or_answer(schemas, answer)
 
     def term(text: str | None) -> str:
-        """A text of the format in the grammar's words: hidden tokens by their ids."""
+        """Returns a text of the format in the grammar's words: hidden tokens by their ids."""
         parts = re.split(f"({'|'.join(map(re.escape, hidden))})", text or "") if hidden else [text]
         return " ".join(f"<[{hidden[part]}]>" if part in hidden else json.dumps(part) for part in parts if part)
 
@@ -140,7 +140,7 @@ def _call_or_answer(schemas: Mapping[str, str], answer: str) -> Guide:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references hold where it is a part of another one."""
+    """Returns a schema whose references hold where it is a part of another one."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -152,5 +152,5 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _with_spaces(schema: str) -> str:
-    """A schema with the spaces that other guides of JSON have between its parts."""
+    """Returns a schema with the spaces that other guides of JSON have between its parts."""
     return json.dumps(served(parse(schema)) | {"x-guidance": {"whitespace_pattern": SPACES}})

@@ -40,8 +40,8 @@ def accept(tree: Tree, drafted: jax.Array, drawn: jax.Array, used: jax.Array) ->
 
 
 def drafts_before(tree: Tree, drafted: jax.Array) -> jax.Array:
-    """The drafts on the path to each node, itself included and the root left out: drafted i32[R, Q] -> i32[R, Q, D],
-    D the tree's depth, -1 in places that a shorter path leaves."""
+    """Returns the drafts on the path to each node, itself included and the root left out: drafted i32[R, Q] -> i32[R,
+    Q, D], D the tree's depth, -1 in places that a shorter path leaves."""
     paths = np.full((tree.size, tree.depth), -1, np.int32)
     for node, path in enumerate(tree.paths):
         paths[node, : len(path) - 1] = path[1:]

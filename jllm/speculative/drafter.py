@@ -77,13 +77,13 @@ class Drafter(Protocol):
 
     @property
     def tree(self) -> Tree:
-        """The shape of what it drafts, fixed by its type and static fields."""
+        """Returns the shape of what it drafts, fixed by its type and static fields."""
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, Any]:
-        """Its page pools and its memory for a target of this config and dtype, whose sequences have at most max_tokens
-        tokens. Raises ConfigError for a target that it does not fit."""
+        """Returns its page pools and its memory for a target of this config and dtype, whose sequences have at most
+        max_tokens tokens. Raises ConfigError for a target that it does not fit."""
 
     def propose(
         self,
@@ -95,9 +95,9 @@ class Drafter(Protocol):
         backend: str | None,
         wanted: bool = True,
     ) -> Proposal:
-        """Drafts the tokens after each sequence's newest one. params and config are the target's. Where drafts are not
-        wanted, these are not used, and only what later drafts need is worth computing."""
+        """Returns drafts the tokens after each sequence's newest one. params and config are the target's. Where drafts
+        are not wanted, these are not used, and only what later drafts need is worth computing."""
 
     def remember(self, memory: Any, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Any:
-        """Its memory once a slot's sequence has tokens i32[n] at start, start + 1, ..., of which the first `count` are
-        valid, that no step computes: a prefix that was found in the cache, or came with a snapshot."""
+        """Returns its memory once a slot's sequence has tokens i32[n] at start, start + 1, ..., of which the first
+        `count` are valid, that no step computes: a prefix that was found in the cache, or came with a snapshot."""

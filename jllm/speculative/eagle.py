@@ -123,8 +123,8 @@ def eagle_hidden(
     *,
     backend: str | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """f [T, E] of a batch's tokens, given the hidden states [T, E] of those before them; and the updated cache. params
-    and config are the target's. Differentiable without a cache."""
+    """Returns f [T, E] of a batch's tokens, given the hidden states [T, E] of those before them; and the updated cache.
+    params and config are the target's. Differentiable without a cache."""
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
@@ -146,7 +146,8 @@ def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
-    """The memory's states [S, E] after the step: of the chunks' last tokens, and of what the newest were drawn from."""
+    """Returns the memory's states [S, E] after the step: of the chunks' last tokens, and of what the newest were drawn
+    from."""
     S, C = memory.shape[0], advance.chunk_hidden.shape[0]
     if C:
         last = jnp.cumsum(advance.chunks.lengths, dtype=jnp.int32) - 1
@@ -157,8 +158,8 @@ def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> LlamaConfig:
-    """The config of the head's layer, which is whole on every device of a mesh: beside a share of the target, heads and
-    MLP columns are as many as the layer's weights have."""
+    """Returns the config of the head's layer, which is whole on every device of a mesh: beside a share of the target,
+    heads and MLP columns are as many as the layer's weights have."""
     own = replace(config, num_layers=1, windows=(), mesh=None, axis=None)
     if config.axis is None or layer is None:
         return own
@@ -168,13 +169,13 @@ def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> Llama
 
 
 def eagle_shapes(config: LlamaConfig, dtype: Any) -> EagleHead:
-    """A head of jax.ShapeDtypeStruct for a target of this config and dtype."""
+    """Returns a head of jax.ShapeDtypeStruct for a target of this config and dtype."""
     E = config.hidden_size
     return EagleHead(jax.ShapeDtypeStruct((E, 2 * E), dtype), abstract_params(eagle_config(config), dtype).layers[0])  # type: ignore[arg-type]
 
 
 def init_eagle(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any) -> Eagle:
-    """A head of random weights."""
+    """Returns a head of random weights."""
     fc, layer = jax.random.split(key)
     own = replace(eagle_config(config), vocab_size=1)  # whose embedding is left
     shapes = eagle_shapes(config, dtype)

@@ -15,13 +15,13 @@ from jllm.speculative.tree import Tree
 
 
 def coming_tokens(tree: Tree) -> int:
-    """F: all tokens that a step may draw of a sequence, and as many drafts as a path of the next one has."""
+    """Returns F: all tokens that a step may draw of a sequence, and as many drafts as a path of the next one has."""
     return 2 * tree.depth + 1
 
 
 def with_forced(found: Proposal, advance: Advance, coming: jax.Array, tree: Tree) -> Proposal:
-    """What a drafter found, with forced tokens on the tree's first path: coming i32[G, F] are the tokens that the step
-    probably drew and those after them, padded with -1."""
+    """Returns what a drafter found, with forced tokens on the tree's first path: coming i32[G, F] are the tokens that
+    the step probably drew and those after them, padded with -1."""
     path = np.array(tree.first_path[1:], np.int32)
     step = jnp.arange(advance.tokens.shape[1], dtype=jnp.int32)[None, :]
     fits = (step >= advance.count[:, None]) | (coming[:, : step.shape[1]] == advance.tokens)

@@ -22,20 +22,21 @@ Forward = Callable[[Paged, jax.Array | None, Cache], tuple[jax.Array, Cache]]
 
 
 def last_valid(values: jax.Array, count: jax.Array) -> jax.Array:
-    """The last of the first `count` i32[G] of values [G, W, ...] -> [G, ...]; any where there is none."""
+    """Returns the last of the first `count` i32[G] of values [G, W, ...] -> [G, ...]; any where there is none."""
     return values[jnp.arange(values.shape[0]), jnp.maximum(count - 1, 0)]
 
 
 def after_previous(previous: jax.Array, values: jax.Array, advance: Advance) -> jax.Array:
-    """Values of each sequence's `tokens` [G, W, ...] after that of the token before them [G, ...], for the rows of
-    step_segments: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to spare."""
+    """Returns values of each sequence's `tokens` [G, W, ...] after that of the token before them [G, ...], for the rows
+    of step_segments: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to
+    spare."""
     wide = jnp.concatenate([previous[:, None], values], axis=1)
     R = wide.shape[0] - advance.chunk_slot.shape[0]
     return jnp.concatenate([wide[:R], jnp.roll(wide[R:], -1, axis=1)])
 
 
 def newest_tokens(memory: jax.Array, advance: Advance) -> jax.Array:
-    """The newest token of each slot's sequence i32[S] after the step, from what it was before."""
+    """Returns the newest token of each slot's sequence i32[S] after the step, from what it was before."""
     slot = jnp.where(advance.count > 0, advance.slot, memory.shape[0])
     return memory.at[slot].set(last_valid(advance.tokens, advance.count), mode="drop")
 
@@ -43,8 +44,8 @@ def newest_tokens(memory: jax.Array, advance: Advance) -> jax.Array:
 def best_tokens(
     logits: jax.Array, sampling: Sampling, position: jax.Array, most: int, *, backend: str | None
 ) -> jax.Array:
-    """The tokens i32[rows, most] that a target with logits [rows, V] would draw at token index i32[rows], the likeliest
-    first: the noise is the target's."""
+    """Returns the tokens i32[rows, most] that a target with logits [rows, V] would draw at token index i32[rows], the
+    likeliest first: the noise is the target's."""
     if most == 1:
         return sample(logits, sampling, position, backend=backend)[0][:, None]
     return lax.top_k(perturbed(logits, sampling, position), most)[1].astype(jnp.int32)
@@ -61,14 +62,14 @@ def step_segments(advance: Advance, tokens: jax.Array) -> tuple[ShortSegments, j
 
 
 def newest_segments(advance: Advance) -> tuple[ShortSegments, jax.Array]:
-    """The same of the newest tokens alone."""
+    """Returns the same of the newest tokens alone."""
     start, count = newest_index(advance), jnp.minimum(advance.count, 1)
     tokens = last_valid(advance.tokens, advance.count)[:, None]
     return ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages), count
 
 
 def newest_index(advance: Advance) -> jax.Array:
-    """The token index i32[G] of each sequence's newest token."""
+    """Returns the token index i32[G] of each sequence's newest token."""
     return advance.start + advance.count - 1
 
 
@@ -80,8 +81,8 @@ def first_pass(
     before: jax.Array | None,
     forward: Forward,
 ) -> tuple[jax.Array, Cache]:
-    """A pass over segments of `count` rows and chunks: the hidden states [G, E] of the segments' last rows, and the
-    cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
+    """Returns a pass over segments of `count` rows and chunks: the hidden states [G, E] of the segments' last rows, and
+    the cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
     pool, (G, width) = cache[0].k, segments.tokens.shape
     batch = paged_batch(segments, chunks, num_pages=pool.num_pages, page_size=pool.page_size)
     hidden, cache = forward(batch, before, cache)
@@ -104,8 +105,8 @@ def draft_levels(
     *,
     backend: str | None,
 ) -> Proposal:
-    """What a drafter proposes but for its memory, once the cache has the K and V of all tokens up to each sequence's
-    newest one, whose hidden states are newest_state [G, E].
+    """Returns what a drafter proposes but for its memory, once the cache has the K and V of all tokens up to each
+    sequence's newest one, whose hidden states are newest_state [G, E].
 
     There is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far. A node
     is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would need one
@@ -147,7 +148,7 @@ def draft_levels(
 
 
 def _ancestors(tree: Tree, end: int) -> np.ndarray:
-    """Tree.ancestors of nodes 1 .. end - 1 in a segment of their own, the root being committed."""
+    """Returns Tree.ancestors of nodes 1 .. end - 1 in a segment of their own, the root being committed."""
     masks = np.zeros((end - 1, words_of(end - 1)), np.uint32)
     for row, path in enumerate(tree.paths[1:end]):
         for node in path[1:]:

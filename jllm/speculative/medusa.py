@@ -83,7 +83,8 @@ class Medusa:
 
 
 def head_logits(p: MedusaHead, normed: jax.Array, params: Params, *, backend: str | None = None) -> jax.Array:
-    """Logits [T, V] of hidden states [T, E] after the target's final norm, float32 at least: W (x + SiLU(A x + b))."""
+    """Returns logits [T, V] of hidden states [T, E] after the target's final norm, float32 at least: W (x + SiLU(A x +
+    b))."""
     residual = jax.nn.silu(linear(normed, p.linear, p.bias, backend=backend))
     head: Weight = p.head if p.head is not None else params.embed if params.head is None else params.head
     return linear(normed + residual, head, out_dtype=compute_dtype(normed.dtype), backend=backend)

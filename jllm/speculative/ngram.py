@@ -43,7 +43,7 @@ class NGram:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, jax.Array]:
-        """The memory is i32[S, L]: token i of a slot's sequence is in column i % L."""
+        """Returns the memory is i32[S, L]: token i of a slot's sequence is in column i % L."""
         return (), jnp.full((slots, min(self.context, max_tokens)), -1, jnp.int32)
 
     def propose(
@@ -85,14 +85,14 @@ class NGram:
     def _write(
         self, memory: jax.Array, slot: jax.Array, index: jax.Array, tokens: jax.Array, valid: jax.Array, end: jax.Array
     ) -> jax.Array:
-        """Tokens [n] at indices [n] of the slots' sequences [n], of those before `end` the last L."""
+        """Returns tokens [n] at indices [n] of the slots' sequences [n], of those before `end` the last L."""
         S, L = memory.shape
         slot = jnp.where(valid & (index >= end - L), slot, S)
         return memory.at[slot, index % L].set(tokens, mode="drop")
 
     def _look_up(self, row: jax.Array, newest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Drafts i32[k] for a sequence whose last tokens are in row i32[L] and whose newest has index `newest`, and how
-        many there are."""
+        """Returns drafts i32[k] for a sequence whose last tokens are in row i32[L] and whose newest has index `newest`,
+        and how many there are."""
         L = row.shape[0]
         column = jnp.arange(L, dtype=jnp.int32)
         behind = (newest - column) % L  # the token in this column has index newest - behind

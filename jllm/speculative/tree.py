@@ -24,7 +24,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Q."""
+        """Returns Q."""
         return len(self.parents) + 1
 
     @property
@@ -33,7 +33,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How far each node is from the root."""
+        """Returns how far each node is from the root."""
         found = [0]
         for parent in self.parents:
             found.append(found[parent] + 1)
@@ -41,12 +41,12 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The most drafts on one path."""
+        """Returns the most drafts on one path."""
         return max(self.depths)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Which child of its parent each node is, from 0; the root is 0."""
+        """Returns which child of its parent each node is, from 0; the root is 0."""
         seen = [0] * self.size
         found = [0]
         for parent in self.parents:
@@ -56,7 +56,7 @@ class Tree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes from the root to each node, both included."""
+        """Returns the nodes from the root to each node, both included."""
         found: list[tuple[int, ...]] = [(0,)]
         for node, parent in enumerate(self.parents, 1):
             found.append((*found[parent], node))
@@ -64,7 +64,7 @@ class Tree:
 
     @property
     def first_path(self) -> tuple[int, ...]:
-        """The root, its first child, the first child of that, and so on."""
+        """Returns the root, its first child, the first child of that, and so on."""
         found = [0]
         while found[-1] in self.parents:
             found.append(1 + self.parents.index(found[-1]))
@@ -75,7 +75,7 @@ class Tree:
         return tuple(node for node in range(size) if node not in self.parents[: size - 1])
 
     def ancestors(self) -> np.ndarray:
-        """u32[Q, W]: bit j % 32 of word j // 32 of row i says that node j is i or its ancestor."""
+        """Returns u32[Q, W]: bit j % 32 of word j // 32 of row i says that node j is i or its ancestor."""
         masks = np.zeros((self.size, -(-self.size // 32)), np.uint32)
         for node, path in enumerate(self.paths):
             for j in path:
@@ -83,10 +83,10 @@ class Tree:
         return masks
 
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth, from the root's."""
+        """Returns the nodes of each depth, from the root's."""
         return tuple(tuple(n for n, d in enumerate(self.depths) if d == depth) for depth in range(self.depth + 1))
 
 
 def chain(drafts: int) -> Tree:
-    """One draft after the other."""
+    """Returns one draft after the other."""
     return Tree(tuple(range(drafts)))

@@ -10,7 +10,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by the names that they have in files and errors, such as "layer.mlp.down"."""
+    """Returns the leaves of a pytree by the names that they have in files and errors, such as "layer.mlp.down"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -31,8 +31,8 @@ def check_weights(found: Any, wanted: Any) -> None:
 
 
 def random_weights[Tree](shapes: Tree, key: jax.Array) -> Tree:
-    """Random values for a pytree of jax.ShapeDtypeStruct: matrices normal(0, 0.02), vectors zero; drawn in at least
-    float32."""
+    """Returns random values for a pytree of jax.ShapeDtypeStruct: matrices normal(0, 0.02), vectors zero; drawn in at
+    least float32."""
     leaves, tree = jax.tree.flatten(shapes)
 
     def draw(key: jax.Array, leaf: Any) -> jax.Array:

@@ -73,8 +73,8 @@ class PromptChunk:
 
 
 def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1) -> RaggedBatch:
-    """A batch of nothing but padding, in numpy, with room for R decodes of Q rows (`width`), C tokens in B chunks, and
-    L page table changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
+    """Returns a batch of nothing but padding, in numpy, with room for R decodes of Q rows (`width`), C tokens in B
+    chunks, and L page table changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
@@ -126,9 +126,9 @@ def ragged_batch(
     deltas: Sequence[tuple[int, int, int]] = (),
     rows: int = 1,
 ) -> RaggedBatch:
-    """A step written by hand, no larger than it needs to be: prompt chunks, slots that decode, and page table changes
-    (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest token, and what was
-    drafted for the next ones. Sequences end only where `sampling` says so."""
+    """Returns a step written by hand, no larger than it needs to be: prompt chunks, slots that decode, and page table
+    changes (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest token, and what
+    was drafted for the next ones. Sequences end only where `sampling` says so."""
     tokens, changes = sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.pages) for chunk in chunks)
     bias = max((len(chunk.sampling.get("bias_ids", ())) for chunk in chunks), default=0)
     penalized = any(name.endswith("_penalty") for chunk in chunks for name in chunk.sampling)

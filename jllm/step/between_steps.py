@@ -26,12 +26,12 @@ REMEMBERED = 512  # tokens that a drafter or hooks are told at once
 
 
 def pools(state: State) -> Cache:
-    """All pools of pages: the model's, and those of a drafter, which share its page tables."""
+    """Returns all pools of pages: the model's, and those of a drafter, which share its page tables."""
     return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
 
 
 def padded(pages: Sequence[int], filler: int) -> np.ndarray:
-    """These pages and fillers up to the next power of two, i32[n], so that few sizes are compiled."""
+    """Returns these pages and fillers up to the next power of two, i32[n], so that few sizes are compiled."""
     return np.fromiter(chain(pages, repeat(filler)), np.int32, 1 << max(0, len(pages) - 1).bit_length())
 
 
@@ -49,8 +49,8 @@ def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:
 
 
 def guide(state: State, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> State:
-    """What these slots may draw at the nodes that their steps have, and what probably comes, as Guidance has them:
-    u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
+    """Returns what these slots may draw at the nodes that their steps have, and what probably comes, as Guidance has
+    them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
     assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
     for at in range(0, len(slots), MASKS[-1]):
         some = slice(at, at + MASKS[-1])
@@ -64,7 +64,8 @@ def guide(state: State, slots: Sequence[int], allowed: np.ndarray, coming: np.nd
 
 @partial(jax.jit, donate_argnames="guidance")
 def put_masks(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
-    """Guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in `allowed`."""
+    """Returns guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in
+    `allowed`."""
     return Guidance(
         guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
         guidance.coming.at[slots].set(coming, mode="drop"),
@@ -88,15 +89,15 @@ def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: i
 
 @partial(jax.jit, donate_argnames="memory")
 def _drafter_remembers(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """A drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first, and how
-    many are valid."""
+    """Returns a drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first,
+    and how many are valid."""
     slot, start, count = where
     return drafter.remember(memory, slot, tokens, start, count)
 
 
 @jax.jit
 def _hooks_observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """State.user likewise."""
+    """Returns State.user likewise."""
     (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
     return hooks.see(user, jnp.where(i < count, slot, NOWHERE), start + i, tokens)
 

@@ -45,6 +45,6 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
 
 
 def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: int, rows: int = 1) -> Bucket:
-    """The smallest bucket that holds a step."""
+    """Returns the smallest bucket that holds a step."""
     fits = [r for r in buckets if r.decodes >= decodes and r.tokens >= tokens and r.chunks >= chunks and r.rows >= rows]
     return min(fits, key=lambda r: (r.size, r))

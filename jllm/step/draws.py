@@ -22,13 +22,13 @@ LEAST = 32 << 20
 
 
 def leaves_parts(config: LlamaConfig, rows: int, draws: Draws) -> bool:
-    """Whether rows of logits are left in parts. config: of one device's share."""
+    """Returns whether rows of logits are left in parts. config: of one device's share."""
     return config.axis is not None and (draws < Draws.FILTERED or rows * config.vocab_size * 4 >= LEAST)
 
 
 def draw_apart(config: LlamaConfig, draws: Draws) -> Any:
-    """A function that each device calls as sampling.sample, with its part f[R, ceil(V / ranks)] of the rows. Rows
-    without filters are drawn in plain jnp, whatever backend is named: no other one knows parts."""
+    """Returns a function that each device calls as sampling.sample, with its part f[R, ceil(V / ranks)] of the rows.
+    Rows without filters are drawn in plain jnp, whatever backend is named: no other one knows parts."""
     assert config.axis is not None
     axis, vocabulary = config.axis.name, config.vocab_size
 

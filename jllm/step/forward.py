@@ -105,7 +105,7 @@ def _change_pages(slots: Slots, deltas: jax.Array) -> Slots:
 
 
 def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
-    """A chunk (re)writes its slot's sampling parameters and length; that is all there is to admission."""
+    """Returns a chunk (re)writes its slot's sampling parameters and length; that is all there is to admission."""
 
     def put(old, new):
         return old.at[batch.chunk_slot].set(new, mode="drop")
@@ -115,7 +115,7 @@ def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
 
 
 def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
-    """Guidance where all tokens may be drawn in these slots, which begin."""
+    """Returns guidance where all tokens may be drawn in these slots, which begin."""
     assert guidance is not None, "the guided variant needs State.guidance"
 
     def put(old: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: HeadRows) -
 
 @jax.custom_jvp
 def _without_gradient(x: jax.Array) -> jax.Array:
-    """x, where a step is not differentiated: attention over pages has no gradient."""
+    """Returns x, where a step is not differentiated: attention over pages has no gradient."""
     return x
 
 
@@ -166,8 +166,8 @@ def _score_prompt(
     *,
     backend: str | None,
 ) -> Scores:
-    """log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never a
-    [C, V] array."""
+    """Returns log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never
+    a [C, V] array."""
     C = hidden.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block

@@ -49,7 +49,7 @@ def sample_step(
     draw: Draw = draw_tokens,
     wanted: bool = True,
 ) -> tuple[State, Outputs]:
-    """The second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
+    """Returns the second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
     state, outputs = sample(state, logits, hooks, variant=variant, backend=backend, draw=draw)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
@@ -74,8 +74,9 @@ def eager_step(
     draw: Draw = draw_tokens,
     wanted: bool = True,
 ) -> tuple[State, Outputs]:
-    """One merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify drafts.
-    `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays usable."""
+    """Returns one merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify
+    drafts. `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays
+    usable."""
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
     takes_rows = variant.takes_rows or variant.taps or hooks is not None
     parts = draw is draw_tokens and not takes_rows

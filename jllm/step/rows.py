@@ -35,15 +35,16 @@ class HeadRows:
 
     @property
     def most(self) -> int:
-        """W: the most tokens that a short segment may draw."""
+        """Returns W: the most tokens that a short segment may draw."""
         return self.tree.depth + 1
 
     def of_slots(self, values: Any) -> Any:
-        """What slots have [S, ...] as a row for each sequence [R + B, ...]."""
+        """Returns what slots have [S, ...] as a row for each sequence [R + B, ...]."""
         return jax.tree.map(lambda x: x[self.slot], values)
 
     def spread(self, values: Any) -> Any:
-        """A row of values for each sequence [R + B, ...] as a row for each of the head's rows [R Q + B, ...]."""
+        """Returns a row of values for each sequence [R + B, ...] as a row for each of the head's rows [R Q + B,
+        ...]."""
         if self.tree.size == 1:
             return values
         R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
@@ -52,7 +53,7 @@ class HeadRows:
 
     @property
     def index(self) -> jax.Array:
-        """i32[R Q + B], the token index of what each row draws."""
+        """Returns i32[R Q + B], the token index of what each row draws."""
         if self.tree.size == 1:
             return self.start
         R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
@@ -60,14 +61,14 @@ class HeadRows:
         return self.spread(self.start) + depths
 
     def of_nodes(self, values: jax.Array) -> jax.Array:
-        """Values of each sequence's nodes [R + B, nodes, ...] as those of the head's rows [R Q + B, ...]."""
+        """Returns values of each sequence's nodes [R + B, nodes, ...] as those of the head's rows [R Q + B, ...]."""
         (R, Q), rest = self.tokens.shape, values.shape[2:]
         return jnp.concatenate([values[:R, :Q].reshape(R * Q, *rest), values[R:, 0]])
 
     def accept(self, drawn: jax.Array, possible: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """What drawn i32[R Q + B] accepts: the nodes that each segment reaches i32[R, W], and how many tokens each
-        sequence draws i32[R + B]. A draft is not accepted where its row is not `possible`
-        bool[R Q + B]: no token is allowed after it."""
+        """Returns what drawn i32[R Q + B] accepts: the nodes that each segment reaches i32[R, W], and how many tokens
+        each sequence draws i32[R + B]. A draft is not accepted where its row is not `possible` bool[R Q + B]: no token
+        is allowed after it."""
         R, Q = self.tokens.shape
         drafted = self.tokens
         if possible is not None:
@@ -76,7 +77,8 @@ class HeadRows:
         return nodes, jnp.concatenate([count, self.valid[R:].astype(jnp.int32)])
 
     def drafts_before(self) -> jax.Array | None:
-        """The drafts that each of the head's rows comes after, i32[R Q + B, D], padded with -1; None if Q is 1."""
+        """Returns the drafts that each of the head's rows comes after, i32[R Q + B, D], padded with -1; None if Q is
+        1."""
         if self.tree.size == 1:
             return None
         drafts = drafts_before(self.tree, self.tokens)
@@ -95,12 +97,12 @@ class HeadRows:
         return values[jnp.concatenate([short, jnp.broadcast_to(chunks, (B, self.most))])]
 
     def flat(self, values: jax.Array) -> jax.Array:
-        """Values by sequence [R + B, W, ...] as Outputs has them: [R W + B, ...]."""
+        """Returns values by sequence [R + B, W, ...] as Outputs has them: [R W + B, ...]."""
         R = self.used.shape[0]
         return jnp.concatenate([values[:R].reshape(-1, *values.shape[2:]), values[R:, 0]])
 
     def unflat(self, values: jax.Array, pad: int) -> jax.Array:
-        """The reverse of flat, for values [R W + B]: chunks have `pad` past their first column."""
+        """Returns the reverse of flat, for values [R W + B]: chunks have `pad` past their first column."""
         R, W = self.used.shape[0], self.most
         chunks = jnp.pad(values[R * W :, None], ((0, 0), (0, W - 1)), constant_values=pad)
         return jnp.concatenate([values[: R * W].reshape(R, W), chunks])
@@ -109,8 +111,8 @@ class HeadRows:
 def lay_out(
     slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int, tails: bool = False
 ) -> tuple[Paged, HeadRows]:
-    """A step's rows: what each token is, where it stands and where its K and V go, and the rows that the head runs
-    on. tails: whether the cache has tails, which are the slots' own."""
+    """Returns a step's rows: what each token is, where it stands and where its K and V go, and the rows that the head
+    runs on. tails: whether the cache has tails, which are the slots' own."""
     S, Q = slots.token.shape[0], batch.width
     in_use = batch.decode_slot < S
     decode_slot = jnp.where(in_use, batch.decode_slot, 0)

@@ -88,8 +88,8 @@ def sample(
 def _end(
     sampling: Sampling, start: jax.Array, drawn: jax.Array, sound: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """How many of `count` tokens drawn [R + B, W] there are up to the first that ends its sequence, and whether one
-    does."""
+    """Returns how many of `count` tokens drawn [R + B, W] there are up to the first that ends its sequence, and whether
+    one does."""
     stop = jnp.any(sampling.stop_ids[:, None, :] == drawn[:, :, None], axis=2)
     total, done = jnp.zeros_like(count), jnp.zeros_like(count, bool)
     for e in range(drawn.shape[1]):
@@ -125,7 +125,7 @@ def _advance(slots: Slots, rows: HeadRows, drawn: jax.Array, count: jax.Array, d
 
 
 def _compact(state: State, rows: HeadRows, nodes: jax.Array, count: jax.Array, backend: str | None) -> Cache:
-    """The K and V of accepted nodes of a tree, moved to their places; those of a chain are there."""
+    """Returns the K and V of accepted nodes of a tree, moved to their places; those of a chain are there."""
     if rows.tree.is_chain:
         return state.cache
     R, W = nodes.shape

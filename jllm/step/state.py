@@ -110,27 +110,28 @@ class Variant:
     draws: Draws = Draws.FILTERED  # on a mesh, what its devices must tell each other of logits: see parallel.draws
 
     def __or__(self, other: "Variant") -> "Variant":
-        """What serves both. Their taps are the same."""
+        """Returns what serves both. Their taps are the same."""
         wants = {name: getattr(self, name) or getattr(other, name) for name in WANTS}
         return replace(self, **wants, draws=max(self.draws, other.draws))
 
     def covers(self, other: "Variant") -> bool:
-        """Whether a step of this variant does all that one of the other does."""
+        """Returns whether a step of this variant does all that one of the other does."""
         return self == self | other and other | self == self
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it takes whole rows of logits, which devices of a mesh then have: `draws` changes nothing."""
+        """Returns whether it takes whole rows of logits, which devices of a mesh then have: `draws` changes nothing."""
         return self.penalties or self.logprobs or self.guided
 
     @property
     def breadth(self) -> int:
-        """How many things it does that requests ask for."""
+        """Returns how many things it does that requests ask for."""
         return sum(getattr(self, name) for name in WANTS)
 
 
 def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
-    """S empty slots of M page table entries each. bias: X, logit bias entries of a slot; 0 leaves out penalties."""
+    """Returns S empty slots of M page table entries each. bias: X, logit bias entries of a slot; 0 leaves out
+    penalties."""
 
     def ints(*shape: int) -> jax.Array:  # each field its own buffer, since all are donated
         return jnp.zeros((slots, *shape), jnp.int32)
@@ -150,9 +151,9 @@ def init_state(
     dtype: Any = None,
     drafter: Drafter | None = None,
 ) -> State:
-    """A state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default its share
-    of the pool. kv_cache is or names the format of K and V, by default that of dtype, which defaults to the config's.
-    Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
+    """Returns a state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default
+    its share of the pool. kv_cache is or names the format of K and V, by default that of dtype, which defaults to the
+    config's. Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
@@ -167,12 +168,13 @@ SPREAD: Any = State(cache=HEADS, slots=WHOLE, counts=WHOLE, guidance=WHOLE, draf
 
 
 def spread_drafter(drafter: Drafter | None) -> Any:
-    """What of a drafter devices of a mesh have in shares: a copy's params, as the target's; others are whole."""
+    """Returns what of a drafter devices of a mesh have in shares: a copy's params, as the target's; others are
+    whole."""
     return replace(drafter, params=STACKED) if isinstance(drafter, QuantizedCopy) else WHOLE  # type: ignore[arg-type]
 
 
 def place_state(state: State, config: LlamaConfig) -> State:
-    """The state where steps on the config's mesh want it; without a mesh as it is."""
+    """Returns the state where steps on the config's mesh want it; without a mesh as it is."""
     return place(state, config, SPREAD)
 
 

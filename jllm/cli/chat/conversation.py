@@ -30,18 +30,18 @@ class Conversation:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The user's messages."""
+        """Returns the user's messages."""
         return tuple(message.content for message in self.messages if message.role == "user")
 
     def ask(self, text: str) -> "Conversation":
         return replace(self, messages=(*self.messages, Message("user", text)))
 
     def answer(self, text: str, ids: Sequence[int]) -> "Conversation":
-        """The answer to the last message. `ids` are all that the model has seen and drawn by then."""
+        """Returns the answer to the last message. `ids` are all that the model has seen and drawn by then."""
         return Conversation((*self.messages, Message("assistant", text)), tuple(ids))
 
     def take_back(self) -> "Conversation":
-        """The conversation before the user's last message. RequestError where there is none."""
+        """Returns the conversation before the user's last message. RequestError where there is none."""
         if not self.asked:
             raise RequestError("there is no message to edit yet")
         last = max(i for i, message in enumerate(self.messages) if message.role == "user")
@@ -52,7 +52,7 @@ class Conversation:
 
 
 def from_json(text: str, ids: Sequence[int]) -> Conversation:
-    """The reverse of to_json. Raises SnapshotError for anything else."""
+    """Returns the reverse of to_json. Raises SnapshotError for anything else."""
     try:
         raw = json.loads(text)
         messages = tuple(Message(**entry) for entry in (check_messages(raw) if raw else ()))
@@ -65,8 +65,8 @@ def from_json(text: str, ids: Sequence[int]) -> Conversation:
 
 
 def prompt_ids(conversation: Conversation, tokenizer: "Tokenizer") -> list[int]:
-    """The prompt for the next answer, by the model's chat template. What the model has seen of it keeps the ids that
-    it had, even where the tokenizer would cut the same text otherwise, so that their K and V are found again."""
+    """Returns the prompt for the next answer, by the model's chat template. What the model has seen of it keeps the ids
+    that it had, even where the tokenizer would cut the same text otherwise, so that their K and V are found again."""
     if tokenizer.chat_template is None:
         ids = tokenizer.encode(as_text(conversation.messages))
     else:
@@ -76,14 +76,15 @@ def prompt_ids(conversation: Conversation, tokenizer: "Tokenizer") -> list[int]:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """A conversation for a model without a template. An answer begins with the space that the model puts there."""
+    """Returns a conversation for a model without a template. An answer begins with the space that the model puts
+    there."""
     parts = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
     return "".join(parts[message.role].format(message.content) for message in messages) + "Assistant:"
 
 
 def keep_seen(seen: Sequence[int], ids: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
-    """`ids`, but the longest beginning of its text that `seen` has too, up to an end of a token in both, has the ids
-    that it has there."""
+    """Returns `ids`, but the longest beginning of its text that `seen` has too, up to an end of a token in both, has
+    the ids that it has there."""
     ours, theirs = ([_units(id, tokenizer) for id in some] for some in (seen, ids))
     pairs = zip((unit for token in ours for unit in token), (unit for token in theirs for unit in token))
     common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(sum(map(len, ours)), sum(map(len, theirs))))
@@ -93,5 +94,5 @@ def keep_seen(seen: Sequence[int], ids: Sequence[int], tokenizer: "Tokenizer") -
 
 
 def _units(id: int, tokenizer: "Tokenizer") -> Sequence[int]:
-    """What a token shows, byte by byte; one that shows nothing is a unit by itself."""
+    """Returns what a token shows, byte by byte; one that shows nothing is a unit by itself."""
     return tokenizer.vocabulary.piece(id) or (-1 - id,)

@@ -26,7 +26,7 @@ class Lines:
                 self._readline = readline
 
     def read(self, before: str = "") -> str | None:
-        """The next line, in which `before` may be edited; None at the end."""
+        """Returns the next line, in which `before` may be edited; None at the end."""
         if not self.terminal:
             return self._from_pipe()
         while True:
@@ -35,7 +35,7 @@ class Lines:
             print()
 
     def edit(self, text: str) -> str | None:
-        """The text as it is edited on a terminal."""
+        """Returns the text as it is edited on a terminal."""
         if self._readline is None:
             raise RequestError("give the new message: /edit TEXT")
         return self.read(text)
@@ -68,7 +68,7 @@ class Lines:
             self._readline.set_startup_hook(partial(self._readline.insert_text, text))
 
     def _mark(self, text: str) -> str:
-        """A prompt; readline must be told what takes no room on the screen."""
+        """Returns a prompt; readline must be told what takes no room on the screen."""
         if not in_colour(sys.stdout):
             return text
         start, end = ("\001", "\002") if self._readline is not None else ("", "")

@@ -58,8 +58,8 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
 
 
 def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: bool) -> "Session":
-    """An engine for one conversation, with its steps compiled; without `wait`, those that the first step needs, and
-    the others while the first message is typed. All is checked, and nothing has run."""
+    """Returns an engine for one conversation, with its steps compiled; without `wait`, those that the first step needs,
+    and the others while the first message is typed. All is checked, and nothing has run."""
     cache = compile_cache(args)
     from jllm.cli.chat.session import Session
     from jllm.engine.engine import Engine
@@ -82,7 +82,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
 
 
 def _sizes(given: dict, sampling: SamplingParams) -> dict:
-    """Engine options for one text at a time, whose prompts are mostly short."""
+    """Returns engine options for one text at a time, whose prompts are mostly short."""
     from jllm.engine.one_run import options_for_run
     from jllm.step.buckets import Bucket
 
@@ -120,7 +120,7 @@ class Chat:
         return INTERRUPTED if self.interrupt.asked and not self.lines.terminal else 0
 
     def _take(self, conversation: Conversation, line: str) -> Conversation:
-        """What a line makes of the conversation."""
+        """Returns what a line makes of the conversation."""
         if not line.startswith("/"):
             text = line.strip()
             return self._answer(conversation.ask(text)) if text else conversation

@@ -34,8 +34,8 @@ class Session:
 def answer(
     session: Session, conversation: Conversation, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> tuple[Conversation, Completion]:
-    """The conversation with the answer to its last message, which is shown as it comes; what there is of it, once
-    `stopped`. Raises RequestError where there is no room for it."""
+    """Returns the conversation with the answer to its last message, which is shown as it comes; what there is of it,
+    once `stopped`. Raises RequestError where there is no room for it."""
     engine, prompt = session.engine, prompt_ids(conversation, session.tokenizer)
     seed = nth_seed(session.sampling.seed, len(conversation.asked) - 1)
     sampling = replace(session.sampling, seed=seed)
@@ -73,8 +73,8 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
 
 
 def load(session: Session, path: Path) -> Conversation:
-    """A conversation as it was saved; its K and V are in the prefix cache from here on. SnapshotError for a file of
-    another kind, another model or another KV format."""
+    """Returns a conversation as it was saved; its K and V are in the prefix cache from here on. SnapshotError for a
+    file of another kind, another model or another KV format."""
     try:
         text = read_metadata(path).get(KEY)
     except CheckpointError as error:

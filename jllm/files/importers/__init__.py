@@ -47,7 +47,7 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def has_kv_scales(raw: Mapping[str, Any]) -> bool:
-    """Whether scales of K and V may be stored (kv_scales.py). Raises CheckpointError as stored_weights does."""
+    """Returns whether scales of K and V may be stored (kv_scales.py). Raises CheckpointError as stored_weights does."""
     return raw.get("quant_method") == "modelopt" and ModelOpt.from_config(raw).kv_scales
 
 

@@ -100,6 +100,6 @@ def _straighten(codes: np.ndarray) -> np.ndarray:
 
 
 def _words(groups: int, group: int) -> int:
-    """Words of a row of zero points in version gemv."""
+    """Returns words of a row of zero points in version gemv."""
     multiple = {32: 4, 64: 2}.get(group, 1)
     return math.ceil(groups / (8 * multiple)) * multiple

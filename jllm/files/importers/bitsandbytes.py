@@ -152,8 +152,8 @@ def _is_skipped(skip: tuple[str, ...], module: str) -> bool:
 
 
 def _read_state(name: str, octets: np.ndarray, shape: tuple[int, int], codes: str) -> dict[str, Any]:
-    """The JSON object in a tensor of bytes. Raises CheckpointError unless it describes a weight of this shape in these
-    codes."""
+    """Returns the JSON object in a tensor of bytes. Raises CheckpointError unless it describes a weight of this shape
+    in these codes."""
     try:
         state = json.loads(octets.tobytes())
         found, sizes = state["quant_type"], [state["blocksize"], state.get("nested_blocksize", 1)]

@@ -79,7 +79,7 @@ class CompressedTensors:
         return self._scheme(module) is None
 
     def _scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: a target that names it wins over a pattern, and that over its class."""
+        """Returns the scheme of a module: a target that names it wins over a pattern, and that over its class."""
         if any(_rank(pattern, module) < _RANK for pattern in self.ignore):
             return None
         ranks = [min(_rank(target, module) for target in scheme.targets) for scheme in self.schemes]
@@ -137,7 +137,7 @@ def _rank(target: str, module: str) -> int:
 
 
 def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
-    """One of config_groups."""
+    """Returns one of config_groups."""
     known = (*_FORMATS, *block_floats.FORMATS)
     stored = read_choice({**raw, "format": raw.get("format") or default_format}, "format", None, known)
     packed = stored == "pack-quantized"
@@ -172,7 +172,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
 
 
 def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
-    """The group size that `strategy` means, which older files leave to group_size."""
+    """Returns the group size that `strategy` means, which older files leave to group_size."""
     size = weights.get("group_size")
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = read_choice({**weights, "strategy": weights.get("strategy") or implied}, "strategy", None, strategies)
@@ -180,8 +180,8 @@ def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
 
 
 def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
-    """Codes of inputs, which are those of the weights, and whether one scale for all of them is stored; else each token
-    has one as it comes."""
+    """Returns codes of inputs, which are those of the weights, and whether one scale for all of them is stored; else
+    each token has one as it comes."""
     read_choice(raw, "type", "int", (kind,))
     read_choice(raw, "num_bits", 8, (8,))
     static = not read_choice(raw, "dynamic", False, (True, False))
@@ -243,7 +243,7 @@ def read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray],
 
 
 def _unpack(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], bits: int) -> np.ndarray:
-    """Codes int8 [N, K] of weight_packed."""
+    """Returns codes int8 [N, K] of weight_packed."""
     if tuple(tensors["weight_shape"]) != shape:
         found = [int(size) for size in tensors["weight_shape"]]
         raise CheckpointError(f"tensor {module}.weight_shape holds {found}, but config.json implies {list(shape)}")

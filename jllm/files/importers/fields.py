@@ -58,7 +58,8 @@ _HARMLESS = names(
 
 
 def unknown_fields(raw: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> list[str]:
-    """The fields of an object and those within it that nothing is known of, as paths; not those that hold nothing."""
+    """Returns the fields of an object and those within it that nothing is known of, as paths; not those that hold
+    nothing."""
     found: list[str] = []
     for key, value in raw.items():
         fields = known.get(key, known.get(ANY))
@@ -70,13 +71,13 @@ def unknown_fields(raw: Mapping[str, Any], known: Mapping[str, Any], before: str
 
 
 def refuse(raw: Mapping[str, Any], key: str, supported: str) -> CheckpointError:
-    """The error for a field whose value is not supported."""
+    """Returns the error for a field whose value is not supported."""
     value = json.dumps(raw.get(key))
     return CheckpointError(f"quantization_config: {key} = {value} is not supported; supported: {supported}")
 
 
 def read_choice(raw: Mapping[str, Any], key: str, default: Any, choices: Collection[Any]) -> Any:
-    """raw[key], one of `choices`, `default` where it is absent."""
+    """Returns raw[key], one of `choices`, `default` where it is absent."""
     value = raw.get(key, default)
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise refuse(raw, key, ", ".join(json.dumps(choice) for choice in choices))
@@ -88,7 +89,7 @@ def read_flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def read_group(raw: Mapping[str, Any], key: str, default: int | None) -> int:
-    """raw[key], -1 or a multiple of 8."""
+    """Returns raw[key], -1 or a multiple of 8."""
     value = raw.get(key, default)
     if type(value) is not int or (value != -1 and (value < 8 or value % 8)):
         raise refuse(raw, key, "-1, or a multiple of 8")
@@ -96,7 +97,7 @@ def read_group(raw: Mapping[str, Any], key: str, default: int | None) -> int:
 
 
 def read_names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """raw[key], a list of strings, () where it is absent or null."""
+    """Returns raw[key], a list of strings, () where it is absent or null."""
     value = raw.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refuse(raw, key, "a list of names")
@@ -104,7 +105,7 @@ def read_names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """raw[key], an object, {} where it is absent or null."""
+    """Returns raw[key], an object, {} where it is absent or null."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise refuse(raw, key, "an object")
@@ -117,7 +118,7 @@ def match_glob(pattern: str, text: str) -> bool:
 
 
 def match_pattern(pattern: str, text: str) -> bool:
-    """re.match, a broken pattern being an error of the config's."""
+    """Returns re.match, a broken pattern being an error of the config's."""
     try:
         return re.match(pattern, text) is not None
     except re.error as error:

@@ -37,16 +37,16 @@ class Layout(Protocol):
 
     @property
     def mark(self) -> str:
-        """The end, after "{module}.", of the name of a tensor that every quantized module has, and no other."""
+        """Returns the end, after "{module}.", of the name of a tensor that every quantized module has, and no other."""
 
     def exempt(self, module: str) -> bool:
         """Tells whether the config lets this module be stored in 16 bits."""
 
     def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        """The tensors of a weight [N, K], by what follows "{module}."."""
+        """Returns the tensors of a weight [N, K], by what follows "{module}."."""
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
-        """The weight, from tensors that are as wanted."""
+        """Returns the weight, from tensors that are as wanted."""
 
 
 def stored_weights(
@@ -84,7 +84,7 @@ def _is_quantized(layout: Layout, module: str, stored: Mapping[str, StoredTensor
 def _stored_weight(
     layout: Layout, name: str, parts: Mapping[str, int], columns: int, stored: Mapping[str, StoredTensor]
 ) -> StoredWeight:
-    """One of our weights, of one or more modules (name -> rows)."""
+    """Returns one of our weights, of one or more modules (name -> rows)."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     suffixes: dict[str, list[str]] = {}
     for module, rows in parts.items():
@@ -105,7 +105,7 @@ def _stored_weight(
 
 
 def _resolve(want: Wanted, found: StoredTensor | None) -> tuple[str, tuple[int, ...]]:
-    """The one dtype and shape that a file must have, of those that it may."""
+    """Returns the one dtype and shape that a file must have, of those that it may."""
     for way in (want, want.instead):
         if way is not None and found is not None and found.dtype in way.dtypes and len(found.shape) == len(way.shape):
             sizes = tuple(size if own is None else own for size, own in zip(found.shape, way.shape, strict=True))

@@ -67,7 +67,7 @@ class GPTQ:
         return replace(config, rules=tuple((pattern, config._under(dynamic, pattern)) for pattern in dynamic))
 
     def _under(self, dynamic: Mapping[str, Any], pattern: str) -> "GPTQ | None":
-        """What a rule makes of a module: "-:pattern" leaves it in 16 bits, others change these fields."""
+        """Returns what a rule makes of a module: "-:pattern" leaves it in 16 bits, others change these fields."""
         raw = read_object(dynamic, pattern)
         if pattern.startswith("-:"):
             return None
@@ -80,7 +80,7 @@ class GPTQ:
         )
 
     def _of(self, module: str) -> "GPTQ | None":
-        """What holds for one module: the first rule that matches decides."""
+        """Returns what holds for one module: the first rule that matches decides."""
         for pattern, rule in self.rules:
             if match_pattern(pattern.removeprefix("-:").removeprefix("+:"), module):
                 return rule

@@ -18,13 +18,14 @@ _ENDS = {"k_proj.k_scale": "k", "v_proj.v_scale": "v"}
 
 
 def scale_names(stored: Collection[str]) -> tuple[str, ...]:
-    """Those of the stored tensors that are such scales."""
+    """Returns those of the stored tensors that are such scales."""
     return tuple(name for name in stored if name.endswith(tuple(f".{end}" for end in _ENDS)))
 
 
 def tensor_factors(scales: Mapping[str, np.ndarray], stored: Collection[str]) -> dict[str, np.float32]:
-    """What stored tensors' values are multiplied by, by name, of scales by theirs; none for scales of 1. Names of
-    tensors that do not exist may be among them. Raises CheckpointError for a scale that nothing can be divided by."""
+    """Returns what stored tensors' values are multiplied by, by name, of scales by theirs; none for scales of 1. Names
+    of tensors that do not exist may be among them. Raises CheckpointError for a scale that nothing can be divided
+    by."""
     factors: dict[str, np.float32] = {}
     for name, array in scales.items():
         scale = positive_scale(name, array)[0]

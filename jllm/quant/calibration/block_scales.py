@@ -24,7 +24,7 @@ Stored = tuple[jax.Array, jax.Array, jax.Array | None]  # as store_scales gives 
 
 
 def search_scales(x: jax.Array, fmt: WeightFormat) -> Stored:
-    """Scales for x [N', groups, group], which a rotating format has rotated: as store_scales gives them."""
+    """Returns scales for x [N', groups, group], which a rotating format has rotated: as store_scales gives them."""
     asked, _ = fit_scales(x, fmt)
     if fmt.scale_codes == "e8m0":
         return store_scales(_best(x, [_power(asked, factor) for factor in POWERS], fmt), fmt)
@@ -45,12 +45,12 @@ def search_scales(x: jax.Array, fmt: WeightFormat) -> Stored:
 
 
 def squared_errors(x: jax.Array, scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """[N', groups], of x [N', groups, group] rounded with these scales."""
+    """Returns [N', groups], of x [N', groups, group] rounded with these scales."""
     return jnp.square(_values(x, scales, fmt) * scales[..., None] - x).sum(axis=-1)
 
 
 def _best(x: jax.Array, choices: list[jax.Array], fmt: WeightFormat) -> jax.Array:
-    """Block by block the scale with the least error; of equals the first."""
+    """Returns block by block the scale with the least error; of equals the first."""
     best, least = choices[0], squared_errors(x, choices[0], fmt)
     for scales in choices[1:]:
         errors = squared_errors(x, scales, fmt)
@@ -64,7 +64,8 @@ def _power(scales: jax.Array, factor: float) -> jax.Array:
 
 
 def _fitted(x: jax.Array, stored: jax.Array, tensor: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """The float32 with the least error for these scales and the codes that they give; as it was for no weight."""
+    """Returns the float32 with the least error for these scales and the codes that they give; as it was for no
+    weight."""
     units = stored.astype(x.dtype)
     whole = _values(x, units * tensor.astype(x.dtype), fmt) * units[..., None]
     over, under = jnp.sum(x * whole), jnp.sum(whole * whole)
@@ -72,5 +73,5 @@ def _fitted(x: jax.Array, stored: jax.Array, tensor: jax.Array, fmt: WeightForma
 
 
 def _values(x: jax.Array, scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """The elements in units of scales."""
+    """Returns the elements in units of scales."""
     return code_values(round_codes(x / scales[..., None], None, fmt), None, fmt, x.dtype)

@@ -35,13 +35,13 @@ class InputStats:
     gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None where it was not asked for
 
     def scaled(self, s: jax.Array) -> "InputStats":
-        """The statistics of x / s, s [K]."""
+        """Returns the statistics of x / s, s [K]."""
         gram = None if self.gram is None else self.gram / (s[:, None] * s[None, :])
         return replace(self, absmax=self.absmax / s, mean_abs=self.mean_abs / s, gram=gram)
 
 
 def check_tokens(model: Model, tokens: Any) -> np.ndarray:
-    """i32[B, T] of calibration tokens. Raises QuantizationError for what is not that, or not the model's."""
+    """Returns i32[B, T] of calibration tokens. Raises QuantizationError for what is not that, or not the model's."""
     ids, size = np.asarray(tokens), model.config.vocab_size
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise QuantizationError(f"calibration tokens must be integers [rows, length], not {ids.dtype}{list(ids.shape)}")
@@ -63,7 +63,7 @@ def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
 
 
 def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) -> dict[str, WeightFormat]:
-    """Field -> the format that it gets, of those that get one, in order of computation."""
+    """Returns field -> the format that it gets, of those that get one, in order of computation."""
     names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}
     weights = matrices(layer)
     return {
@@ -83,19 +83,20 @@ def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
 
 
 def rotate_gram(gram: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """The Gram matrix [K, K] of inputs as a weight of that format meets them."""
+    """Returns the Gram matrix [K, K] of inputs as a weight of that format meets them."""
     return rotate_groups(rotate_groups(gram, fmt).T, fmt)
 
 
 def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
-    """[B, T, E]: what the first layer reads."""
+    """Returns [B, T, E]: what the first layer reads."""
     return embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
 
 
 def run_layer(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, taps: tuple[str, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer (config: one_layer's) on one sequence [T, E], and the inputs of linear layers that taps name."""
+    """Returns one layer (config: one_layer's) on one sequence [T, E], and the inputs of linear layers that taps
+    name."""
     T, E = x.shape
     rows = jnp.arange(T, dtype=jnp.int32)
     alone = Params(embed=x, layers=(layer,), norm=jnp.ones(E, x.dtype), head=None)  # whose tokens are 0 .. T - 1
@@ -109,7 +110,7 @@ def run_layer(
 def collect(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, fields: tuple[str, ...], *, gram: bool = True
 ) -> tuple[jax.Array, dict[str, InputStats]]:
-    """A layer on x [B, T, E]: its outputs [B, T, E], and statistics of the inputs of its `fields`."""
+    """Returns a layer on x [B, T, E]: its outputs [B, T, E], and statistics of the inputs of its `fields`."""
     taps = _taps(layer, fields)
 
     def one(stats: dict[str, InputStats], row: jax.Array) -> tuple[dict[str, InputStats], jax.Array]:
@@ -124,7 +125,8 @@ def collect(
 
 
 def _taps(layer: LayerParams, fields: Sequence[str]) -> dict[str, str]:
-    """Field -> the tap that is its input. Raises QuantizationError where the layer's blocks have none for it."""
+    """Returns field -> the tap that is its input. Raises QuantizationError where the layer's blocks have none for
+    it."""
     entries = matrix_entries(layer)
     if unread := [field for field in fields if entries[field].reads is None]:
         raise QuantizationError(f"{entries[unread[0]].name}: its inputs have no tap, so that they cannot calibrate it")

@@ -14,8 +14,8 @@ FIELDS = ("qkv", "o", "gate_up", "down")  # whose inputs can take a scale
 
 
 def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -> LayerParams:
-    """`layer` with columns of `field` times s [K] and its input divided by it, where that input is made: the norm's
-    weight before qkv and gate_up, the value rows before o, the up rows before down.
+    """Returns `layer` with columns of `field` times s [K] and its input divided by it, where that input is made: the
+    norm's weight before qkv and gate_up, the value rows before o, the up rows before down.
 
     Exact but for rounding; for powers of two to the last bit. For o, all query heads that share a KV head must have
     the same scales (see tie_heads). Raises QuantizationError for other kinds of layers.
@@ -36,7 +36,8 @@ def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -
 
 
 def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerParams:
-    """`layer` with keys times s [K, D] and the queries that meet them divided by it, so that scores stay as they are.
+    """Returns `layer` with keys times s [K, D] and the queries that meet them divided by it, so that scores stay as
+    they are.
 
     The two channels that rotary embedding turns, D / 2 apart, must have the same scale; and all heads must where Q and
     K have norms, whose weights it goes into. Exact but for rounding; for powers of two to the last bit.
@@ -55,13 +56,13 @@ def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerPa
 
 
 def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:
-    """x [H D] of o's input -> the largest among the query heads that share a KV head, [H D]."""
+    """Returns x [H D] of o's input -> the largest among the query heads that share a KV head, [H D]."""
     groups = x.reshape(config.num_kv_heads, -1, config.head_dim)
     return jnp.broadcast_to(groups.max(axis=1, keepdims=True), groups.shape).reshape(-1)
 
 
 def _divide_last_rows(part: Any, field: str, s: jax.Array) -> Any:
-    """The last rows of a weight and its bias divided by s: those of values or up projections."""
+    """Returns the last rows of a weight and its bias divided by s: those of values or up projections."""
     w, bias = getattr(part, field), getattr(part, f"{field}_bias")
     s = s.astype(w.dtype)
     part = replace(part, **{field: w.at[-s.shape[0] :].divide(s[:, None])})

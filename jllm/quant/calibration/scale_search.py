@@ -68,7 +68,7 @@ def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -
 def search_scales(
     layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, fmt: WeightFormat
 ) -> jax.Array:
-    """[K]: mean|x|^p with the exponent p of the grid that moves the outputs of `field` least."""
+    """Returns [K]: mean|x|^p with the exponent p of the grid that moves the outputs of `field` least."""
     mean = tie_heads(stats.mean_abs, config) if field == "o" else stats.mean_abs
     scales = jnp.stack([_powers(mean, p / GRID) for p in range(GRID)])
     errors = _errors(matrices(layer)[field], stats.gram, scales, fmt)
@@ -83,7 +83,7 @@ def _powers(mean: jax.Array, exponent: float) -> jax.Array:
 
 @partial(jax.jit, static_argnames="fmt")
 def _errors(w: jax.Array, gram: jax.Array, scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Squared error of the outputs for each of scales [grid, K]."""
+    """Returns squared error of the outputs for each of scales [grid, K]."""
     wide = w.astype(gram.dtype)
 
     def error(s: jax.Array) -> jax.Array:
@@ -94,14 +94,14 @@ def _errors(w: jax.Array, gram: jax.Array, scales: jax.Array, fmt: WeightFormat)
 
 
 def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:
-    """Sum over tokens of |D x|^2, of D [N, K] and the inputs' gram [K, K]."""
+    """Returns sum over tokens of |D x|^2, of D [N, K] and the inputs' gram [K, K]."""
     return jnp.sum(jnp.matmul(difference, gram, precision="highest") * difference)
 
 
 @partial(jax.jit, static_argnames=("fmt", "exempt"))
 def round_clipped(w: jax.Array, gram: jax.Array, fmt: WeightFormat, exempt: int = 0) -> QuantizedWeight:
-    """w [N, K] rounded with the shrunken range of each group that moves the outputs least, other groups being as they
-    are. The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
+    """Returns w [N, K] rounded with the shrunken range of each group that moves the outputs least, other groups being
+    as they are. The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
     x = rotate_groups(grouped(w, fmt), fmt)
     N, groups, size = x.shape
     padded = jnp.pad(rotate_gram(gram.astype(x.dtype), fmt), (0, groups * size - gram.shape[0]))

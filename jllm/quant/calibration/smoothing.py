@@ -80,7 +80,8 @@ def smooth_attention(model: Model, tokens: Any, *, alpha: float = 0.5) -> Params
 
 @partial(jax.jit, static_argnames="config")
 def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer on x [B, T, E]: its outputs, and the largest magnitudes [K, D] of its K and V, as a cache gets them."""
+    """Returns a layer on x [B, T, E]: its outputs, and the largest magnitudes [K, D] of its K and V, as a cache gets
+    them."""
 
     def one(row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         y, found = run_layer(layer, row, config, ("k", "v"))
@@ -92,7 +93,7 @@ def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[
 
 
 def _factors(largest: jax.Array, alpha: float) -> jax.Array:
-    """What channels [K, ..] are divided by; 1 for those that are zero throughout."""
+    """Returns what channels [K, ..] are divided by; 1 for those that are zero throughout."""
     logs = jnp.where(largest > 0, alpha * jnp.log(jnp.where(largest > 0, largest, 1)), 0)
     return jnp.exp(logs - logs.mean(axis=1, keepdims=True))
 
@@ -100,13 +101,13 @@ def _factors(largest: jax.Array, alpha: float) -> jax.Array:
 def smoothquant(
     model: Model, scheme: str | Scheme, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS
 ) -> Params:
-    """`smooth`, then rounding."""
+    """Returns `smooth`, then rounding."""
     plan(model, scheme)
     return quantize(smooth(model, tokens, alpha=alpha, fields=fields), scheme)
 
 
 def smoothing_scales(layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, alpha: float) -> jax.Array:
-    """[K], what the inputs of `field` are divided by; 1 where inputs or weights are zero throughout."""
+    """Returns [K], what the inputs of `field` are divided by; 1 where inputs or weights are zero throughout."""
     x, w = stats.absmax, jnp.abs(matrices(layer)[field]).max(axis=0).astype(stats.absmax.dtype)
     if field == "o":
         x, w = tie_heads(x, config), tie_heads(w, config)

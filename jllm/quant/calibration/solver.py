@@ -73,9 +73,9 @@ def gptq(
 
 
 def mr_gptq(model: Model, scheme: str | Scheme, tokens: Any, *, damping: float = 0.01) -> Params:
-    """Micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202): `gptq` for formats that rotate blocks (`mxfp4-h`,
-    `nvfp4-h`), with scales of the least squared error found ahead and columns in the order of their inputs. The weight
-    keeps its columns where they are. Raises QuantizationError for other formats."""
+    """Returns micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202): `gptq` for formats that rotate blocks
+    (`mxfp4-h`, `nvfp4-h`), with scales of the least squared error found ahead and columns in the order of their inputs.
+    The weight keeps its columns where they are. Raises QuantizationError for other formats."""
     for name, wanted in plan(model, scheme).items():
         if plain := [fmt.name for fmt in wanted if not fmt.rotated]:
             raise QuantizationError(
@@ -104,7 +104,7 @@ def solve(
     static_groups: bool = False,
     search: bool = False,
 ) -> tuple[QuantizedWeight, jax.Array]:
-    """One weight [N, K] for inputs of this Gram matrix [K, K]; and whether all went well, a bool.
+    """Returns one weight [N, K] for inputs of this Gram matrix [K, K]; and whether all went well, a bool.
 
     Columns whose inputs are zero throughout are rounded to nearest. Weights are corrected in gram's dtype.
     """
@@ -131,7 +131,7 @@ def solve(
 
 
 def _inverse_factor(gram: jax.Array, order: jax.Array, damping: float) -> jax.Array:
-    """U [K, K], upper triangular, with U^T U the inverse of the damped Hessian of columns in this order."""
+    """Returns U [K, K], upper triangular, with U^T U the inverse of the damped Hessian of columns in this order."""
     diagonal = jnp.diagonal(gram)
     dead = diagonal == 0  # inputs that never come: their columns correct nothing, and nothing corrects them
     added = jnp.where(dead, 1, 0) + damping * jnp.mean(jnp.where(dead, 1, diagonal))
@@ -147,8 +147,9 @@ def _round_columns(
     each: tuple[jax.Array, jax.Array | None] | None,
     search: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Codes [N', K] of w's columns, rounded left to right; scales and zeros [N', groups], or with those of `each`
-    column [N', K] given, these. A group's are found when it is reached, from columns as they are corrected by then."""
+    """Returns codes [N', K] of w's columns, rounded left to right; scales and zeros [N', groups], or with those of
+    `each` column [N', K] given, these. A group's are found when it is reached, from columns as they are corrected by
+    then."""
     N, K = w.shape
     size = fmt.group if each is None and fmt.group else math.gcd(K, BLOCK)
 
@@ -185,7 +186,7 @@ def _round_columns(
 def _round_block(
     w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of a block's columns w [N', B], and their errors [N', B] over the factor's diagonal."""
+    """Returns codes of a block's columns w [N', B], and their errors [N', B] over the factor's diagonal."""
 
     def column(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         w, codes, errors = carry
