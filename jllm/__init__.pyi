@@ -35,6 +35,8 @@ from jllm.errors import UnknownParameterError as UnknownParameterError
 from jllm.files.drafters import load_drafter as load_drafter
 from jllm.files.load import load as load
 from jllm.files.save import save as save
+from jllm.files.snapshot import load_snapshot as load_snapshot
+from jllm.files.snapshot import save_snapshot as save_snapshot
 from jllm.files.tokenizer import Tokenizer as Tokenizer
 from jllm.files.tokenizer import load_tokenizer as load_tokenizer
 from jllm.guides.guide import Guide as Guide

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pallas_kernels.all_reduce import MeshAxis
 
 MOST = (1 << 31) - 1  # of any integer: the device has 32 bits for it
+MAX_LOGIT_BIAS = 512  # entries of a request
 MOST_LAYERS = 10_000
 MOST_SIZE = 1 << 24  # of each other size: more than any model has
 DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -58,18 +58,18 @@ def bytes_each(kv: str) -> float:
     return round(token_bytes(kv) / (2 * c.num_layers * c.num_kv_heads * c.head_dim), 4)
 
 
-def main(rows: list[Row]) -> Row:
+def headline(rows: list[Row]) -> Row:
     return next(row for row in rows if row["kv"] == "int8-g8")
 
 
 def holds(rows: list[Row]) -> Answer:
     """Decides by groups of 8: there is no gain where accuracy is lost."""
-    row = main(rows)
+    row = headline(rows)
     return in_most([all_hold([row["times"] > 1, kept(row, KEPT)])]), in_all([row["times"] >= STATED])
 
 
 def words(rows: list[Row]) -> tuple[str, str]:
-    row = main(rows)
+    row = headline(rows)
     more, added = f"{100 * (row['times'] - 1):.0f} %", percent(row["added"])
     line = f"An int8 KV cache holds {more} more requests, and adds {added} to perplexity{of_subject(rows)}."
     return f"{more} more requests, {added} perplexity", line

@@ -8,9 +8,9 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jllm.config import MAX_LOGIT_BIAS
 from jllm.errors import RequestError, UnknownParameterError
 from jllm.guides.guide import Guide
-from jllm.model.sampling import MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
     from jllm.model.sampling import Draws

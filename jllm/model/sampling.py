@@ -24,8 +24,6 @@ from pallas_kernels.sample.noise import gumbel
 
 STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks the rest one step later
 
-MAX_LOGIT_BIAS = 512  # entries of a request
-
 
 class Draws(enum.IntEnum):
     """How rows are drawn at most, in the order of what that takes."""

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllm.config import LlamaConfig
+from jllm.config import MAX_LOGIT_BIAS, LlamaConfig
 from jllm.model.cache import COPIES, cache_bytes, jit_copy_pages
 from jllm.model.hooks import Hooks
 from jllm.model.params import Params
-from jllm.model.sampling import MAX_LOGIT_BIAS
 from jllm.parallel.ranks import HEADS, placed_shapes
 from jllm.parallel.ranks import WHOLE as EVERYWHERE
 from jllm.programs.compiler import Recipe

@@ -18,7 +18,7 @@ class _Callable(ModuleType):
     def __getattr__(self, name: str) -> Any:
         from jllm.step.merge import step
 
-        if name in ("lower", "eval_shape", "trace", "__wrapped__", "__signature__"):
+        if name in ("lower", "eval_shape", "trace", "_cache_size", "__wrapped__", "__signature__"):
             return getattr(step, name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.config import LlamaConfig
+from jllm.config import MAX_LOGIT_BIAS, LlamaConfig
 from jllm.model.backbone import Cache
 from jllm.model.cache import COPIES, jit_copy_pages
 from jllm.model.hooks import Hooks
 from jllm.model.paged import NOWHERE
-from jllm.model.sampling import MAX_LOGIT_BIAS, make_counts, words
+from jllm.model.sampling import make_counts, words
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree

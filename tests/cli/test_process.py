@@ -36,9 +36,9 @@ def test_names_of_the_package():
 
 
 def test_submodules_of_the_package():
-    code = "import jllm; print(jllm.errors.JllmError is jllm.JllmError, jllm.files.tokenizer.__name__)"
+    code = "import jllm; print(jllm.errors.JllmError is jllm.JllmError, jllm.config.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("True jllm.files.tokenizer\n", "")
+    assert (done.stdout, done.stderr) == ("True jllm.config\n", "")
 
 
 def test_generate_is_always_the_function():

@@ -25,6 +25,7 @@ class Snap:
     """Stands for a snapshot: all that the scheduler looks at is how long it is."""
 
     length: int
+    ready = True
 
 
 class SharingDevice(Device):

@@ -120,7 +120,7 @@ def test_a_value_that_none_could_mean_ends_the_command_before_anything_runs(main
         (quant_steps.main, ["--stages", "decode:foo:1"], "unknown KV format 'foo'"),
         (quant_steps.main, ["--config", "none.json"], "none.json: cannot be read"),
         (speculation.main, ["steps", "--kv-cache", "foo"], "unknown KV format 'foo'"),
-        (speculation.main, ["claims", "--drafter", "foo"], "speculate='foo' is not known"),
+        (speculation.main, ["rejection", "--drafter", "foo"], "speculate='foo' is not known"),
         (speculation.main, ["acceptance", "--tokens", "64", "1000"], "the model's context is 1024"),
         (start_up.main, ["--kv-cache", "foo"], "unknown KV format 'foo'"),
         (start_up.main, ["--processes", "65"], "an integer from 0 to 64"),

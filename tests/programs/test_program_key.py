@@ -150,9 +150,8 @@ def test_settings_of_this_thread_count_and_a_mesh_has_no_key():
 
 
 def test_modules_that_tracing_cannot_reach_do_not_count():
-    assert [name for name in SOURCES if name.startswith(("jllm.cli", "jllm.engine.", "jllm.quant"))] == [
-        "jllm.programs.packed_step"
-    ]
+    assert not [name for name in SOURCES if name.startswith(("jllm.cli", "jllm.engine", "jllm.quant", "jllm.files"))]
+    assert [name for name in SOURCES if name.startswith("jllm.programs.")] == ["jllm.programs.packed_step"]
     assert {"jllm.generate", "jllm.analysis.lm_eval", "jllm.api", "pallas_kernels.bench.measure"}.isdisjoint(SOURCES)
     assert {"jllm.step.merge", "jllm.model.backbone", "pallas_kernels.decode_attention.mosaic_sm90"} <= SOURCES.keys()
 
@@ -197,6 +196,8 @@ def files_that_run() -> Iterator[set[str]]:
 
 TREE = {
     "jllm/__init__.py": "if TYPE_CHECKING:\n    import jllm.cli",
+    "jllm/step/__init__.py": "",
+    "jllm/model/__init__.py": "",
     "jllm/step/merge.py": "import jllm.model.backbone\ndef step():\n"
     "  try:\n    from pallas_kernels import op\n  except E: pass",
     "jllm/model/backbone.py": "import numpy\nimport pallas_kernels.late as late\n"

@@ -233,7 +233,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_the_command_by_the_name_of_the_module():
-    done = subprocess.run([sys.executable, "-m", "jllm.step.batch"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "jllm.batch"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: give --input FILE and --output FILE (see --help)\n"
 

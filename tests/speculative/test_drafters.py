@@ -206,7 +206,7 @@ def of_all_before(found, tree, end):
 
 def of_the_first_token_alone(found, short, chunks, **sizes):
     if chunks.lengths.shape[0]:
-        short = replace(short, rows=jnp.minimum(short.rows, 1))
+        short = replace(short, used=jnp.minimum(short.used, 1))
     return found(short, chunks, **sizes)
 
 

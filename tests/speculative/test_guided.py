@@ -240,8 +240,8 @@ def of_one_path(self, matcher, drafts, tree):
 
 
 FAULTS = {
-    "each node has the root's mask": (rows.Rows, "of_nodes", of_the_root, "chain"),
-    "each node of a tree has the root's mask": (rows.Rows, "of_nodes", of_the_root, "tree"),
+    "each node has the root's mask": (rows.HeadRows, "of_nodes", of_the_root, "chain"),
+    "each node of a tree has the root's mask": (rows.HeadRows, "of_nodes", of_the_root, "tree"),
     "one path has masks": (Guides, "_allowed_paths", of_one_path, "tree"),
 }
 
@@ -257,8 +257,8 @@ def test_faults_are_found(monkeypatch, fault):
 
 
 def test_a_fault_in_what_is_possible_is_found(monkeypatch):
-    accept = rows.Rows.accept
-    monkeypatch.setattr(rows.Rows, "accept", lambda self, drawn, possible=None: accept(self, drawn))
+    accept = rows.HeadRows.accept
+    monkeypatch.setattr(rows.HeadRows, "accept", lambda self, drawn, possible=None: accept(self, drawn))
     with jax.enable_x64(True):
         model = tiny_model("float64", tokenizer=TOKENIZER, context=124)
     with pytest.raises((AssertionError, pytest.fail.Exception)):

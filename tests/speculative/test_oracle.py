@@ -169,7 +169,7 @@ FAULTS = {
         lambda tree, drafted, drawn, used: accept(tree, drafted, drawn, used * 0 + tree.size),
     ),
     "the tree's nodes stay where they are": (step_sample, "_compact", lambda state, *_: state.cache),
-    "penalties forget drafts": (rows.Rows, "drafts_before", lambda rows: None),
+    "penalties forget drafts": (rows.HeadRows, "drafts_before", lambda rows: None),
 }
 
 

@@ -94,6 +94,8 @@ def products(scheme: str) -> int:
         return 0
     if scheme == "llm-int8":  # two of each weight
         return 8
+    if scheme == "w8a8-groups":  # QKV, gate and up: what reads a scale for each group is plain jnp
+        return 2
     silu = scheme in ("w8a8", "w8a8-all", "w8a8-head", "fp8")  # else it is of 16 bits, and XLA's
     codes = silu and scheme != "w8a8"  # of attention's output
     return (3 if scheme in ("w8a8", "w8a8-tensor") else 4) + silu + codes + (scheme == "w8a8-head")
