@@ -104,10 +104,10 @@ def test_a_class_whose_source_does_not_count_has_no_content():
         return {name: path for name, path in SOURCES.items() if name != f"pallas_kernels.{module}"}
 
     with pytest.raises(NoKey, match="kv_formats.KVFormat"):
-        content(KVFormat("int8", 8), without("kv_formats"))
+        content(KVFormat("int8", 8), without("formats.kv_formats"))
     pages = allocate(1, 1, 8, 8, KVFormat("int8", 8), KVFormat("bfloat16"))
     with pytest.raises(NoKey, match="container"):
-        arguments_content(pages, [DEVICE], without("kv_pages"))
+        arguments_content(pages, [DEVICE], without("formats.kv_pages"))
 
 
 def test_arguments_differ_by_structure_shape_dtype_and_format():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.qps import main
-from tests.serve.conftest import checkpoint, listening, model  # noqa: F401  (two of them are fixtures)
+from tests.serve.conftest import listening
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
