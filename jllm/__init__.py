@@ -3,8 +3,8 @@
 The pure half: LlamaConfig, Params, init_params, State, init_state, RaggedBatch, step = forward then sample, Outputs.
 The half that serves: load, generate, stream, Engine, SamplingParams.
 
-Names are imported when they are first asked for (PEP 562): `python -m jllm.generate --help` needs no JAX, and takes
-0.1 s instead of 2. They are listed in __init__.pyi.
+A name is imported when it is first used (PEP 562). So `python -m jllm.generate --help` needs no JAX and starts at once.
+__init__.pyi lists the names.
 """
 
 import ast
@@ -21,7 +21,7 @@ _MODULE_OF = {
     for name in node.names
 }
 _SNAPSHOTS = "save a snapshot and resume it with share=True (docs/several-gpus.md)"
-GONE = {  # names that were here, and what takes their place
+GONE = {  # removed names -> their successors
     "KVStore": _SNAPSHOTS,
     "StoringEngine": _SNAPSHOTS,
     "LengthPredictorError": "experiments.training.learned_length has it",
@@ -36,11 +36,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         return _submodule(name)
     value = getattr(import_module(_MODULE_OF[name]), name)
-    return globals().setdefault(name, value)  # later look-ups do not come here; `step` is bound already, see step/
+    return globals().setdefault(name, value)  # later look-ups skip this function; `step` is bound already, see step/
 
 
 def _submodule(name: str) -> Any:
-    """So that `import jllm; jllm.errors` works, imported before or not."""
+    """Returns a submodule, so that `import jllm; jllm.errors` works whether it was imported before or not."""
     path = f"{__name__}.{name}"
     try:
         return import_module(path)

@@ -1,4 +1,4 @@
-"""`jllm`, and `python -m jllm`: one name for the commands, each of which is a module to be run."""
+"""Runs the commands as `jllm` and `python -m jllm`. Each command is a module."""
 
 import runpy
 import sys
@@ -18,13 +18,14 @@ usage: jllm COMMAND [...]
 
 {"\n".join(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items())}
 
-jllm COMMAND --help says more. Each is also a module: python -m {", ".join(module for module, _ in COMMANDS.values())}.
+jllm COMMAND --help lists its options. Each is also a module:
+python -m {", ".join(module for module, _ in COMMANDS.values())}.
 """
 
 
 def main() -> None:
-    """Runs the command that sys.argv names, as `python -m` would, but for its name; ends with its exit status, or 2 for
-    none."""
+    """Runs the command that sys.argv names, as `python -m` would. Exits with the command's status, or with 2 if there
+    is no command."""
     end_at_interrupts()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):

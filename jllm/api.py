@@ -1,4 +1,4 @@
-"""generate() and stream(): the library's two one-call entrances, both over one Engine."""
+"""Offers generate() and stream(), the library's two one-call functions. Both run one Engine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from jllm.programs.folder import find_compile_cache
 
 @dataclass(frozen=True)
 class Piece:
-    """What has become certain of one completion since its last piece."""
+    """Holds the new text of a completion that will not change any more."""
 
-    prompt: int  # which prompt, by position
-    sample: int  # which of its n samples
+    prompt: int  # the prompt's position in the list
+    sample: int  # the index of the sample among the prompt's n
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None  # set on a sample's last piece
@@ -36,12 +36,13 @@ def generate(
 ) -> list[Completion]:
     """Completes prompts (text, or lists of token ids), batched continuously.
 
-    `sampling` is one SamplingParams or one a prompt; options are those of EngineOptions (max_slots, page_size,
-    num_pages, max_step_tokens, kv_cache, ...). Completions come in the order of the prompts, n for each.
+    `sampling` is one SamplingParams for all prompts, or a list with one for each. `options` are the fields of
+    EngineOptions (max_slots, page_size, num_pages, max_step_tokens, kv_cache, ...). Returns the completions in the
+    order of the prompts, n for each.
 
-    Steps are compiled before the first of them runs, with progress on a terminal, and kept where the command keeps its
-    own (programs/folder.py) for the next time, unless JAX keeps them itself; executables=FOLDER keeps them there, and
-    executables=None nowhere.
+    Compiles the steps before the first one runs, with a progress bar on a terminal. Compiled steps are saved in the
+    command's cache (programs/folder.py), unless JAX has a cache of its own. executables=FOLDER saves them in that
+    folder, and executables=None does not save them.
     """
     done = {(p.prompt, p.sample): p.completion for p in stream(model, prompts, sampling, **options) if p.completion}
     return [done[key] for key in sorted(done)]
@@ -53,7 +54,8 @@ def stream(
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     **options: Unpack[EngineKeywords],
 ) -> Iterator[Piece]:
-    """Like generate, but yields pieces as tokens come. Bad arguments raise here, not at the first piece."""
+    """Completes prompts as generate does, but yields pieces as tokens come. Raises for bad arguments at the call,
+    before the first piece."""
     prompts = as_prompts(prompts)
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(prompts)
@@ -61,7 +63,8 @@ def stream(
         raise RequestError(f"sampling must be SamplingParams, or a list of them, not {sampling!r}")
     if len(sampling) != len(prompts):
         raise RequestError(
-            f"{len(sampling)} SamplingParams for {counted(len(prompts), 'prompt')}: give one, or one a prompt"
+            f"{len(sampling)} SamplingParams for {counted(len(prompts), 'prompt')}: give one for all, or one for each "
+            "prompt"
         )
     requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
     if "executables" not in options:
@@ -80,16 +83,17 @@ def stream(
 
 
 def _compile_cache() -> Path | None:
-    """Where steps are kept by default; nowhere if JAX keeps them itself, or files could not."""
+    """Returns the default folder of compiled steps. It is None if JAX has its own cache, or if no folder is
+    writable."""
     return None if jax_cache_is_on() else find_compile_cache()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns one prompt or several, as a list. A list of integers is one prompt, and so is an array with one axis."""
+    """Returns one prompt or several as a list. A list of integers is one prompt, and so is an array with one axis."""
     if isinstance(prompts, str) or (isinstance(prompts, Array) and prompts.ndim < 2):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be text, token ids, or a list of such, not {prompts!r}")
+        raise RequestError(f"prompts must be text, token ids, or a list of these, not {prompts!r}")
     several: list = list(prompts)
     return [several] if several and isinstance(several[0], Integral) else several
 
@@ -98,5 +102,5 @@ def _pieces(engine: Engine, index: dict[int, int]) -> Iterator[Piece]:
     try:
         for event in engine.run():
             yield Piece(index[event.id], event.sample, event.text, event.token_ids, event.completion)
-    finally:  # also when the caller stops half-way
+    finally:  # also if the caller stops early
         engine.close()

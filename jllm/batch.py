@@ -1,4 +1,4 @@
-"""`python -m jllm.batch`; jllm/serve/batch.py has the code."""
+"""Runs `python -m jllm.batch`. The code is in jllm/serve/batch.py."""
 
 import runpy
 

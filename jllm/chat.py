@@ -1,4 +1,4 @@
-"""`python -m jllm.chat`; jllm/cli/chat has the code."""
+"""Runs `python -m jllm.chat`. The code is in jllm/cli/chat."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The shape of a LLaMA-like model as one frozen, hashable value (static under jit), read from and written as a
-Hugging Face config.json.
+"""Describes the shape of a LLaMA-like model as one frozen, hashable value (static under jit).
 
-A field of the file is either understood, known to change nothing at inference, refused unless it is neutral, or
-unknown: then a warning names it.
+jllm.files.hf_config reads it from a Hugging Face config.json and writes it as one. A field of that file is supported,
+ignored because it changes nothing at inference, or refused unless it is neutral. An unknown field gives a warning that
+names it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from pallas_kernels.all_reduce import MeshAxis
 
-MOST = (1 << 31) - 1  # of any integer: the device has 32 bits for it
-MAX_LOGIT_BIAS = 512  # entries of a request
+MOST = (1 << 31) - 1  # the largest integer: the device has 32 bits for it
+MAX_LOGIT_BIAS = 512  # the most entries of a request
 MOST_LAYERS = 10_000
-MOST_SIZE = 1 << 24  # of each other size: more than any model has
+MOST_SIZE = 1 << 24  # the largest of every other size: more than any model has
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings: kind "linear" uses factor alone, "llama3" all fields."""
+    """Holds the frequency scaling of rotary embeddings. Kind "linear" uses `factor` alone, "llama3" all fields."""
 
     kind: str
     factor: float
@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and switches of one model. Letters are those of the README's axis table.
+    """Holds the sizes and switches of one model. The README's table explains the letters of axes.
 
     Raises ConfigError for sizes that fit no model (heads not a multiple of KV heads, odd head dim, ...).
     """
@@ -48,7 +48,7 @@ class LlamaConfig:
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # D
-    context: int  # most positions that the model was made for (max_position_embeddings)
+    context: int  # the most positions of the model (max_position_embeddings)
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -58,16 +58,16 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    dtype: str = "bfloat16"  # what the checkpoint stores
+    dtype: str = "bfloat16"  # of the checkpoint
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    # Of the inputs of o and down, each quantized by itself, as on that number of devices.
+    # The inputs of o and down are quantized in this number of parts, as on that number of devices.
     activation_parts: int = field(default=1, repr=False)
-    # The devices that share each layer (jllm.parallel); None: there is one.
+    # The devices that share each layer (jllm.parallel); None: one device.
     mesh: "Mesh | None" = field(default=None, repr=False)
-    # Of that mesh, in the config of the part that one of its devices computes.
+    # The mesh's axis, in the config of one device's share.
     axis: "MeshAxis | None" = field(default=None, repr=False)
-    kv_copies: int = field(default=1, repr=False)  # devices of that axis that have the same KV heads, likewise
+    kv_copies: int = field(default=1, repr=False)  # devices that have the same KV heads, in the same config
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -82,18 +82,21 @@ class LlamaConfig:
             if self.activation_parts < 1 or getattr(self, name) % self.activation_parts:
                 raise ConfigError(f"activation_parts is {self.activation_parts}, but must divide {name}")
         if self.windows and len(self.windows) != self.num_layers:
-            raise ConfigError(f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one a layer")
+            raise ConfigError(
+                f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one for each layer"
+            )
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
             raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
-        if not any(self.windows):  # one spelling of "none anywhere", so that equal models compare equal
+        if not any(self.windows):  # one form of "no windows", so that equal models compare equal
             object.__setattr__(self, "windows", ())
 
     def window(self, layer: int) -> int | None:
-        """Returns sliding window of a layer: key j is visible to query i iff 0 <= i - j < window."""
+        """Returns the sliding window of a layer. Key j is visible to query i iff 0 <= i - j < window. If it is None,
+        all keys up to i are visible."""
         return self.windows[layer] if self.windows else None
 
     def one_layer(self, layer: int) -> "LlamaConfig":
-        """Returns the config of a layer as a model of its own."""
+        """Returns the config of a model that has this layer alone."""
         return replace(self, num_layers=1, windows=self.windows[layer : layer + 1])
 
     @property
@@ -110,5 +113,5 @@ class LlamaConfig:
 
     @staticmethod
     def from_hf(*_: Any, **__: Any) -> NoReturn:
-        """Raises AttributeError: the name is gone."""
+        """Raises AttributeError that names the successor: the function has moved."""
         raise AttributeError("LlamaConfig.from_hf is gone: use jllm.files.hf_config.from_hf")

@@ -1,92 +1,93 @@
-"""Every error that a user can cause, each saying in one line what is wrong and what would be right.
+"""Defines every error that a user can cause. Its one line says what is wrong and what would be right.
 
-The command line prints the line and exits with status 2; a program catches the type.
+The command line prints the line and exits with status 2. A program catches the type.
 """
 
 
 def how_to_install(extra: str) -> str:
-    """Returns what a message says of an extra that is missing: from the sources, since PyPI's jllm is another
-    project."""
+    """Returns the command that installs a missing extra, for a message. It installs from the sources, since PyPI's jllm
+    is another project."""
     return f"uv pip install -e '.[{extra}]' in the folder of jllm's sources"
 
 
 def counted(count: int, what: str) -> str:
-    """Returns a number of things as a message says it: "1 turn", "2 turns"."""
+    """Returns a number of things for a message: "1 turn", "2 turns"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def between(least: int, most: int, form: str = "{} to {}") -> str:
-    """Returns the numbers that there are to choose from: "1 to 8", or the only one."""
+    """Returns the valid range of a number for a message: "1 to 8", or the only valid number."""
     return str(least) if least == most else form.format(least, most)
 
 
 class JllmError(Exception):
-    """Base of all errors that jllm raises on purpose."""
+    """Is the base of all errors that jllm raises on purpose."""
 
 
 class ConfigError(JllmError, ValueError):
-    """A config file or an engine option asks for something unknown, unsupported or inconsistent."""
+    """Raised when a config file or an engine option asks for something unknown, unsupported or inconsistent."""
 
 
 class NoRoomError(ConfigError):
-    """A model or an engine that its device has no room for."""
+    """Raised when a device has no room for a model or an engine."""
 
 
 class DrafterError(ConfigError):
-    """A drafter that does not fit the model, or a file of one that is damaged or was made for another model."""
+    """Raised when a drafter does not fit the model, or when its file is damaged or made for another model."""
 
 
 class CheckpointError(JllmError, ValueError):
-    """A checkpoint directory or one of its files is missing, damaged or does not fit its config."""
+    """Raised when a checkpoint directory or one of its files is missing, damaged or does not fit its config."""
 
 
 class QuantizationError(JllmError, ValueError):
-    """A quantization scheme that is unknown or garbled, or does not fit the model or its weights."""
+    """Raised when a quantization scheme is unknown or malformed, or does not fit the model or its weights."""
 
 
 class TokenizerError(JllmError, ValueError):
-    """No tokenizer where one is needed, or one that cannot be read, or text that it cannot take."""
+    """Raised when a tokenizer is missing or unreadable, or cannot encode a text."""
 
 
 class EvaluationError(JllmError, ValueError):
-    """A text, a protocol or a pair of models that perplexity or divergence can't be computed of."""
+    """Raised when perplexity, divergence or another measure cannot be computed for a text or a pair of models."""
 
 
 class SnapshotError(JllmError, ValueError):
-    """A snapshot of a KV cache that is damaged, or does not fit the cache or the pages that it should go to."""
+    """Raised when a snapshot of a KV cache is damaged, or does not fit the cache or the given pages."""
 
 
 class RequestError(JllmError, ValueError):
-    """A prompt or its sampling parameters cannot be served."""
+    """Raised when a prompt or its sampling parameters cannot be served."""
 
 
 class TooLongError(RequestError):
-    """A prompt, with the tokens that are to follow it, that is longer than the engine has room for."""
+    """Raised when a prompt and the tokens after it are longer than the engine has room for."""
 
 
 class QueueFull(JllmError, RuntimeError):
-    """More requests wait than may: those that come later may find room."""
+    """Raised when the queue of waiting requests is full. A later request may find room."""
 
 
 class UnknownParameterError(RequestError, TypeError):
-    """A keyword that is no sampling parameter."""
+    """Raised for a keyword that is not a sampling parameter."""
 
 
 class InputFileError(JllmError, ValueError):
-    """A line of an input file (named by its number) is broken."""
+    """Raised when a line of an input file is broken. The message names the line's number."""
 
 
 class OutputError(JllmError, OSError):
-    """Results could not be written; what was written before is kept."""
+    """Raised when results cannot be written. Results that were written before are kept."""
 
 
 class RemoteError(JllmError, RuntimeError):
-    """Another process that this one works with cannot be reached, has gone, or does not fit it."""
+    """Raised when another process that this one works with cannot be reached, has ended, or does not fit it."""
 
 
 class EngineClosed(JllmError, RuntimeError):
-    """The engine was closed, by the caller or after a device error that it could not recover from."""
+    """Raised when the engine was closed, by the caller or after a device error that it could not recover from."""
 
 
 class EngineBusy(JllmError, RuntimeError):
-    """A call of an engine that may not overlap with the one that is running; that one goes on undisturbed."""
+    """Raised when a call may not overlap with the call of the same engine that is running. The running call goes on
+    undisturbed."""

@@ -1,7 +1,7 @@
-"""`python -m jllm.generate`, the command line; jllm/cli has the code.
+"""Runs `python -m jllm.generate`, the command line. The code is in jllm/cli.
 
-`jllm.generate` is also the library's function, and Python binds an imported submodule to its name in the package. So
-the module, where it is imported rather than run, can be called like the function.
+`jllm.generate` is also the library's function. Python binds an imported submodule to its name in the package, so this
+module can be called like the function.
 """
 
 import sys

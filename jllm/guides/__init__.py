@@ -1,1 +1,1 @@
-"""What a text must look like, by llguidance: a guide as a value, and what matches a text against it."""
+"""Constrains texts by llguidance: guides as values, and matchers of a text against them."""

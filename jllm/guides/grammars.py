@@ -1,4 +1,4 @@
-"""Guides as matchers of llguidance: what the engine and the processes that try guides first have in common. No JAX."""
+"""Makes llguidance matchers of guides, for the engine and for the processes that try guides first. Needs no JAX."""
 
 import json
 import re
@@ -8,15 +8,15 @@ from jllm.errors import RequestError
 from jllm.guides.guide import Guide
 from jllm.guides.guide_schema import parse, served
 
-SPACES = r"[ \n]{0,20}"  # between the parts of JSON: enough to indent, and no place to stay in for ever
+SPACES = r"[ \n]{0,20}"  # between the parts of JSON: enough to indent, but not endless
 
 
 def make_matcher(words: Any, guide: Guide) -> Any:
-    """Returns an LLMatcher at the guide's beginning; `words` is an LLTokenizer. Raises RequestError for a guide that is
-    not valid."""
+    """Returns an LLMatcher at the guide's beginning. `words` is an LLTokenizer. Raises RequestError for an invalid
+    guide."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # Limits are the library's own. Its errors would tell its whole state.
+    # Limits are the library's defaults. Verbose errors would print its whole state.
     made = LLMatcher(words, _grammar(guide), log_level=0, limits=LLParserLimits(verbose_errors=False))
     if made.is_error():
         raise RequestError(f"the guide ({guide.kind}) is not valid: {one_line(made.get_error())}")
@@ -36,10 +36,10 @@ def _grammar(guide: Guide) -> str:
         return LLMatcher.grammar_from_regex(guide.text)
     if guide.kind == "grammar":
         return LLMatcher.grammar_from_lark(guide.text)
-    # One lexeme: rules of so many texts are more than a step may hold.
+    # One lexeme: a rule for each of many texts would exceed llguidance's limits of a step.
     return LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(guide.text))))
 
 
 def one_line(text: str) -> str:
-    """Returns an error of llguidance."""
+    """Returns an error text of llguidance on one line."""
     return " ".join(text.replace("<non-verbose/>", "").split())

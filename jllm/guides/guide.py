@@ -1,4 +1,4 @@
-"""What a continuation must look like, as a value: a JSON schema, a regular expression, a choice or a grammar."""
+"""Defines a guide, the required form of a continuation: a JSON schema, a regular expression, a choice or a grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ KINDS = ("json", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class Guide:
-    """Made by `Guide.json`, `Guide.regex`, `Guide.choice` or `Guide.grammar`. A model's tokenizer decides whether it is
-    valid: an engine checks it when a request comes."""
+    """Holds the required form of a continuation. It is made by `Guide.json`, `Guide.regex`, `Guide.choice` or
+    `Guide.grammar`. A model's tokenizer decides whether it is valid, so an engine checks it when a request comes."""
 
     kind: str
-    text: str  # of json a schema, of choice a list of strings, both as JSON
+    text: str  # a schema for json, a list of strings for choice, both as JSON
 
     def __post_init__(self):
         if self.kind not in KINDS or not isinstance(self.text, str):
@@ -25,25 +25,28 @@ class Guide:
 
     @classmethod
     def parse(cls, value: Any) -> "Guide":
-        """From {"json": schema}, {"regex": text}, {"choice": [texts]} or {"grammar": text}."""
+        """Returns a guide from {"json": schema}, {"regex": text}, {"choice": [texts]} or {"grammar": text}."""
         if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in KINDS:
-            raise RequestError(f'a guide must be like {{"regex": "[0-9]+"}}, of {", ".join(KINDS)}, not {value!r}')
+            raise RequestError(
+                f'a guide must be like {{"regex": "[0-9]+"}}, with one of {", ".join(KINDS)}, not {value!r}'
+            )
         kind, given = next(iter(value.items()))
         made: Guide = getattr(cls, kind)(given)
         return made
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what parse takes."""
+        """Returns the guide in the form that `parse` takes."""
         return {self.kind: json.loads(self.text) if self.kind in ("json", "choice") else self.text}
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Guide":
-        """Returns JSON that a schema accepts, given as a mapping or as its text; None: any object."""
+        """Returns a guide for JSON that a schema accepts. The schema is a mapping or its text; None accepts any
+        object."""
         if isinstance(schema, str):
             schema = guide_schema.parse(schema)
         if schema is not None and not isinstance(schema, Mapping | bool):
             raise RequestError(f"a JSON schema must be a mapping, not {schema!r}")
-        guide_schema.served(schema)  # here its numbers are as they were written
+        guide_schema.served(schema)  # checked here, where numbers still have their original text
         try:
             return cls("json", json.dumps({"type": "object"} if schema is None else schema))
         except (TypeError, ValueError, RecursionError) as error:
@@ -51,15 +54,15 @@ class Guide:
 
     @classmethod
     def regex(cls, pattern: str) -> "Guide":
-        """Returns text that a regular expression matches from its first character to its last (syntax of Rust's regex
-        crate, without look-around)."""
+        """Returns a guide for text that a regular expression matches from its first character to its last. The syntax
+        is that of Rust's regex crate, without look-around."""
         if not isinstance(pattern, str):
             raise RequestError(f"a regular expression must be a string, not {pattern!r}")
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Guide":
-        """Returns one of some texts."""
+        """Returns a guide for one of some texts."""
         some = [] if isinstance(texts, str) or not isinstance(texts, Sequence) else list(texts)
         if not some or not all(isinstance(text, str) and text for text in some):
             raise RequestError(f"a choice must be a list of non-empty strings, not {texts!r}")
@@ -67,7 +70,8 @@ class Guide:
 
     @classmethod
     def grammar(cls, text: str) -> "Guide":
-        """Returns text of a context-free grammar in llguidance's dialect of Lark, whose first rule is `start`."""
+        """Returns a guide for text of a context-free grammar in llguidance's dialect of Lark, whose first rule is
+        `start`."""
         if not isinstance(text, str) or not text.strip():
             raise RequestError(f"a grammar must be a non-empty string, not {text!r}")
         return cls("grammar", text)

@@ -1,7 +1,8 @@
-"""JSON schemas as llguidance takes them. What it would change or ignore without a word is mapped here, or refused.
+"""Converts JSON schemas to a form that llguidance takes. Anything that it would silently change or ignore is mapped or
+refused.
 
-It reads numbers as doubles, integers as i64, and the steps of multipleOf as u32. It leaves out the keywords that
-`$schema` does not name, so that `$schema` is taken away: then it refuses what it lacks. No JAX is needed here.
+llguidance reads numbers as doubles, integers as i64, and the steps of multipleOf as u32. It skips keywords that the
+draft in `$schema` lacks, so `$schema` is removed. Then it refuses unknown keywords. No JAX is needed here.
 """
 
 import json
@@ -13,26 +14,27 @@ from typing import Any
 
 from jllm.errors import RequestError
 
-LARGEST = 2**53  # of whole numbers: up to it each has a double
-EXACT_POWER = 22  # of ten, the largest that is a double
-DEEPEST = 120  # objects and lists within each other, of which llguidance reads 128 with its own
-MOST_STEPS = 2**32  # of multipleOf
+LARGEST = 2**53  # up to it each whole number is a double
+EXACT_POWER = 22  # the largest power of ten that is a double
+DEEPEST = 120  # nested objects and lists; llguidance reads 128, its own included
+MOST_STEPS = 2**32  # the most steps of multipleOf
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # objects whose values are schemas
 ASKS_NOTHING = ("$schema", "default", "examples", "example", "title", "description", "$comment")
-OF_OLD = ("divisibleBy", "disallow", "extends")  # keywords of early drafts, which llguidance does not know
-JOINED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # where schemas are intersected
+OF_OLD = ("divisibleBy", "disallow", "extends")  # keywords of early drafts, which llguidance lacks
+JOINED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")  # keywords that intersect schemas
 
 
 class Changed(float):
-    """A number of JSON that is not its double; `text` is how it was written."""
+    """Is a number of JSON that a double cannot hold exactly. `text` is its original text."""
 
     text: str
 
 
 def read_float(text: str) -> float:
-    """Returns a decimal of JSON: parse_float of json.loads, for what may hold a schema."""
+    """Returns a decimal of JSON, as Changed if a double cannot hold it. It serves as parse_float of json.loads for
+    schemas."""
     value = float(text)
     try:
         same = math.isfinite(value) and Decimal(text) == Decimal(repr(value))
@@ -46,7 +48,7 @@ def read_float(text: str) -> float:
 
 
 def parse(text: str) -> Any:
-    """Returns a schema's text as an object. Raises RequestError."""
+    """Returns a schema's text as an object. Raises RequestError for text that is not JSON."""
     try:
         return json.loads(text, parse_float=read_float)
     except RecursionError:
@@ -56,7 +58,8 @@ def parse(text: str) -> Any:
 
 
 def served(schema: Any) -> Any:
-    """Returns the schema as llguidance is to have it. Raises RequestError for what it would change or ignore."""
+    """Returns the schema in the form that llguidance takes. Raises RequestError for parts that it would change or
+    ignore."""
     if schema is False:
         raise RequestError("the JSON schema false allows nothing")
     walk = _Walk()
@@ -69,8 +72,8 @@ def served(schema: Any) -> Any:
 
 
 class _Walk:
-    """One pass over a schema; `steps` are those of its multipleOf, as whole numbers of 10^-exponent, and `open` the
-    bounds that are left out themselves."""
+    """Makes one pass over a schema. `steps` are those of its multipleOf, as whole numbers of 10^-exponent. `open` has
+    the exclusive bounds."""
 
     def __init__(self) -> None:
         self.steps: set[tuple[int, int]] = set()
@@ -89,9 +92,9 @@ class _Walk:
             if name in ASKS_NOTHING or (name == "uniqueItems" and value is False):
                 continue
             if name == "additionalItems" and not isinstance(given.get("items"), list):
-                continue  # where it says nothing, llguidance would leave prefixItems out for it
+                continue  # it has no meaning here, but llguidance would drop prefixItems for it
             if name in OF_OLD or (name in BOUNDS[2:] and value is True and name[9:].lower() not in given):
-                raise RequestError(f"{name} of a JSON schema is not served as it stands there")
+                raise RequestError(f"{name} of a JSON schema is not supported in this form")
             self.joined, self.merged = self.joined or name in JOINED, self.merged or name == "allOf"
             made[name] = self._keyword(name, value, depth)
         if made.get("type") != "integer":
@@ -148,7 +151,8 @@ def _exclusive(name: str) -> str:
 
 
 def _check_open(left_out: Iterable[float], bounds: Collection[float]) -> None:
-    """llguidance allows a whole number that is left out itself, where another bound is less than 1 from it."""
+    """Raises RequestError for an exclusive whole bound with another bound less than 1 away: llguidance would allow
+    it."""
     for bound in left_out:
         if float(bound).is_integer() and any(0 < abs(bound - other) < 1 for other in bounds):
             name = "exclusiveMinimum or exclusiveMaximum"
@@ -156,8 +160,8 @@ def _check_open(left_out: Iterable[float], bounds: Collection[float]) -> None:
 
 
 def _check_number(name: str, value: int | float) -> None:
-    most = LARGEST - name.startswith("exclusive")  # whose neighbour is held too
-    if isinstance(value, Changed) or not abs(value) <= most or not _is_read_well(value):  # nor is NaN
+    most = LARGEST - name.startswith("exclusive")  # an exclusive bound's neighbour must be exact, too
+    if isinstance(value, Changed) or not abs(value) <= most or not _is_read_well(value):  # NaN fails here, too
         kept = "whole numbers up to 2^53, and decimals of 15 digits"
         raise RequestError(f"{name} of a JSON schema cannot be {_written(value)}: guides hold {kept}")
 
@@ -176,7 +180,7 @@ def _written(value: int | float) -> str:
 
 
 def _step(value: int | float) -> tuple[int, int]:
-    """Returns the step of a multipleOf as llguidance finds it: so many of 10^-exponent."""
+    """Returns the step of a multipleOf as llguidance finds it: a whole number of 10^-exponent, and the exponent."""
     _check_number("multipleOf", value)
     steps, exponent = abs(float(value)), 0
     while not steps.is_integer():
@@ -187,8 +191,8 @@ def _step(value: int | float) -> tuple[int, int]:
 
 
 def _check_steps(steps: set[tuple[int, int]]) -> None:
-    """Where llguidance makes one multipleOf of several, it multiplies them in 32 bits, and does not say when they don't
-    fit."""
+    """Raises RequestError for steps that llguidance cannot combine. It multiplies them in 32 bits and reports no
+    overflow."""
     if len(steps) < 2:
         return
     most = max(exponent for _, exponent in steps)

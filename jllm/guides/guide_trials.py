@@ -1,8 +1,8 @@
-"""Guides tried in a process of their own before the engine compiles them.
+"""Tries guides in a separate process before the engine compiles them.
 
-llguidance is native code, which recurses as deep as a guide nests, and may take any time and memory. What kills a
-process here is an error of the guide, and the engine's own process goes on. Such a process imports llguidance and no
-JAX. It begins with the first guide and stays, and another takes its place after it was killed.
+llguidance is native code. It recurses as deep as a guide nests, and may take any time and memory. If it kills the
+process here, that is an error of the guide, and the engine's own process goes on. A trial process imports llguidance
+and no JAX. It begins with the first guide and stays. If it was killed, another takes its place.
 
 A trial does what the engine will do: it compiles the guide, and draws some tokens by its masks.
 """
@@ -27,28 +27,28 @@ from jllm.errors import RequestError
 from jllm.guides.grammars import make_matcher, one_line
 from jllm.guides.guide import Guide
 
-MOST = 2  # processes: a small guide does not wait for one large one
-SECONDS = 5.0  # of processor time that compiling a guide may take, and as many to feed it tokens
-MASK_SECONDS = 1.0  # of processor time for the first mask, which a step waits for
-PATIENCE = 60.0  # seconds for a trial, on a machine that does much else, and for a process to begin
-MEMORY = 1 << 30  # bytes that a process may take beside its tokenizer
-STACK = 2 << 20  # bytes of the smallest stack that guides run on: that of llguidance's own threads
-WALKS, STEPS = 3, 32  # texts that a trial draws, and tokens of each
+MOST = 2  # processes, so that a small guide does not wait for one large one
+SECONDS = 5.0  # of processor time to compile a guide, and again to feed it tokens
+MASK_SECONDS = 1.0  # of processor time for the first mask, since a step waits for it
+PATIENCE = 60.0  # seconds for a trial on a busy machine, and for a process to begin
+MEMORY = 1 << 30  # bytes that a process may take besides its tokenizer
+STACK = 2 << 20  # bytes of the smallest stack that guides run on, in llguidance's own threads
+WALKS, STEPS = 3, 32  # texts that a trial draws, and tokens in each
 FIRST_MASK = "its first mask"
-NO_WAY_ON = "NoExtension"  # begins llguidance's errors where no byte may follow
+NO_WAY_ON = "NoExtension"  # llguidance's errors begin with it where no byte may follow
 COMMAND = (sys.executable, "-P", "-c", f"from {__name__} import main; main()")
-READING = "reading it"  # the stage before a process tells of one
+READING = "reading it"  # the stage before a process reports one
 
 
 class Words(NamedTuple):
-    """A vocabulary: the bytes of each id, none for special tokens."""
+    """Holds a vocabulary: the bytes of each id, empty for special tokens."""
 
     tokens: Sequence[bytes]
     eos_ids: Sequence[int]
 
 
 class Job(NamedTuple):
-    """A guide to be tried, and within what."""
+    """Holds a guide to try, and the limits of its trial."""
 
     guide: Guide
     seconds: float
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
 
 class Trials:
-    """The processes that try guides of one vocabulary. For any number of threads."""
+    """Owns the processes that try guides of one vocabulary. Any number of threads may use it."""
 
     def __init__(self, words: Words, command: Sequence[str] = COMMAND):
         self._words, self._command = words, command
@@ -75,7 +75,7 @@ class Trials:
         weakref.finalize(self, _end_all, self._all)
 
     def begin(self) -> None:
-        """Has a process ready for the first guide. Raises RequestError where there can be none."""
+        """Starts a process for the first guide. Raises RequestError if none can start."""
         child = self._idle.get()
         try:
             child = child or self._begin()
@@ -83,7 +83,7 @@ class Trials:
             self._idle.put(child)
 
     def verdict(self, guide: Guide) -> Verdict:
-        """Tries a guide. Raises RequestError where no process can begin."""
+        """Tries a guide and returns the outcome. Raises RequestError if no process can start."""
         child, job = self._idle.get(), Job(guide, SECONDS, MASK_SECONDS, _stack())
         try:
             for again in (True, False):
@@ -92,11 +92,11 @@ class Trials:
                 if found is not None:
                     return found
                 status, child = self._end(child), None
-                if not (again and stage == READING and not late):  # it may have been ended while it waited
+                if not (again and stage == READING and not late):  # something may have ended it while it waited
                     break
-            lasting = not late and status != -signal.SIGKILL  # which is not what the guide does
+            lasting = not late and status != -signal.SIGKILL  # SIGKILL does not come from the guide
             return Verdict(f"the guide ({guide.kind}) is refused: {stage} {_why(status, late)}", lasting)
-        except BaseException:  # Ctrl-C, say: its answer to this guide must not be taken for the next one's
+        except BaseException:  # such as Ctrl-C: a late answer must not count for the next guide
             if child is not None:
                 self._end(child)
                 child = None
@@ -109,10 +109,10 @@ class Trials:
         more: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "stderr": DEVNULL}
         more["env"] = os.environ | {"PYTHONPATH": path}
         try:
-            # In a session of its own: Ctrl+C is for the engine's process, at whose end this one ends too.
+            # In a session of its own, since Ctrl+C is for the engine's process. It ends this one at its own end.
             child = subprocess.Popen(self._command, start_new_session=True, **more)
         except OSError as error:
-            raise RequestError(f"a guide needs a process to be tried in, which cannot begin: {error}") from None
+            raise RequestError(f"a guide needs a trial process, which cannot start: {error}") from None
         self._all.add(child)
         try:
             begun = _ask(child, (self._words, MEMORY))[1]
@@ -121,18 +121,18 @@ class Trials:
             raise
         if begun is None:
             status = self._end(child)
-            raise RequestError(f"a guide needs a process to be tried in, which ended as it began (status {status})")
+            raise RequestError(f"a guide needs a trial process, which ended at its start (status {status})")
         return child
 
     def _end(self, child: subprocess.Popen) -> int:
-        """Ends a process, if it has not, and returns how it ended."""
+        """Ends a process if it still runs, and returns its exit status."""
         self._all.discard(child)
         return _end_one(child)
 
 
 def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
-    """Returns what a process was doing last, its verdict, None where it ended before, and whether it had to be
-    killed."""
+    """Returns a process's last stage, its verdict, and whether it had to be killed. The verdict is None if the process
+    ended first."""
     assert child.stdin is not None
     assert child.stdout is not None
     stage, late = READING, threading.Event()
@@ -156,7 +156,7 @@ def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
 
 
 def _why(status: int, late: bool) -> str:
-    """Says from its status why a process ended."""
+    """Returns the reason why a process ended, from its status."""
     if late:
         return f"took more than {PATIENCE:g} s"
     if status == -signal.SIGPROF:
@@ -169,7 +169,7 @@ def _why(status: int, late: bool) -> str:
 
 
 def _stack() -> int:
-    """Returns half of the smallest stack that guides run on in this process: the rest is for their callers."""
+    """Returns half of the smallest stack that guides run on in this process. The other half is for their callers."""
     default = resource.getrlimit(resource.RLIMIT_STACK)[0]
     own = threading.stack_size() or (default if default > 0 else STACK)
     return max(min(STACK, own) // 2, 1 << 16)
@@ -178,7 +178,7 @@ def _stack() -> int:
 def _end_one(child: subprocess.Popen) -> int:
     child.kill()
     for pipe in (child.stdin, child.stdout):
-        with contextlib.suppress(OSError):  # what it never read
+        with contextlib.suppress(OSError):  # unread input
             if pipe is not None:
                 pipe.close()
     return child.wait()
@@ -189,11 +189,11 @@ def _end_all(children: set[subprocess.Popen]) -> None:
         _end_one(child)
 
 
-# In the process that tries them
+# In the trial process
 
 
 def main() -> None:
-    """Answers jobs of standard input until that ends."""
+    """Answers jobs of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
@@ -203,7 +203,7 @@ def main() -> None:
 
     with contextlib.suppress(OSError):
         os.nice(5)  # steps that run go first
-    with contextlib.suppress(EOFError, OSError):  # whose engine is gone
+    with contextlib.suppress(EOFError, OSError):  # the engine is gone
         words, memory = pickle.load(sys.stdin.buffer)
         tokenizer = _tokenizer(words)
         _limit_memory(memory)
@@ -212,11 +212,12 @@ def main() -> None:
             tell(_timed(pickle.load(sys.stdin.buffer), partial(trial, tokenizer, words), tell))
 
 
-Begin = Callable[[str], None]  # of a stage
+Begin = Callable[[str], None]  # called with each stage
 
 
 def _timed(job: Job, trial: Callable[[Guide, Begin], Verdict], tell: Begin) -> Verdict:
-    """Runs a trial, each stage of which has its time: a signal ends the process then, whatever native code does."""
+    """Runs a trial with a time limit for each stage. At the limit a signal ends the process, whatever native code
+    does."""
 
     def begin(stage: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, job.mask_seconds if stage == FIRST_MASK else job.seconds)
@@ -232,7 +233,7 @@ def _timed(job: Job, trial: Callable[[Guide, Begin], Verdict], tell: Begin) -> V
 
 
 def trial(tokenizer: Any, words: Words, guide: Guide, begin: Begin) -> Verdict:
-    """Does what an engine does with a guide, on this thread, and tells each stage as it begins."""
+    """Tries a guide on this thread as an engine would use it, and reports each stage when it begins."""
     try:
         begin("compiling it")
         matcher = make_matcher(tokenizer, guide)
@@ -247,13 +248,13 @@ def trial(tokenizer: Any, words: Words, guide: Guide, begin: Begin) -> Verdict:
         return Verdict(None)
     except RequestError as error:
         return Verdict(str(error))
-    except BaseException as error:  # a panic of native code is no Exception
+    except BaseException as error:  # a panic of native code is not an Exception
         return Verdict(f"the guide ({guide.kind}) is refused: {type(error).__name__}: {one_line(str(error))}")
 
 
 def _walk(state: Any, eos_ids: Sequence[int], rng: random.Random) -> str | None:
-    """Draws some tokens that the masks allow, and returns what went wrong. That no token goes on is nothing wrong: the
-    model's tokens may not write what the guide wants next."""
+    """Draws some tokens that the masks allow, and returns the problem or None. A dead end is not a problem: the model's
+    tokens may not be able to write what the guide requires next."""
     for _ in range(STEPS):
         token = _one_of(state.compute_bitmask(), eos_ids, rng)
         if token is None or state.is_error() or not state.consume_token(token):
@@ -264,7 +265,7 @@ def _walk(state: Any, eos_ids: Sequence[int], rng: random.Random) -> str | None:
 
 
 def _one_of(mask: bytes, eos_ids: Sequence[int], rng: random.Random) -> int | None:
-    """Returns a token that a mask allows, but for those that end the text."""
+    """Returns a token that a mask allows, without the tokens that end the text, or None."""
     bits = bytearray(mask)
     for eos in eos_ids:
         bits[eos // 8] &= ~(1 << eos % 8)
@@ -283,7 +284,7 @@ def _tokenizer(words: Words) -> Any:
 
 
 class _Greedy:
-    """A tokenizer as llguidance wants it, which takes the longest token each time: trials need no better one."""
+    """Is a tokenizer for llguidance that takes the longest token each time. Trials need no better one."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
@@ -305,7 +306,7 @@ class _Greedy:
 
 def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # a system that tells no sizes has no such limit
+    with contextlib.suppress(OSError, ValueError):  # without /proc there is no such limit
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))

@@ -1,7 +1,7 @@
-"""Which tokens guided samples may draw next, by llguidance (the extra `guided`).
+"""Finds the tokens that guided samples may draw next, by llguidance (the extra `guided`).
 
-A sample's matcher is a function of the tokens that it has so far, and takes them in when a mask is asked for: what is
-preempted or forked needs nothing else.
+A sample's matcher depends only on the tokens that the sample has so far. It takes them in when a mask is needed. So
+preemption and forks need nothing else.
 """
 
 import logging
@@ -29,36 +29,36 @@ from jllm.speculative.tree import Tree
 if TYPE_CHECKING:
     from jllm.files.tokenizer import Tokenizer
 
-KEPT = 64  # compiled guides, those that came last: clients often ask for the same one
-LARGE = 8 << 20  # characters that they have together; the last one is kept whatever its size
-SLOW = 2.0  # seconds, after which the log says what took so long
+KEPT = 64  # compiled guides, the most recent ones: clients often ask for the same one
+LARGE = 8 << 20  # characters of all of them; the last one is kept whatever its size
+SLOW = 2.0  # seconds after which the log reports a slow operation
 LOG = logging.getLogger(__name__)
-BEFORE = "\x02"  # a text is encoded behind it, so that no tokenizer puts a space before what a guide wants
+BEFORE = "\x02"  # texts are encoded behind it, so that no tokenizer adds a space before them
 
 
 @dataclass
 class Matcher:
-    """Where one sample stands in its guide."""
+    """Holds the position of one sample in its guide."""
 
     state: Any  # llguidance.LLMatcher
     taken: int = 0  # tokens of the sample that it has seen
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Takes in the sample's tokens up to now, of which it knows the first ones; whether they fit the guide."""
+        """Takes in the sample's new tokens, of all its `tokens` so far. Returns whether they fit the guide."""
         new, self.taken = list(tokens[self.taken :]), len(tokens)
         return bool(self.state.consume_tokens(new)) if new else not self.state.is_error()
 
 
 class Guided(NamedTuple):
-    """A sample that is about to draw."""
+    """Holds a sample that is about to draw."""
 
     matcher: Matcher
     tokens: Sequence[int]  # so far
-    drafts: Sequence[int] = ()  # that its step verifies, in the order of their tree's nodes, without the root
+    drafts: Sequence[int] = ()  # verified by its step, in the order of their tree's nodes, without the root
 
 
 class Guides:
-    """The guides of one model's engines. Any thread may use it."""
+    """Owns the guides of one model's engines. Any thread may use it."""
 
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
@@ -66,11 +66,11 @@ class Guides:
         self._words: Any = None  # llguidance.LLTokenizer
         self._threads: Any = None
         self._trials: Trials | None = None
-        self._compiled: OrderedDict[Guide, Any] = OrderedDict()  # LLMatcher, or why there is none
+        self._compiled: OrderedDict[Guide, Any] = OrderedDict()  # LLMatcher, or the error
 
     def prepare(self) -> None:
-        """Has all ready that the first guide needs, which takes seconds for a large vocabulary. Raises RequestError
-        where there can be no guides."""
+        """Prepares everything that the first guide needs, which takes seconds for a large vocabulary. Raises
+        RequestError if guides are not possible."""
         with self._reading:
             if self._trials is not None:
                 return
@@ -84,16 +84,17 @@ class Guides:
                 LOG.info("guides are ready after %.1f s: their tables of %d tokens are made", seconds, self._vocab_size)
 
     def has(self, guide: Guide) -> bool:
-        """Says if a matcher, or the error, is there at once."""
+        """Returns whether a matcher, or its error, is ready."""
         with self._lock:
             return guide in self._compiled
 
     def matcher(self, guide: Guide, after: Sequence[int] = ()) -> Matcher:
-        """At the guide's beginning, or after some tokens that a snapshot has of it. Raises RequestError for a guide
-        that is not valid, or not with this model, or does not allow these tokens."""
+        """Returns a matcher at the guide's beginning, or after the tokens `after` of a snapshot. Raises RequestError
+        for a guide that is not valid, in general or with this model. Also raises it if the guide does not allow these
+        tokens."""
         with self._lock:
             made = self._compiled.get(guide)
-        if made is None:  # without the lock: a large schema does not hold up others' guides
+        if made is None:  # without the lock, so that a large schema does not block other guides
             made = self._compile(guide)
         with self._lock:
             made = self._keep(guide, made)
@@ -102,13 +103,13 @@ class Guides:
             found = Matcher(made.deep_copy())
         if after and not found.state.consume_tokens(list(after)):
             raise RequestError(
-                f"the guide ({guide.kind}) does not allow what the snapshot's guide has begun with "
-                "(to begin it anew: dataclasses.replace(snapshot, guided=None))"
+                f"the guide ({guide.kind}) does not allow the text that the snapshot's guide has begun "
+                "(to restart it: dataclasses.replace(snapshot, guided=None))"
             )
         return found
 
     def _keep(self, guide: Guide, made: Any) -> Any:
-        """As the one that was asked for last, in place of those that were asked for longest ago."""
+        """Keeps a guide as the most recently used, and evicts the least recently used ones. Returns the kept value."""
         made = self._compiled.setdefault(guide, made)
         self._compiled.move_to_end(guide)
         size = sum(len(each.text) for each in self._compiled)
@@ -117,20 +118,20 @@ class Guides:
         return made
 
     def masks(self, samples: Sequence[Guided], tree: Tree) -> np.ndarray:
-        """Returns the tokens that each sample may draw at each node of its drafts' tree, as bits u32[n, Q, ceil(V /
-        32)], token i being bit i % 32 of word i // 32: none where its guide has no way on, and at drafts that it does
-        not allow. Computed in threads without the interpreter lock."""
+        """Returns the tokens that each sample may draw at each node of its drafts, as bits u32[n, Q, ceil(V / 32)].
+        Token i is bit i % 32 of word i // 32. No token is allowed where the guide has no continuation, and at drafts
+        that it does not allow. Runs in threads without the interpreter lock."""
         from llguidance.numpy import fill_next_token_bitmask_par as fill
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafts
 
         paths: list[tuple[int, tuple[int, ...], Any]] = []
         short, long = [], []
         for i, (matcher, tokens, drafts) in enumerate(samples):
-            if not matcher.take(tokens):  # what was drawn by a mask always fits
+            if not matcher.take(tokens):  # tokens drawn by a mask always fit
                 continue
             for path in self._allowed_paths(matcher, drafts, tree):
                 at, along = len(paths) * (tree.depth + 1), self._along(path, drafts)
-                # drafts that lead nowhere leave an error behind, so they go to a copy
+                # drafts without a continuation leave an error behind, so they go to a copy
                 state = matcher.state.deep_copy() if along else matcher.state
                 if along:
                     long.append((state, at, along))
@@ -144,15 +145,15 @@ class Guides:
             fill(self._threads, short, rows.reshape(-1, rows.shape[2]))
         bits = np.zeros((len(samples), tree.size, rows.shape[2]), np.int32)
         for row, (i, path, state) in zip(rows, paths):
-            if state.is_error():  # nothing can follow the last node, whose mask llguidance fills with end tokens
+            if state.is_error():  # nothing can follow the last node, and llguidance fills its mask with end tokens
                 path = path[:-1]
             bits[i, path] = row[: len(path)]
         return bits.view(np.uint32)
 
     def coming(self, samples: Sequence[Guided], tree: Tree, wanted: bool) -> np.ndarray:
-        """Returns the tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py):
-        the first path of its drafts as far as its guide allows them, and what is forced after that; none unless they
-        are wanted. After masks, which takes the samples' tokens in."""
+        """Returns the tokens i32[n, F] that each sample probably draws from here on, padded with -1 (see forced.py).
+        They are the first path of its drafts as far as its guide allows them, and then the forced tokens. There are
+        none unless `wanted`. Call it after masks, which takes the samples' tokens in."""
         found = np.full((len(samples), coming_tokens(tree)), -1, np.int32)
         for row, (matcher, _, drafts) in zip(found, samples if wanted else ()):
             if matcher.state.is_error():
@@ -171,14 +172,14 @@ class Guides:
         return list(takewhile(lambda token: 0 <= token < self._vocab_size, found))
 
     def _allowed_paths(self, matcher: Matcher, drafts: Sequence[int], tree: Tree) -> list[tuple[int, ...]]:
-        """Paths from the root to all nodes that a guide allows, none within another."""
+        """Returns the longest paths from the root over nodes that a guide allows."""
         paths = {tree.paths[leaf] for leaf in tree.leaves(1 + len(drafts))}
         paths = {path[: 1 + matcher.state.validate_tokens(self._along(path, drafts))] for path in paths}
         inner = {node for path in paths for node in path[:-1]}
         return [path for path in paths if path[-1] not in inner]
 
     def _compile(self, guide: Guide) -> Any:
-        """Returns an LLMatcher, or why there can be none."""
+        """Returns an LLMatcher, or the error of the guide."""
         self.prepare()
         assert self._trials is not None
         started = time.perf_counter()
@@ -209,25 +210,25 @@ def _tables(words: "_Words", eos_ids: Sequence[int]) -> tuple[Any, Any]:
 
 
 class _Words:
-    """A tokenizer as llguidance wants it."""
+    """Is a model's tokenizer in the form that llguidance takes."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_ids: Sequence[int]):
         self._encode = tokenizer.vocabulary.encode
         self._before = self._encode(BEFORE)
         self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
         self.tokens = [b"" if i in eos_ids else tokenizer.vocabulary.piece(i) for i in range(vocab_size)]
-        self.special_token_ids: list[int] = []  # what shows no bytes is never allowed, but for the end
+        self.special_token_ids: list[int] = []  # tokens without bytes are never allowed, except the end
 
     def __call__(self, text: str) -> list[int]:
-        """As the tokens that it has in the middle of a text."""
+        """Returns the tokens that a text has in the middle of another."""
         ids = self._encode(BEFORE + text)
         start = len(self._before)
         return ids[start:] if ids[:start] == self._before else self._encode(text)
 
 
 def guides_of(tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]) -> Guides:
-    """Returns those that all engines of one tokenizer share while one of them is there: a guide is compiled once for
-    all."""
+    """Returns the guides that all engines of one tokenizer share, as long as one engine lives. A guide is compiled once
+    for all of them."""
     key = id(tokenizer), vocab_size, tuple(eos_ids)  # the guides keep the tokenizer, so that its id stays its own
     with _SHARING:
         return _SHARED.setdefault(key, Guides(tokenizer, vocab_size, eos_ids))

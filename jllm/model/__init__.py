@@ -1,1 +1,1 @@
-"""The forward pass and its parts: arrays in, arrays out. It knows no step and no engine."""
+"""Computes the forward pass: arrays in, arrays out. Nothing in it depends on a step or an engine."""

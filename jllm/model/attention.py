@@ -1,10 +1,10 @@
-"""The attention block, the first half of a layer: the residual stream plus attention of its norm.
+"""Computes the attention block, the first half of a layer: the residual stream plus attention of its norm.
 
-It alone tells sequences apart. Without a cache (training) it runs over packed segments; with one (serving) this step's
-K and V are written to their pages first, and decode rows and prompt chunks then read the pages.
+Only this block distinguishes sequences. Without a cache (training) it runs over packed segments. With a cache (serving)
+it writes the step's K and V to their pages first. Decode rows and prompt chunks then read the pages.
 
-Another kind of attention is a params type with its entries in the table (params.py), registered for a config in
-param_specs.layer_types, and its block, registered here by that type.
+To add another kind of attention, write a params type with its entries in the table (params.py). Register it for a
+config in param_specs.layer_types, and its block here by that type.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ from pallas_kernels.rotary import rotate
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The inputs of attention beside the residual stream and its pages. They depend on positions and lengths alone, so
-    that all layers of one window share them."""
+    """Holds the inputs of attention besides the residual stream and the pages. They depend on positions and lengths
+    alone, so all layers with the same window share them."""
 
     cos: jax.Array  # [T, D / 2]
     sin: jax.Array  # [T, D / 2]
@@ -58,7 +58,8 @@ def attention_inputs(
     window: int | None,
     backend: str | None,
 ) -> AttentionInputs:
-    """Returns the inputs of all layers of a window, for queries of this dtype and pages of any of the layers."""
+    """Returns the inputs that all layers of a window share. `dtype` is that of queries, `pages` those of any such
+    layer."""
     if pages is None or isinstance(batch, Packed):
         return AttentionInputs(cos, sin, batch)
     R = batch.short_rows
@@ -84,8 +85,8 @@ def attention_block(
     backend: str | None,
     tap: Tap,
 ) -> tuple[Float[Array, "T E"], KVPages | None]:
-    """Returns x [T, E] plus attention of its norm, and the updated pages. The type of `p` decides which attention. Each
-    value that a tap can name goes through `tap`, at least where tap.open says that one is asked for."""
+    """Returns x [T, E] plus attention of its norm, and the updated pages. The type of `p` decides which attention runs.
+    Each value that a tap can name goes through `tap`, at least if `tap.open` is true."""
     raise NotImplementedError(f"{type(p).__name__} has no attention_block: register one for it")
 
 
@@ -117,7 +118,7 @@ def _fast_block(
     window: int | None,
     backend: str | None,
 ) -> tuple[jax.Array, KVPages | None]:
-    """Computes the block by fused operations, which keep the values between them to themselves."""
+    """Computes the block by fused operations, whose intermediate values are not returned."""
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
@@ -201,8 +202,8 @@ def _split_qkv(
 def paged_attention(
     q: Float[Array, "T H D"], pages: KVPages, inputs: AttentionInputs, **options: Any
 ) -> Float[Array, "T H D"]:
-    """Returns attention of queries over pages. Decode rows and prompt chunks each go to their own kernel,
-    which take all queries and write to one array; both take the options scale, window and backend."""
+    """Returns attention of queries over pages. Decode rows and prompt chunks each go to their own kernel. Both kernels
+    take all queries and write to one array. Both take the options scale, window and backend."""
     batch = inputs.batch
     assert isinstance(batch, Paged), "with a cache, the batch is Paged"
     R, out = batch.short_rows, None
@@ -219,8 +220,8 @@ def paged_attention(
 
 @shaped
 def rms_norm(x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*rows E"]:
-    """Returns root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), computed in float32 at
-    least."""
+    """Returns the root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467). Computes in float32
+    at least."""
     y = x.astype(compute_dtype(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)

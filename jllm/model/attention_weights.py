@@ -1,4 +1,4 @@
-"""Attention's weights themselves, which no kernel keeps: for the tap of that name."""
+"""Computes attention's weights for the tap of that name, since no kernel keeps them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def packed_weights(
     scale: float,
     window: int | None,
 ) -> Float[Array, "T H T"]:
-    """Returns the weights of queries over the keys of their segments, float32 at least."""
+    """Returns the weights of queries over the keys of their segments, in float32 at least."""
     row = jnp.arange(q.shape[0], dtype=jnp.int32)
     distance = row[:, None] - row[None, :]
     seen = _in_window(distance, window) & (segments[:, None] == segments[None, :])
@@ -30,14 +30,14 @@ def packed_weights(
 def paged_weights(
     q: Float[Array, "T H D"], pages: KVPages, batch: Paged, *, scale: float, window: int | None
 ) -> Float[Array, "T H MP"]:
-    """Returns the weights of queries over the keys as they are stored, by cache index. Rows that are not in use have
-    any. Raises EvaluationError for trees of drafts, and where the newest keys are not in the pages (KIVI)."""
+    """Returns the weights of queries over the keys as they are stored, by cache index. Unused rows have arbitrary
+    values. Raises EvaluationError for trees of drafts, and for KIVI, whose newest keys are not in the pages."""
     if pages.tail is not None:
         raise EvaluationError(
             f"attention weights cannot be tapped where K is stored as {pages.k.format.name}: take another KV format"
         )
     if batch.segments is not None and batch.segments.ancestors is not None:
-        raise EvaluationError("attention weights can be tapped of chains of drafts, not of trees")
+        raise EvaluationError("attention weights cannot be tapped where drafts are a tree: draft a chain")
     C = q.shape[0] - batch.short_rows
     chunk = jnp.minimum(chunk_of_row(batch.chunk_cu[1:], C), max(batch.chunk_pages.shape[0] - 1, 0))
     table = jnp.concatenate([jnp.repeat(batch.decode_pages, batch.width, axis=0), batch.chunk_pages[chunk]])
@@ -57,7 +57,8 @@ def _in_window(distance: jax.Array, window: int | None) -> jax.Array:
 
 
 def _weights(q: jax.Array, k: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-    """Queries [T, H, D], keys [J, K, D], which of these each sees bool[T, J] -> [T, H, J]."""
+    """Returns weights [T, H, J] of queries [T, H, D] over keys [J, K, D]. `seen` bool[T, J] masks the keys of each
+    query."""
     dtype = compute_dtype(q.dtype)
     tiles = q.astype(dtype).reshape(q.shape[0], k.shape[1], -1, q.shape[2])
     logits = scale * jnp.einsum("tkgd,jkd->tkgj", tiles, k.astype(dtype), precision="highest")

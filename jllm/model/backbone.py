@@ -1,7 +1,7 @@
-"""The LLaMA forward pass, a pure function of weights, tokens and (optionally) a paged KV cache.
+"""Computes the LLaMA forward pass, a pure function of weights, tokens and (optionally) a paged KV cache.
 
-All tokens of all sequences lie head to tail on one flat axis T: norms, matmuls and rotary embeddings see [T, E] and
-know nothing of sequences. A layer is an attention block and an MLP block, each chosen by the type of its params.
+All tokens of all sequences lie head to tail on one flat axis T. Norms, matmuls and rotary embeddings see [T, E] and do
+not depend on sequences. A layer is an attention block and an MLP block, each chosen by the type of its params.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
 
-Taps = dict[str, jax.Array]  # by names of jllm.model.taps
+Taps = dict[str, jax.Array]  # by the names in jllm.model.taps
 
 
 @shaped
@@ -44,10 +44,11 @@ def packed_logits(
     *,
     backend: str = DIFFERENTIABLE,
 ) -> Float[Array, "T {config.vocab_size}"]:
-    """Returns logits of whole sequences without a cache, in float32 at least: differentiable, and fit for vmap.
+    """Returns logits of whole sequences without a cache, in float32 at least. It is differentiable, and vmap takes it.
 
-    `edit` is that of Hooks; the slot of its rows is the segment. `backend` is one whose operations have gradients:
-    XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU."""
+    `edit` is as in Hooks; the slot of a row is its segment. `backend` must be one whose operations have gradients:
+    XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU.
+    """
     edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
     hidden, _, _ = tapped_backbone(params, config, batch, None, backend=backend, edits=edits)
     return head(params, config, hidden, backend=backend, edits=edits)
@@ -73,8 +74,8 @@ def tapped_backbone(
     backend: str | None = None,
     edits: Edits | None = None,
 ) -> tuple[Float[Array, "T {config.hidden_size}"], Cache | None, Taps]:
-    """Returns what backbone does, with edits of its values, and the values that taps name (see jllm.model.taps). Raises
-    EvaluationError for names that the model doesn't have, or one of its layers."""
+    """Returns what backbone returns, after edits, and the values that taps name (see jllm.model.taps). Raises
+    EvaluationError for names that the model does not have, or that one of its layers does not have."""
     taps = resolve_taps(taps, config.num_layers)
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
@@ -96,8 +97,8 @@ def run_layers(
     backend: str | None = None,
     edits: Edits | None = None,
 ) -> tuple[Float[Array, "T E"], Cache | None, Taps]:
-    """Does what tapped_backbone does after the embedding: x are its inputs, and taps are resolved. batch.tokens play no
-    part."""
+    """Runs the part of tapped_backbone after the embedding: x are its inputs, and taps are resolved. It does not read
+    batch.tokens."""
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     found: Taps = {}
@@ -131,8 +132,8 @@ def head(
     edits: Edits | None = None,
     whole: bool = True,
 ) -> Float[Array, "T V"]:
-    """Returns logits of hidden states, float32 at least. Not `whole`: a device of a mesh has those of its part of
-    the vocabulary."""
+    """Returns logits of hidden states, in float32 at least. On a mesh with whole=False, a device returns the logits of
+    its part of the vocabulary."""
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
@@ -144,11 +145,12 @@ def head(
 
 @shaped
 def whole_rows(logits: Float[Array, "T part"], config: LlamaConfig) -> Float[Array, "T {config.vocab_size}"]:
-    """Returns whole rows of logits, of which each device of a mesh computed a part; without a mesh they are whole."""
+    """Returns whole rows of logits. On a mesh it gathers the parts that the devices computed; without one the rows are
+    whole."""
     if config.axis is None:
         return logits
     parts = jax.lax.all_gather(logits, config.axis.name, axis=1, tiled=True)
-    return parts[:, : config.vocab_size]  # the last device's rows are padded
+    return parts[:, : config.vocab_size]  # the last device's part is padded
 
 
 @shaped

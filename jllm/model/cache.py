@@ -1,7 +1,6 @@
-"""The paged KV cache of a whole model: formats by name, allocation, copies of pages, and its size in bytes.
+"""Makes the paged KV cache of a whole model: formats by name, allocation, copies of pages, and bytes.
 
-A step writes it, and quantizes K and V as it does, in pallas_kernels.cache_update (kv_formats.encode); who has which
-page is the engine's matter (engine/pages.py).
+A step quantizes K and V and writes them in pallas_kernels.cache_update. The engine allots the pages (engine/pages.py).
 """
 
 from collections.abc import Callable
@@ -23,18 +22,19 @@ from pallas_kernels.formats.kv_formats import Kivi, KVFormat
 from pallas_kernels.formats.kv_pages import KVPages, Tail
 from pallas_kernels.formats.kv_tail import allocate_tail
 
-Cache = tuple[KVPages, ...]  # one a layer
-Tails = tuple[Tail, ...]  # likewise
+Cache = tuple[KVPages, ...]  # one for each layer
+Tails = tuple[Tail, ...]  # one for each layer
 
 DTYPE_NAMES = {dtype: name for name, dtype in kv_formats.FLOATS.items()}
 
 
-KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, or formats as objects: of both, or of K and V
+KVCache = str | KVFormat | tuple[KVFormat, KVFormat]  # a name, one format for both, or the formats of K and V
 
 
 def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KVFormat, KVFormat]:
-    """Returns formats of K and V from one name: "int8-g8" for both, "k=int8-g8,v=int4-g32", None for the model's dtype.
-    Formats themselves are taken as they are. One of K per channel has V per token beside it."""
+    """Returns the formats of K and V from one name: "int8-g8" for both, or "k=int8-g8,v=int4-g32". None is the model's
+    dtype. Format objects are returned as they are. A per-channel format of K gets a per-token format for V. Raises
+    ConfigError for an unknown format, and for one that does not fit the head dim."""
     if isinstance(name, KVFormat | tuple):
         formats = (name, name) if isinstance(name, KVFormat) else name
         if isinstance(name, Kivi):
@@ -70,19 +70,22 @@ def parse_kv_cache(name: KVCache | None, config: LlamaConfig, dtype) -> tuple[KV
 
 def _check_values(k: KVFormat, v: KVFormat) -> tuple[KVFormat, KVFormat]:
     if isinstance(v, Kivi):
-        raise ConfigError(f"KV format {v.name} is one of K, per channel: V is per token, as {v.of_values().name} is")
+        raise ConfigError(
+            f"KV format {v.name} is per channel, for K alone: give V a format per token, such as {v.of_values().name}"
+        )
     return k, v
 
 
 def shared_block(kv_cache: KVCache | None, config: LlamaConfig) -> int:
-    """Returns the tokens of which what sequences share is a whole multiple (Kivi.residual); 1 where the pages hold
-    all."""
+    """Returns the number of tokens that a shared prefix's length must be a multiple of (Kivi.residual). It is 1 where
+    the pages hold all tokens."""
     k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
     return k.residual if isinstance(k, Kivi) else 1
 
 
 def least_page(kv_cache: KVCache | None, config: LlamaConfig) -> int:
-    """Returns the tokens of which a page has a whole multiple (Kivi.group); 1 where any page will do."""
+    """Returns the number of tokens that a page size must be a multiple of (Kivi.group). It is 1 where any page size
+    will do."""
     k, _ = parse_kv_cache("bf16" if kv_cache is None else kv_cache, config, "bfloat16")
     return k.group or 1 if isinstance(k, Kivi) else 1
 
@@ -95,8 +98,8 @@ def make_tails(
     page_size: int,
     width: int = 1,
 ) -> Tails | None:
-    """Returns empty tails of S slots, in a float dtype, where K is stored as Kivi; else None. On a mesh each device has
-    those of its KV heads. `width` is the most rows of a short segment. Raises ConfigError for pages that do not hold
+    """Returns empty tails of S slots in a float dtype if K is stored as Kivi, else None. On a mesh each device has the
+    tails of its KV heads. `width` is the most rows of a short segment. Raises ConfigError for pages that do not hold
     whole groups."""
     k, _ = formats
     if not isinstance(k, Kivi):
@@ -112,45 +115,46 @@ def make_tails(
 
 
 def with_tails(cache: Cache, tails: Tails | None) -> Cache:
-    """Returns the cache as layers take it."""
+    """Returns the cache with its tails, as layers take it."""
     if tails is None:
         return cache
     return tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
 
 
 def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:
-    """Returns the reverse."""
+    """Returns the cache and its tails apart: the inverse of with_tails."""
     tails = tuple(pages.tail for pages in cache if pages.tail is not None)
     return tuple(replace(pages, tail=None) for pages in cache), tails or None
 
 
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
-    """Returns an empty cache: for each layer, N pages of P tokens; on a mesh each device has those of its KV heads."""
+    """Returns an empty cache: N pages of P tokens for each layer. On a mesh each device has the pages of its KV
+    heads."""
     sizes = (num_pages, stored_kv_heads(config), page_size, config.head_dim)
     return _on_devices(lambda: tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers)), config)
 
 
 def _on_devices[T](allocate: Callable[[], T], config: LlamaConfig) -> T:
-    """Returns what allocate() gives; on a mesh each device makes that of its KV heads."""
+    """Returns the result of allocate(). On a mesh each device allocates the part of its KV heads."""
     if config.mesh is None:
         return allocate()
     return jax.jit(allocate, out_shardings=NamedSharding(config.mesh, HEADS))()
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Returns bytes that a cache holds, scales included."""
+    """Returns the bytes that a cache holds, scales included."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
-COPIES = 16  # pages that one call of jit_copy_pages copies at most
+COPIES = 16  # the most pages that one call of jit_copy_pages copies
 
 
 @shaped
 def copy_pages(cache: Cache, pages: Int32[Array, "n 2"]) -> Cache:
-    """Copies pages within every layer's pool, each from one to another; all are read before any is written.
+    """Copies pages within every layer's pool, each from one to another. Reads all pages before it writes any.
 
-    Entries whose target is out of range are dropped. jit_copy_pages donates the cache; the host calls it before a step
-    whose plan has copies, so that steps without any are what they were.
+    Entries whose target is out of range are dropped. jit_copy_pages donates the cache. The host calls it before a step
+    whose plan has copies, so that steps without copies do not change.
     """
     source, target = pages[:, 0], pages[:, 1]
 

@@ -1,7 +1,7 @@
-"""linear together with what comes before it: a norm, SiLU, or both, as the weight that reads their rows takes them.
+"""Fuses linear with the operations before it: a norm, SiLU, or both.
 
-The norm or SiLU before a weight with quantized activations makes its rows of eight bits in the same pass (`norm`,
-`silu_mul`).
+The rows have the form that the weight takes. For quantized activations, the norm or SiLU quantizes its rows to eight
+bits in the same pass (`norm`, `silu_mul`).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jllm.model.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
-from jllm.model.weight_inputs import rows_kind, takes_numbers, takes_plain_rows
+from jllm.model.weight_inputs import is_weight_only, rows_kind, takes_plain_rows
 from pallas_kernels.all_reduce import MeshAxis
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.quantized_rows import QuantizedRows
@@ -29,7 +29,7 @@ from pallas_kernels.weight_only_matmul import weight_only_matmul, weight_only_sw
 def norm(
     x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float, reader: Weight, *, backend: str | None = None
 ) -> Float[Array, "T E"] | QuantizedRows:
-    """Returns RMSNorm of x, as the weight that reads it takes it."""
+    """Returns RMSNorm of x in the form that its reader, a weight, takes."""
     return norm_quant(x, weight, eps=eps, kind=rows_kind(reader), backend=backend)[0]
 
 
@@ -37,7 +37,7 @@ def norm(
 def silu_mul(
     gate_up: Float[Array, "T G"], reader: Weight, *, backend: str | None = None
 ) -> Float[Array, "T G//2"] | QuantizedRows:
-    """Returns SiLU(gate) * up of their halves of G = 2F, as the weight that reads it takes it."""
+    """Returns SiLU(gate) * up of the halves of gate_up [T, 2F] in the form that its reader, a weight, takes."""
     kind = rows_kind(reader)
     return silu_mul_quant(gate_up, kind=kind, backend=where_faster(backend) if kind is None else backend)
 
@@ -53,8 +53,8 @@ def norm_linear(
     out_dtype=None,
     backend: str | None = None,
 ) -> Float[Array, "T outputs"]:
-    """Returns linear of norm of x in out_dtype (default: x's). Differentiable, which norm and then linear
-    are not where codes lie between them."""
+    """Returns linear of norm of x in out_dtype (default: x's). It is differentiable also where codes lie between the
+    norm and the product."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if not isinstance(w, QuantizedWeight):
         return matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=where_faster(backend))
@@ -63,7 +63,7 @@ def norm_linear(
         if takes_plain_rows(w):
             how: dict[str, Any] = {"norm": weight, "eps": eps, "out_dtype": out_dtype, "backend": backend}
             return of_plain_rows(x, w.values, w.scales, bias=bias, **how)
-        if takes_numbers(w):
+        if is_weight_only(w):
             return weight_only_matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=backend)
         rows = norm(x, weight, eps, w, backend=backend)
         return multiply(rows, w, bias, None, out_dtype=out_dtype, backend=backend)
@@ -86,7 +86,7 @@ def silu_linear(
     axis: MeshAxis | None = None,
     parts: int = 1,
 ) -> Float[Array, "T outputs"]:
-    """Returns linear of silu_mul of gate_up, in the residual's dtype; axis and parts as linear has them."""
+    """Returns linear of silu_mul of gate_up in the residual's dtype. `axis` and `parts` are as in linear."""
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
         cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
@@ -94,7 +94,7 @@ def silu_linear(
         each = zip(cut, column_parts(w, parts))
         return sum_parts([linear(silu_mul(r, v, backend=backend), v, **options) for r, v in each], bias, residual)
     if axis is not None:
-        whole = backend == DETERMINISTIC  # linear quantizes whole rows, of which this device has a part
+        whole = backend == DETERMINISTIC  # linear quantizes whole rows, and this device has a part of each
         rows = silu_mul_quant(gate_up, backend=backend) if whole else silu_mul(gate_up, w, backend=backend)
         return linear(rows, w, bias, residual=residual, out_dtype=residual.dtype, backend=backend, axis=axis)
 
@@ -110,10 +110,10 @@ def silu_linear(
 
 
 def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
-    """Returns whether gate and up projection of x [T, E], SiLU and product are one operation: of weights that take rows
-    as they are, for a reader of plain rows; of int8 codes where one kernel does all of it, for a reader that quantizes
-    what comes."""
-    if bias is not None or not isinstance(w, QuantizedWeight) or takes_numbers(w):
+    """Returns whether the gate and up projections of x [T, E], SiLU and the product are one operation. For plain and
+    weight-only weights they are, if the reader takes plain rows. For int8 codes they are, if the reader quantizes its
+    inputs likewise and one kernel does all of it. A bias prevents both."""
+    if bias is not None or not isinstance(w, QuantizedWeight) or is_weight_only(w):
         return bias is None and rows_kind(reader) is None
     if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):
         return False
@@ -124,12 +124,12 @@ def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight
 def norm_swiglu(
     x: Float[Array, "T E"], weight: Float[Array, " E"], w: Weight, *, eps: float, backend: str | None = None
 ) -> Float[Array, "T F"]:
-    """Returns swiglu of norm of x with w [2F, E], where fuses_swiglu says so."""
+    """Returns swiglu of norm of x with w [2F, E], for weights that fuses_swiglu accepts."""
     if not isinstance(w, QuantizedWeight):
         return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
 
     def run(x, weight, w):
-        if takes_numbers(w):
+        if is_weight_only(w):
             return weight_only_swiglu(x, w, norm=weight, eps=eps, backend=backend)
         return of_plain_rows(x, w.values, w.scales, norm=weight, eps=eps, gated=True, backend=backend)
 

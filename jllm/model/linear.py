@@ -1,16 +1,15 @@
-"""linear(x, w): the one place that knows what each kind of weight leaf is multiplied by, and who makes that.
+"""Computes linear(x, w) for each kind of weight: only this module decides how its inputs are quantized, and where.
 
-A plain weight takes rows in the model's dtype, and so do a weight-only format and those of block_floats.py, whose rows
-are rounded here to what the format would hold of them. A format with quantized activations takes rows of eight bits:
-the norm or SiLU before it makes them in the same pass (fused_linear.py); what comes from elsewhere, attention's output,
-is quantized here. Residuals are added in the product's epilogue: one pass over the sum less than adding them in the
-norm that follows.
+A plain weight and a weight-only format take rows in the model's dtype. So do the formats of block_floats.py: rows are
+rounded here to values that the format can hold. A format with quantized activations takes rows of eight bits. The norm
+or SiLU before it quantizes them in the same pass (fused_linear.py). Attention's output is quantized here. Residuals are
+added in the product's epilogue, which saves the pass over the sum that the next norm would need.
 
-`backend` chooses the implementation of all of these operations, as pallas_kernels.backends says.
+`backend` chooses the implementation of all of these operations, as in pallas_kernels.backends.
 
-Gradients of products with quantized weights are those of plain jnp's, whatever runs forward: with respect to inputs,
-scales, biases and norms. Quantized activations pass them straight through (Bengio et al., arXiv 1308.3432: as if
-rounding were not there); integer codes get float0, and codes of fp8 zeros.
+Gradients of products with quantized weights are those of plain jnp, whatever runs forward. They exist for inputs,
+scales, biases and norms. Quantized activations pass gradients straight through, as if they were not rounded (Bengio et
+al., arXiv 1308.3432). Integer codes get float0, and codes of fp8 get zeros.
 """
 
 from collections.abc import Callable
@@ -53,13 +52,15 @@ def linear(
     axis: MeshAxis | None = None,
     parts: int = 1,
 ) -> Float[Array, "*rows outputs"]:
-    """Returns x times w [outputs, inputs] transposed, plus bias and residual, in out_dtype
-    (default: x's, which QuantizedRows do not have: they need one). With `axis` the inputs are spread over the devices
-    of that mesh axis, and their products are summed; each device quantizes its part with scales of its own, but with
-    those of whole rows where the backend is deterministic. `parts` quantizes the inputs on one device as that number of
-    devices would. Differentiable but for QuantizedRows."""
+    """Returns x times w [outputs, inputs] transposed, plus bias and residual, in out_dtype.
+
+    out_dtype defaults to x's dtype; QuantizedRows need one. With `axis` the inputs are sharded over the devices of that
+    mesh axis, and their products are summed. Each device quantizes its part with its own scales. If the backend is
+    deterministic it takes the scales of whole rows. `parts` quantizes the inputs on one device as that number of
+    devices would. It is differentiable except for QuantizedRows.
+    """
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
-        assert not isinstance(x, QuantizedRows), "parts of what is not quantized yet"
+        assert not isinstance(x, QuantizedRows), "parts take inputs that are not quantized yet"
         each = zip(jnp.split(x, parts, axis=-1), column_parts(w, parts))
         return sum_parts([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
@@ -75,8 +76,8 @@ def linear(
 def embed(
     w: Weight, tokens: Int32[Array, "*rows"], dtype, *, axis: MeshAxis | None = None, backend: str | None = None
 ) -> Float[Array, "*rows E"]:
-    """Returns rows of an embedding [V, E]. Token ids out of range are clipped. With `axis` each device of
-    that mesh axis has a part of the rows, and the one that has a token's gives it to all."""
+    """Returns rows of an embedding [V, E]. Token ids out of range are clipped. With `axis` each device of that mesh
+    axis has a part of the rows. The device that has a token's row sends it to all."""
     if axis is not None:
         own = tokens - jax.lax.axis_index(axis.name) * w.shape[0]
         here = (own >= 0) & (own < w.shape[0])
@@ -98,7 +99,7 @@ def _product(
     backend: str | None,
     **how: Any,
 ) -> jax.Array:
-    """Returns linear of one device, and its gradient. how: axis and parts, as rounded_inputs has them."""
+    """Returns linear on one device, with its gradient. `how` holds axis and parts, as in rounded_inputs."""
     run: Callable[..., jax.Array] = partial(multiply, out_dtype=out_dtype, backend=backend, **how)
     if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
         return with_gradient(run, partial(straight_through, out_dtype=out_dtype, **how))(x, w, bias, residual)
@@ -117,7 +118,7 @@ def multiply(
     axis: str | None = None,
     parts: int = 1,
 ) -> Float[Array, "*rows outputs"]:
-    """Does what linear does on one device, without a gradient of its own; axis and parts: see rounded_inputs."""
+    """Computes linear on one device without a gradient of its own. `axis` and `parts` are as in rounded_inputs."""
     added: dict[str, Any] = {"bias": bias, "residual": residual}
     if not isinstance(w, QuantizedWeight):
         assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"
@@ -140,7 +141,7 @@ def multiply(
         return _codes_product(codes, w, **added, out_dtype=out_dtype, backend=backend)
     if w.format.activations in KINDS:
         x = fenced(backend, partial(input_blocks, fmt=w.format, scale=w.input_scale, axis=axis, parts=parts), x)
-        w = replace(w, format=replace(w.format, rotated=False))  # as x is now
+        w = replace(w, format=replace(w.format, rotated=False))  # x is rotated now
     return weight_only_matmul(x, w, **added, out_dtype=out_dtype, backend=backend)
 
 
@@ -153,7 +154,8 @@ def _codes_product(
     out_dtype,
     backend: str | None,
 ) -> jax.Array:
-    """Returns codes times codes. Sizes that are no multiples of 32 are padded, as w's were when it was quantized."""
+    """Returns codes times codes. Sizes that are not multiples of 32 are padded, as the weight's were when it was
+    quantized."""
     plain = w.format.group is None and w.zeros is None and w.columns is None
     assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
     (N, K), leading = w.shape, x.values.shape[:-1]
@@ -167,13 +169,13 @@ def _codes_product(
     product = int8_matmul if w.format.codes == "int8" else fp8_matmul
     added = {"bias": bias, "residual": residual}
     if w.format.row_group is not None:
-        backend = where_faster(backend)  # scales of groups have no kernel, be it named
+        backend = where_faster(backend)  # scales of groups have no kernel, even if a backend is named
     y = product(values, w.values, scales, w.scales.astype(scales.dtype), **added, out_dtype=out_dtype, backend=backend)
     return y[:, :N].reshape(*leading, N)
 
 
 def with_gradient(run: Callable[..., jax.Array], straight: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `run`, with the gradient of `straight`, which is computed where it is asked for."""
+    """Returns `run` with the gradient of `straight`, which is computed only on request."""
     function = jax.custom_vjp(run)
     function.defvjp(lambda *args: (run(*args), args), lambda args, g: jax.vjp(straight, *args)[1](g))
     return function
@@ -189,7 +191,8 @@ def straight_through(
     out_dtype,
     **how: Any,
 ) -> Float[Array, "*rows outputs"]:
-    """Does what linear does in plain jnp, on numbers instead of codes. Rounding of activations passes gradients."""
+    """Computes linear in plain jnp, on decoded values instead of codes. Rounded activations pass gradients straight
+    through."""
     x = rounded_inputs(x, w.format, w.input_scale, **how)
     w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
@@ -204,9 +207,9 @@ def straight_through(
 def _in_order(
     x: Inputs, w: QuantizedWeight, axis: MeshAxis, whole: str | None, backend: str | None
 ) -> tuple[jax.Array, QuantizedWeight]:
-    """Returns the inputs that a device's columns of a weight in an order of its own meet, of inputs that devices have a
-    part of each: any of the whole rows, which all exchange first; and the weight in that order. Blocks of small floats
-    are of inputs as they come, and rounded before; `whole` is rounded_inputs' axis."""
+    """Returns the inputs for a device's columns of a reordered weight, and the weight without its order. Each device
+    has a part of the inputs, so all devices exchange whole rows first. Blocks of small floats follow the order of the
+    inputs, and are therefore rounded before. `whole` is the axis of rounded_inputs."""
     assert not isinstance(x, QuantizedRows), "inputs of a weight in an order of its own have no codes"
     assert w.columns is not None
     x = fenced(backend, lambda x: rounded_inputs(x, w.format, w.input_scale, axis=whole), x)
@@ -215,15 +218,14 @@ def _in_order(
 
 
 def column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
-    """Returns the weight's columns in equal parts: of a format with quantized activations, whose scales are of whole
-    rows."""
+    """Returns the weight's columns in equal parts. Its format has quantized activations and scales of whole rows."""
     K = w.shape[1] // parts
     cut = (w.values[:, i * K : (i + 1) * K] for i in range(parts))
     return [replace(w, values=jnp.pad(v, ((0, 0), (0, padded(K) - K))), shape=(w.shape[0], K)) for v in cut]
 
 
 def sum_parts(products: list[jax.Array], bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the products in order, then bias and residual: what all_reduce makes of those of several devices."""
+    """Returns the sum of the products in order, then bias and residual, as all_reduce adds those of several devices."""
     y = reduce(jnp.add, products)
     wide = compute_dtype(y.dtype)
     for added in (None if bias is None else bias[None], residual):

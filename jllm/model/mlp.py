@@ -1,7 +1,7 @@
-"""The MLP block, the second half of a layer: the residual stream plus the MLP of its norm.
+"""Computes the MLP block, the second half of a layer: the residual stream plus the MLP of its norm.
 
-Another kind of MLP is a params type with its entries in the table (params.py), registered for a config in
-param_specs.layer_types, and its block, registered here by that type.
+To add another kind of MLP, write a params type with its entries in the table (params.py). Register it for a config in
+param_specs.layer_types, and its block here by that type.
 """
 
 from functools import singledispatch
@@ -23,7 +23,8 @@ from pallas_kernels.silu_mul_quant import silu_mul_quant
 def mlp_block(
     p: Any, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
 ) -> Float[Array, "T E"]:
-    """Returns x [T, E] plus the MLP of its norm. The type of `p` decides which MLP. `tap`: see attention_block."""
+    """Returns x [T, E] plus the MLP of its norm. The type of `p` decides which MLP runs. `tap` is as in
+    attention_block."""
     raise NotImplementedError(f"{type(p).__name__} has no mlp_block: register one for it")
 
 

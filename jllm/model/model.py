@@ -1,4 +1,4 @@
-"""A model as a value: config, params and tokenizer."""
+"""Defines a model as a value: config, params and tokenizer."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """What load returns. A plain value: pass params to jllm.step, or the whole to generate and Engine. Raises
-    QuantizationError for weights whose groups the config's activation_parts would cut."""
+    """Holds a model as `load` returns it: a plain value. Pass its params to jllm.step, or all of it to generate and
+    Engine. Raises QuantizationError if the config's activation_parts would cut groups of its weights."""
 
     config: LlamaConfig
     params: Params
@@ -27,17 +27,17 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.config.activation_parts > 1:
-            share_params(self.params, self.config)  # which checks them
+            share_params(self.params, self.config)  # it checks the groups
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Returns the tokens that end an answer: those of the config, then those that the tokenizer names."""
+        """Returns the tokens that end an answer: the config's, then the tokenizer's."""
         return end_ids(self.config, self.tokenizer)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Returns bytes of weights by kind, and their "total": matrices that are not quantized ("embedding", "head",
-        "linears"), "codes" and "scales" of those that are (with zero points and all else that decoding takes), "norms",
-        "biases"."""
+        """Returns the bytes of weights by kind, and their "total". "embedding", "head" and "linears" are matrices that
+        are not quantized. "codes" and "scales" are those of quantized ones; scales include zero points and all else
+        that decoding needs. The other kinds are "norms" and "biases"."""
         sizes: Counter[str] = Counter()
         leaves = jax.tree_util.tree_flatten_with_path(self.params, lambda leaf: isinstance(leaf, QuantizedWeight))[0]
         for path, leaf in leaves:
@@ -50,8 +50,8 @@ class Model:
 
 
 def end_ids(config: LlamaConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens that a model can draw: those of its config, then those of its tokenizer."""
-    named = getattr(tokenizer, "eos_ids", ())  # an experiment's own may lack them
+    """Returns the end tokens that a model can draw: the config's, then the tokenizer's."""
+    named = getattr(tokenizer, "eos_ids", ())  # a tokenizer of an experiment may lack them
     return tuple(id for id in dict.fromkeys([*config.eos_ids, *named]) if id < config.vocab_size)
 
 

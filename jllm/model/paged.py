@@ -1,4 +1,4 @@
-"""What the rows of a step are to the model: sequences by page tables, or whole ones without a cache."""
+"""Describes the rows of a step as the model reads them: sequences with page tables, or whole ones without a cache."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """Whole sequences without a cache. Under vmap for a batch of rows."""
+    """Holds whole sequences without a cache. vmap may run over a batch of rows."""
 
     tokens: jax.Array  # i32[T]
     positions: jax.Array  # i32[T], from 0 in each segment
@@ -26,10 +26,11 @@ class Packed:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ShortSegments:
-    """Rows of R sequences that already have tokens in their pages: Q each, of which the first `used` count."""
+    """Holds Q rows for each of R sequences that have tokens in their pages. The first `used` rows of a segment
+    count."""
 
     tokens: jax.Array  # i32[R, Q]
-    start: jax.Array  # i32[R], committed tokens: the first row's cache index
+    start: jax.Array  # i32[R], committed tokens, so the first row's cache index
     used: jax.Array  # i32[R], 0 .. Q
     pages: jax.Array  # i32[R, M]
     ancestors: jax.Array | None = None  # u32[R, Q, ceil(Q / 32)], as Segments has it; None: a chain
@@ -38,7 +39,7 @@ class ShortSegments:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunks:
-    """B chunks of prompts, head to tail on C rows."""
+    """Holds B chunks of prompts, head to tail on C rows."""
 
     tokens: jax.Array  # i32[C]
     start: jax.Array  # i32[B], cache index of each chunk's first token
@@ -47,37 +48,37 @@ class Chunks:
 
 
 def no_segments(max_pages: int) -> ShortSegments:
-    """No segment, beside chunks whose page tables have M entries."""
+    """Returns zero segments, for chunks whose page tables have M entries."""
     return ShortSegments(*(np.zeros(shape, np.int32) for shape in ((0, 1), 0, 0, (0, max_pages))))  # type: ignore[arg-type]
 
 
 def no_chunks(max_pages: int) -> Chunks:
-    """No chunk, beside segments whose page tables have M entries. Made where it is traced, since XLA crashes on empty
-    arguments of a mesh's devices (JAX 0.11.2), which constants become."""
+    """Returns zero chunks, for segments whose page tables have M entries. Makes the arrays while it is traced.
+    Constants would become empty arguments of a mesh's devices, on which XLA crashes (JAX 0.11.2)."""
     return Chunks(*(jnp.zeros(shape, jnp.int32) for shape in (0, 0, 0, (0, max_pages))))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Paged:
-    """One step's rows over a paged cache: R short segments of Q rows, then B prompt chunks on C rows."""
+    """Holds one step's rows over a paged cache: R short segments of Q rows, then B prompt chunks on C rows."""
 
     tokens: jax.Array  # i32[T]
     positions: jax.Array  # i32[T], rotary
-    page: jax.Array  # i32[T], where the token's K and V go; >= N writes nothing
+    page: jax.Array  # i32[T], the page of the token's K and V; >= N writes nothing
     offset: jax.Array  # i32[T], within the page
     decode_pages: jax.Array  # i32[R, M]
-    decode_lengths: jax.Array  # i32[R], keys in the pages with the segment's own; 0: an unused segment
+    decode_lengths: jax.Array  # i32[R], keys in the pages, the segment's own included; 0: an unused segment
     chunk_pages: jax.Array  # i32[B, M]
     chunk_cu: jax.Array  # i32[B + 1], chunk b's rows are R Q + chunk_cu[b] .. R Q + chunk_cu[b + 1]
     chunk_lengths: jax.Array  # i32[B], keys visible to the chunk's last row
-    segments: Segments | None = None  # which rows of each are in use, and what they see, where Q > 1
+    segments: Segments | None = None  # the used rows of each segment and their masks, if Q > 1
     width: int = field(default=1, metadata={"static": True})  # Q
-    row_map: RowMap | None = None  # of the T rows, where the cache has tails
+    row_map: RowMap | None = None  # of the T rows, if the cache has tails
 
     @property
     def short_rows(self) -> int:
-        """Returns R Q, the rows before those of chunks."""
+        """Returns R Q, the number of rows before the chunks."""
         return self.decode_lengths.shape[0] * self.width
 
 
@@ -89,8 +90,8 @@ def paged_batch(
     page_size: int,
     slots: tuple[Int32[Array, " R"], Int32[Array, " B"]] | None = None,
 ) -> Paged:
-    """Returns where each row of a step stands in its sequence and in the page pool of N pages of P tokens. `slots` are
-    those of the segments and of the chunks, for a cache with tails; drafts are chains there."""
+    """Returns the place of each row in its sequence and in the page pool of N pages of P tokens. `slots` are those of
+    the segments and of the chunks, for a cache with tails. Drafts are chains there."""
     (R, Q), C = short.tokens.shape, chunks.tokens.shape[0]
     row = jnp.arange(Q, dtype=jnp.int32)[None, :]
     in_use = row < short.used[:, None]
@@ -135,8 +136,9 @@ def paged_batch(
 
 @shaped
 def chunk_of_row(ends: Int32[Array, " B"], rows: int) -> Int32[Array, " {rows}"]:
-    """Returns which chunk each row is in, of chunks that end before the rows `ends`; B for the unused tail."""
-    # Not by halves, which would be a loop of small kernels before anything else.
+    """Returns the index of each row's chunk, for chunks that end before the rows `ends`. It is B for unused rows at the
+    end."""
+    # Without bisection, which would be a loop of small kernels at the start of the step.
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all").astype(
         jnp.int32
     )
@@ -146,7 +148,7 @@ def chunk_of_row(ends: Int32[Array, " B"], rows: int) -> Int32[Array, " {rows}"]
 def _page(
     table: Int32[Array, "sequences M"], sequence: Int32[Array, " rows"], index: Int32[Array, " rows"], page_size: int
 ) -> Int32[Array, " rows"]:
-    """Returns the pages of cache indices of sequences, by their page table."""
+    """Returns the page of each cache index of a sequence, by the page tables."""
     if not index.shape[0]:
         return index
     last = table.shape[1] - 1

@@ -1,4 +1,4 @@
-"""The table of weights with a config's numbers in it, leaf by leaf, and Params of random weights."""
+"""Fills the table of weights with a config's sizes, leaf by leaf, and makes Params of random weights."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,19 +20,20 @@ INITIAL = {"matrix": (0.0, 0.02), "norm": (1.0, 0.0), "bias": (0.0, 0.0)}  # mea
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of Params: its shape, the normal distribution that it starts from (std 0: a constant), and the stored
-    tensors, as (name, rows), that make it up when stacked along the first axis."""
+    """Describes one leaf of Params: its shape, its initial distribution and its stored tensors. The initial values are
+    normal(mean, std), constant if std is 0. The stored tensors are `parts`, as (name, rows). They make up the leaf when
+    stacked along the first axis."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
     entry: WeightEntry
     mean: float = 0.0
     std: float = 0.0
-    weight: str | None = None  # of a matrix: its name in schemes
+    weight: str | None = None  # a matrix's name in schemes
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Returns the Hugging Face modules that are merged in it."""
+        """Returns the Hugging Face modules that are merged in the leaf."""
         return tuple(name.rpartition(".")[0] for name, _ in self.parts)
 
     def part_shape(self, rows: int) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ class LeafSpec:
 
 
 def param_specs(config: LlamaConfig) -> Params:
-    """Params with a LeafSpec at every leaf: the table of weights (params.py) with a config's numbers in it."""
+    """Returns Params with a LeafSpec at every leaf: the table of weights (params.py) with a config's sizes."""
 
     def layer(i: int) -> LayerParams:
         attention, mlp = (part(**_leaf_specs(part, config, layer_prefix(i))) for part in layer_types(config, i))
@@ -52,18 +53,19 @@ def param_specs(config: LlamaConfig) -> Params:
 
 @singledispatch
 def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
-    """Returns the types of a layer's attention and MLP params. A config class with other layers registers its own."""
+    """Returns the types of a layer's attention and MLP params. A config class with other layers registers its own
+    function."""
     return AttentionParams, MLPParams
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
-    """Returns every matrix by name, the head of a tied model included."""
+    """Returns the spec of every matrix by name, the head of a tied model included."""
     specs = param_specs(replace(config, tie_embeddings=False))
     return {spec.weight: spec for spec in jax.tree.leaves(specs) if spec.weight is not None}
 
 
 def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of a dataclass by field; None for what this model does not have."""
+    """Returns the leaves of a dataclass by field, or None for a weight that the model does not have."""
     axes = config.axes
 
     def size(dimension: str) -> int:
@@ -83,15 +85,16 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
 
 
 def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
-    """Params of jax.ShapeDtypeStruct: what to lower a step with, or count, without memory. dtype None: config.dtype."""
+    """Returns Params of jax.ShapeDtypeStruct, which take no memory: for lowering a step or counting bytes. If dtype
+    is None, it is config.dtype."""
     dtype = param_dtype(config, dtype)
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
 
 
 def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
-    """Returns random Params: weights normal(0, 0.02), those that write to the residual stream (o, down) by 1/sqrt(2
-    layers) smaller (GPT-2's rule), norms one, biases zero. Drawn in at least float32, then rounded to dtype.
-    NoRoomError where the device of `key` has less memory free than they take."""
+    """Returns random Params: weights are normal(0, 0.02), norms one, biases zero. Weights that write to the residual
+    stream (o, down) are smaller by 1/sqrt(2 layers) (GPT-2's rule). Values are drawn in float32 at least, then rounded
+    to dtype. Raises NoRoomError if the device of `key` has too little free memory for them."""
     dtype = param_dtype(config, dtype)
     specs = param_specs(config)
     if not isinstance(key, jax.core.Tracer):
@@ -115,7 +118,7 @@ def _draw(specs: Any, key: jax.Array, dtype: np.dtype) -> Any:
     return jax.tree.unflatten(tree, _normals(key, tuple((s.shape, s.mean, s.std) for s in leaves), dtype))
 
 
-@partial(jax.jit, static_argnums=(1, 2))  # all layers look alike: one compilation serves them
+@partial(jax.jit, static_argnums=(1, 2))  # one compilation serves all layers, which look alike
 def _normals(
     key: jax.Array, shapes: tuple[tuple[tuple[int, ...], float, float], ...], dtype: np.dtype
 ) -> list[jax.Array]:
@@ -130,8 +133,7 @@ def _normals(
 
 
 def param_dtype(config: LlamaConfig, dtype: Any = None) -> np.dtype:
-    """Returns the dtype of all leaves: the one asked for, or config.dtype. Raises ConfigError for one that is no
-    use."""
+    """Returns the dtype of all leaves: the given one, or config.dtype. Raises ConfigError for an unsupported dtype."""
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
     if dtype.name not in DTYPES:
         raise ConfigError(f"dtype {dtype.name} is not supported for parameters; supported are {', '.join(DTYPES)}")

@@ -1,8 +1,8 @@
-"""The weights of a model as an explicit pytree, a tuple of per-layer dataclasses and never stacked arrays, and the one
-table of what they are made of.
+"""Defines the weights of a model as an explicit pytree, and the one table that describes them.
 
-Each field that holds a weight has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers,
-initial values and memory estimates all read these entries. A matrix may be a plain array or a QuantizedWeight.
+The pytree is a tuple of per-layer dataclasses; layers are never stacked into one array. Each field that holds a weight
+has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers, initial values and memory estimates
+all read these entries. A matrix may be a plain array or a QuantizedWeight.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,18 @@ Weight = jax.Array | QuantizedWeight
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One weight of a model: its shape, its parts, its names and its initial values.
+    """Describes one weight of a model: its shape, its parts, its names and its initial values.
 
-    A dimension is a product of axes, such as "heads head_dim"; LlamaConfig.axes has their sizes.
+    A dimension is a product of axes, such as "heads head_dim". LlamaConfig.axes has their sizes.
     """
 
-    kind: Literal["matrix", "norm", "bias"]  # decides the initial values, too (param_specs.INITIAL)
+    kind: Literal["matrix", "norm", "bias"]  # also decides the initial values (param_specs.INITIAL)
     modules: tuple[tuple[str, str], ...]  # Hugging Face module, first dimension; merged along it, in this order
     columns: str | None = None  # second dimension of a matrix
-    name: str | None = None  # of a matrix in schemes and our files: its module's, or vLLM's for merged ones
+    name: str | None = None  # a matrix's name in schemes and our files: its module's, or vLLM's if merged
     reads: str | None = None  # the tap (jllm.model.taps) that is a linear layer's input
-    residual: bool = False  # writes to the residual stream: starts smaller
-    switch: str | None = None  # the field of LlamaConfig that says whether a model has this weight
+    residual: bool = False  # writes to the residual stream, so it starts smaller
+    switch: str | None = None  # the field of LlamaConfig that decides whether a model has this weight
 
     @property
     def tensors(self) -> tuple[tuple[str, str], ...]:
@@ -39,18 +39,18 @@ class WeightEntry:
 
 
 def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **more: Any) -> dict[str, WeightEntry]:
-    """Returns metadata of a field that holds a matrix. Merged modules need a name of their own."""
+    """Returns the metadata of a field that holds a matrix. Merged modules need a name of their own."""
     (name,) = modules if name is None else (name,)
     return {"weight": WeightEntry("matrix", tuple(modules.items()), columns, name, **more)}
 
 
 def norm_weight(module: str, size: str, switch: str | None = None) -> dict[str, WeightEntry]:
-    """Returns metadata of a field that holds the weight of an RMSNorm."""
+    """Returns the metadata of a field that holds the weight of an RMSNorm."""
     return {"weight": WeightEntry("norm", ((module, size),), switch=switch)}
 
 
 def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightEntry]:
-    """Returns metadata of a field that holds the bias of a linear layer."""
+    """Returns the metadata of a field that holds the bias of a linear layer."""
     return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch)}
 
 
@@ -73,7 +73,7 @@ DOWN = {"mlp.down_proj": "embed"}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionParams:
-    """Rotary attention and the norm before it, for attention.attention_block."""
+    """Holds the weights of rotary attention and of the norm before it, for attention.attention_block."""
 
     norm: jax.Array = field(metadata=norm_weight("input_layernorm", "embed"))  # [E]
     # [(H + 2K) D, E]: query rows, key rows, value rows
@@ -88,7 +88,7 @@ class AttentionParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLPParams:
-    """SwiGLU and the norm before it, for mlp.mlp_block."""
+    """Holds the weights of SwiGLU and of the norm before it, for mlp.mlp_block."""
 
     norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]
     # [2F, E]: gate rows, up rows
@@ -101,17 +101,17 @@ class MLPParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerParams:
-    """One decoder layer. The types of its two parts decide what it computes. Linear weights are [out, in]; merged ones
-    are concatenated along out."""
+    """Holds the weights of one decoder layer. The types of its two parts decide what it computes. Linear weights are
+    [out, in]. Merged ones are concatenated along out."""
 
-    attention: Any  # AttentionParams, or another type that attention_block knows
-    mlp: Any  # MLPParams, or another type that mlp_block knows
+    attention: Any  # AttentionParams, or another type with an attention_block
+    mlp: Any  # MLPParams, or another type with an mlp_block
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """A whole model."""
+    """Holds all weights of a model."""
 
     embed: Weight = field(metadata=matrix({EMBED: "vocab"}, "embed"))  # [V, E]
     layers: tuple[LayerParams, ...]
@@ -120,7 +120,7 @@ class Params:
 
     @property
     def dtype(self) -> Any:
-        """Returns the dtype that the model computes in, whatever its matrices are stored in."""
+        """Returns the dtype that the model computes in. Its matrices may be stored in another."""
         return self.norm.dtype
 
 
@@ -150,7 +150,7 @@ def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams
 
 
 def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
-    """Returns name of every matrix -> the Hugging Face modules that are merged in it; the head is there for tied
+    """Returns the name of every matrix -> the Hugging Face modules that are merged in it. The head is included for tied
     models, too. `params` may have leaves of any type."""
     found = {
         f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + module for module, _ in entry.modules)

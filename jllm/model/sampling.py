@@ -1,9 +1,9 @@
-"""Sampling on the device: per row, without a sort, and batch-invariant.
+"""Samples tokens on the device: per row, without a sort, and batch-invariant.
 
-Order: penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does it, with noise
-by a row's seed, sample and position.
+The order is penalties, bias, temperature, top-k, top-p, min-p. From temperature on, pallas_kernels.sample does the
+work, with noise keyed by a row's seed, sample and position.
 
-Letters: R rows (one token to be sampled each), V vocabulary, S slots, T tokens, X bias entries a row.
+Letters: R rows (one token is sampled for each), V vocabulary, S slots, T tokens, X bias entries of a row.
 """
 
 import enum
@@ -26,17 +26,18 @@ STOP_IDS = 8  # end tokens and stop ids that the device checks; the host checks 
 
 
 class Draws(enum.IntEnum):
-    """How rows are drawn at most, in the order of what that takes."""
+    """Names the most general draw among a step's rows, in order of cost."""
 
-    GREEDY = 0  # none has a temperature
-    NOISE = 1  # none has top-k, top-p or min-p
+    GREEDY = 0  # no row has a temperature
+    NOISE = 1  # no row has top-k, top-p or min-p
     FILTERED = 2
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Penalties:
-    """What changes logits before a token is drawn. Bias ids lie in [0, V) and are distinct within a row; -1 pads."""
+    """Holds the parameters that change logits before a draw. Bias ids lie in [0, V) and are distinct within a row; -1
+    pads."""
 
     repetition_penalty: Any  # f32[R]; 1 is off
     presence_penalty: Any  # f32[R]; 0 is off
@@ -48,9 +49,12 @@ class Penalties:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """How a sequence's tokens are drawn and when they end. One struct serves slots (a row a slot), batches (a row a
-    prompt chunk, numpy views on the host) and the rows that a step samples. Fields that users set have the names of
-    engine.request.SamplingParams. A row that is only padding may hold anything, zeros included."""
+    """Holds the parameters that decide how a sequence's tokens are drawn and when it ends.
+
+    One struct serves slots (one row each), batches and the rows that a step samples. In a batch it has one row for each
+    prompt chunk, as numpy views on the host. Fields that users set have the names of engine.request.SamplingParams.
+    Padding rows may hold anything, zeros included.
+    """
 
     temperature: Any  # f32[R]; 0 is greedy
     top_k: Any  # i32[R]; 0 is off
@@ -66,14 +70,15 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenCounts:
-    """Which tokens there were: what penalties ask. Kept per slot [S, V], gathered per row [R, V]."""
+    """Holds the tokens that occurred, for penalties. Slots have [S, V]; rows gather [R, V]."""
 
     seen: Array  # bool[S, V]; the token occurs in the prompt or the output
     counts: Array  # i32[S, V]; occurrences in the output
 
 
 def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
-    """Returns sampling that changes nothing: greedy, without end, in numpy. bias: X; 0 leaves the penalties out."""
+    """Returns parameters that change nothing: greedy, without end, in numpy. `bias` is X; 0 leaves the penalties
+    out."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full((rows, *shape), value, np.int32)
@@ -96,8 +101,8 @@ def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
 
 
 def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
-    """Writes values by name of their field into one row of numpy arrays: numbers, and for stop_ids, bias_ids and
-    bias_values as many as there are. Penalties without room for them (neutral_sampling's bias 0) must be neutral."""
+    """Writes values by name of their field into one row of numpy arrays. stop_ids, bias_ids and bias_values take as
+    many values as there are. If the struct has no penalties (neutral_sampling's bias 0), they must be neutral."""
     structs = (sampling,) if sampling.penalties is None else (sampling, sampling.penalties)
     for struct in structs:
         for each in fields(struct):
@@ -110,13 +115,13 @@ def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
 
 
 def make_counts(slots: int, vocab: int) -> TokenCounts:
-    """No token was there: for S slots and V tokens."""
+    """Returns counts in which no token has occurred, for S slots and V tokens."""
     return TokenCounts(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
 
 
 @shaped
 def constrain(logits: Float[Array, "R V"], allowed: UInt32[Array, "R words"]) -> Float[Array, "R V"]:
-    """Returns logits with -inf for tokens that are not allowed: token i is bit i % 32 of word i // 32."""
+    """Returns logits with -inf for tokens that are not allowed. Token i is bit i % 32 of word i // 32."""
     bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
@@ -128,11 +133,11 @@ def penalize(
     counts: TokenCounts | None,
     drafts: Int32[Array, "R D"] | None = None,
 ) -> Float[Array, "R V"]:
-    """Returns logits after penalties, then bias, in the compute dtype; None changes nothing.
+    """Returns logits after penalties, then bias, in the compute dtype. None changes nothing.
 
-    Repetition divides positive and multiplies other logits of seen tokens (Keskar et al. 2019, as Hugging Face has
-    it); presence and frequency subtract for tokens of the output (as OpenAI's API has it). `drafts` are tokens
-    of the output that each row comes after and that counts do not have, -1 pads.
+    Repetition divides positive logits of seen tokens and multiplies other ones (Keskar et al. 2019, as in Hugging
+    Face). Presence and frequency subtract from logits of the output's tokens (as in OpenAI's API). `drafts` are output
+    tokens before each row that `counts` do not include; -1 pads.
     """
     if penalties is None or counts is None:
         return logits
@@ -149,12 +154,13 @@ def penalize(
 
 
 def _or_none(ids: Array, logits: Array) -> Array:
-    """Returns ids out of range where they are negative: an index below 0 would wrap around."""
+    """Returns ids out of range where they are negative, since a negative index would wrap around."""
     return jnp.where(ids < 0, logits.shape[1], ids)
 
 
 def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) -> Array:
-    """Returns logits [R, n] of tokens that were seen bool[R, n], and occurred in the output i32[R, n] times."""
+    """Returns penalized logits [R, n] of tokens: `seen` is bool[R, n], and `output` i32[R, n] their occurrences in the
+    output."""
     repetition, presence, frequency = (
         x.astype(logits.dtype)[:, None]
         for x in (penalties.repetition_penalty, penalties.presence_penalty, penalties.frequency_penalty)
@@ -168,9 +174,9 @@ def _penalized(logits: Array, seen: Array, output: Array, penalties: Penalties) 
 def count_tokens(
     counts: TokenCounts, slot: Int32[Array, " T"], tokens: Int32[Array, " T"], is_output: Bool[Array, " T"]
 ) -> TokenCounts:
-    """Enters tokens of slots as seen and, where is_output, as output.
+    """Returns counts with the tokens of slots added: as seen and, where is_output, as output.
 
-    A slot >= S drops its token; a token may come several times.
+    A slot >= S drops its token. A token may come several times.
     """
     seen = counts.seen.at[slot, tokens].set(True, mode="drop")
     output = counts.counts.at[slot, tokens].add(is_output.astype(counts.counts.dtype), mode="drop")
@@ -181,12 +187,12 @@ def count_tokens(
 def sample(
     logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"], *, backend: str | None = None
 ) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
-    """Returns one token a row, and whether all of the row's logits are finite, which the same pass finds. Logits are
-    penalized; position is the new token's index in its sequence.
+    """Returns one token for each row, and whether all of the row's logits are finite. Both take one pass.
 
-    Greedy rows take the most likely token, at ties the lowest id. A row's token depends on its logits, params and
-    position alone. Banned tokens (-inf) and NaN are never drawn unless a whole row is: then the token is 0. What no
-    row asks for is skipped at run time. `backend` is that of pallas_kernels.sample.
+    Logits are penalized. `position` is the new token's index in its sequence. Greedy rows take the most likely token,
+    at ties the lowest id. A row's token depends on its logits, params and position alone. Banned tokens (-inf) and NaN
+    are never drawn. If a whole row is banned or NaN, the token is 0. Filters that no row uses are skipped at run time.
+    `backend` is that of pallas_kernels.sample.
     """
     return kernels.sample(logits, *_asked(logits, params), _keys(params, position), backend=backend)
 
@@ -201,39 +207,39 @@ def sample_parts(
     vocabulary: int,
     draws: Draws,
 ) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
-    """Does what sample does, of logits [R, V] of which device i of a mesh axis has W columns from i W on. No row has
-    filters: draws is GREEDY or NOISE. vocabulary is V; columns past it may hold anything. All devices get tokens and
-    flags of whole rows, to the bit those of sample by xla."""
+    """Returns the result of `sample` by xla bitwise, where the devices of a mesh axis share the vocabulary. Device i
+    has W columns of the logits [R, V], from i W on. No row has filters: `draws` is GREEDY or NOISE. `vocabulary` is V;
+    columns past it may hold anything. All devices get tokens and flags of whole rows."""
     options: dict[str, Any] = {"axis": axis, "vocabulary": vocabulary, "noise": draws > Draws.GREEDY}
     return kernels.sample_parts(logits, _asked(logits, params)[0], _keys(params, position), **options)
 
 
 @shaped
 def perturbed(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Float[Array, "R V"]:
-    """Returns the scores of which `sample` takes the largest, in the compute dtype, for a drafter whose tree holds the
-    best few.
+    """Returns the scores of which `sample` takes the largest, in the compute dtype. A drafter's tree holds the best
+    few.
 
-    With a temperature T they are (logit - the row's largest) / T + noise, and -inf for tokens that top-k, top-p or
-    min-p drop; without one they are the logits, NaN as -inf and +inf as the largest number. Where two scores are within
-    rounding of each other, another backend of `sample` may take either.
+    With a temperature T the scores are (logit - the row's largest) / T + noise. They are -inf for tokens that top-k,
+    top-p or min-p drop. Without a temperature they are the logits, with NaN as -inf and +inf as the largest number. If
+    two scores are within rounding of each other, another backend of `sample` may take either.
     """
     return xla.perturbed(logits, *_asked(logits, params), _keys(params, position))
 
 
 @shaped
 def threshold(logits: Float[Array, "R V"], params: Sampling) -> Float[Array, " R"]:
-    """Returns the lowest logit of each row that top-k, top-p and min-p leave to be drawn; -inf when all are off.
+    """Returns the lowest logit of each row that top-k, top-p and min-p keep. It is -inf when all are off.
 
-    top-k keeps what reaches the k-th largest logit; top-p the smallest set of the most likely tokens whose
-    probability, renormalized after top-k, reaches p; min-p what is at least min_p times as likely as the most likely
-    token. Ties are kept together, and the most likely token always.
+    top-k keeps logits that reach the k-th largest. top-p keeps the smallest set of the most likely tokens whose
+    probability, renormalized after top-k, reaches p. min-p keeps tokens that are at least min_p times as likely as the
+    most likely one. Ties are kept together. The most likely token is always kept.
     """
     return xla.threshold(logits, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 @shaped
 def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """Returns log-softmax of raw logits at tokens in the compute dtype; no [R, V] softmax is kept."""
+    """Returns log-softmax of raw logits at tokens, in the compute dtype, without a [R, V] softmax."""
     logits = logits.astype(compute_dtype(logits.dtype))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=1)
@@ -241,7 +247,7 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> F
 
 @shaped
 def token_ranks(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Int32[Array, " R"]:
-    """Returns the tokens' ranks among raw logits: 1 for the most likely, which ties share."""
+    """Returns the tokens' ranks among raw logits. The most likely token has rank 1, and ties share a rank."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")
     return 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
 
@@ -256,8 +262,7 @@ def top_logprobs(logits: Float[Array, "R V"], n: int) -> tuple[Int32[Array, "R {
 
 @shaped
 def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: Int32[Array, " R"]) -> Int32[Array, " R"]:
-    """Returns `sample` as one would first write it, by sorting each row: the reference in tests and a baseline for
-    speed."""
+    """Returns the tokens of `sample`, by sorting each row: the reference in tests and a baseline for speed."""
     dtype, vocabulary = compute_dtype(logits.dtype), logits.shape[1]
     logits = logits.astype(dtype)
     temperature = jnp.where(params.temperature > 0, params.temperature, 1).astype(dtype)[:, None]
@@ -280,18 +285,19 @@ def sample_reference(logits: Float[Array, "R V"], params: Sampling, position: In
 
 
 def _asked(logits: Array, params: Sampling) -> tuple[Array, Array, Array, Array]:
-    """Returns what pallas_kernels.sample takes between logits [R, V] and keys: temperature, top_k, top_p and min_p."""
+    """Returns the arguments of pallas_kernels.sample between logits [R, V] and keys: temperature, top_k, top_p and
+    min_p."""
     dtype = compute_dtype(logits.dtype)
     temperature, top_p, min_p = (x.astype(dtype) for x in (params.temperature, params.top_p, params.min_p))
     return temperature, params.top_k, top_p, min_p
 
 
 def _keys(params: Sampling, position: Array) -> Array:
-    """Returns u32[R, 4]: what each row's noise follows from, besides tokens' ids; see pallas_kernels.sample.noise."""
+    """Returns u32[R, 4], the key of each row's noise without the token's id; see pallas_kernels.sample.noise."""
     parts = (params.seed, params.sample, position, jnp.zeros_like(position))  # all draws have one purpose
     return jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in parts], axis=1)
 
 
 def words(vocab_size: int) -> int:
-    """Returns how many words of 32 bits a mask of a vocabulary has."""
+    """Returns the number of 32-bit words in a mask of a vocabulary."""
     return -(-vocab_size // 32)

@@ -1,8 +1,9 @@
-"""Types of arrays in signatures, with dtype and shape: Float[Array, "T E"]. The letters are those of README's table.
+"""Defines the types of arrays in signatures, with dtype and shape: Float[Array, "T E"].
 
-A name after a star stands for any number of axes. Where the environment has JLLM_CHECK_SHAPES, as one test has it,
-each call of a `shaped` function is checked. Otherwise the types are plain arrays, and nothing else is imported.
-Registered dataclasses have shapes in comments, since JAX rebuilds them from things that are no arrays.
+The README's table explains the letters. A name after a star stands for any number of axes. If the environment has
+JLLM_CHECK_SHAPES, as in one test, each call of a `shaped` function is checked. Otherwise the types are plain arrays,
+and nothing else is imported. Registered dataclasses have shapes in comments, since JAX also rebuilds them from objects
+that are not arrays.
 """
 
 import os

@@ -1,9 +1,11 @@
-"""A rank's share of each weight, as the table of weights (params.py) says.
+"""Cuts each weight into the ranks' shares, by the table of weights (params.py).
 
-Rows are shared out by the first axis of their dimension, and so are columns: "heads head_dim" by heads, "ffn" and
-"vocab" by one. Each part of a merged weight is shared out by itself, so that a rank has its query rows, then its key
-rows, then its value rows. Codes, scales and zeros of a quantized weight go with their rows and columns: every rank has
-numbers that the whole weight has. The vocabulary is padded to a multiple of the ranks by rows that are never read."""
+Rows are sharded by the first axis of their dimension, and so are columns. "heads head_dim" is sharded by heads, "ffn"
+and "vocab" by themselves. Each part of a merged weight is sharded separately. So a rank has its query rows, its key
+rows and its value rows, in this order. Codes, scales and zeros of a quantized weight go with their rows and columns: a
+share has the same values as the whole weight. The vocabulary is padded to a multiple of the ranks by rows that are
+never read.
+"""
 
 import math
 from collections.abc import Callable
@@ -28,17 +30,17 @@ from pallas_kernels.formats.weight_formats import MULTIPLE, WeightFormat, padded
 
 
 def share_params(params: Params, config: LlamaConfig) -> Params:
-    """Params of the config's mesh, of those of one device: each leaf a stack of the ranks' shares [ranks, ...]; without
-    a mesh the params as they are. Raises QuantizationError for a format that cannot be cut there, or by the config's
-    activation_parts."""
+    """Returns Params for the config's mesh from those of one device. Each leaf becomes a stack of the ranks' shares
+    [ranks, ...]. Without a mesh the params are unchanged. Raises QuantizationError for a format that the mesh or the
+    config's activation_parts would cut within a group."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     return jax.tree.map(lambda spec, leaf: share(leaf, spec.entry, config, spec.weight or ""), specs, params)
 
 
 def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") -> Any:
-    """Returns one leaf of Params, an array of the host or a device, as a stack of the ranks' shares, each on its
-    device; `name` is for errors. Without a mesh the leaf as it is, checked for the config's activation_parts. Of shapes
-    alone the shapes."""
+    """Returns one leaf of Params as a stack of the ranks' shares, each on its device. The leaf is an array of the host
+    or a device. Abstract leaves give abstract shares. Without a mesh the leaf is unchanged, but checked for the
+    config's activation_parts. `name` is for errors."""
     if config.mesh is None:
         parts = config.activation_parts
         if isinstance(leaf, QuantizedWeight) and not fits(leaf.format, entry, config):
@@ -55,9 +57,9 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
 
 
 def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
-    """Returns the reverse of share, of a leaf whose whole shape is given: on a device of this process, or of each one.
-    Scales that were quantized themselves remain the float16 that they stand for. Without a mesh the leaf as it is. Of
-    shapes alone the shapes."""
+    """Returns a whole leaf from its shares, on a device of this process, or of each process: the inverse of share.
+    `shape` is the leaf's whole shape. Scales that were quantized themselves stay the float16 that they stand for.
+    Abstract leaves give abstract ones. Without a mesh the leaf is unchanged."""
     if config.mesh is None:
         return leaf
     join = _join_codes if isinstance(leaf, QuantizedWeight) else _join
@@ -69,14 +71,14 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
 
 
 def whole_params(params: Params, config: LlamaConfig) -> Params:
-    """Returns the reverse of share_params."""
+    """Returns whole Params from those of a mesh: the inverse of share_params."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     return jax.tree.map(lambda spec, leaf: whole(leaf, spec.entry, config, spec.shape), specs, params)
 
 
 def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
-    """Returns the shape of what share makes of a leaf, of a quantized one but for padding; without a mesh the
-    leaf's."""
+    """Returns the shape of a leaf's shares, before padding if it is quantized. Without a mesh it is the leaf's
+    shape."""
     if config.mesh is None:
         return spec.shape
     columns = _columns(spec.entry, config, 0)
@@ -84,12 +86,12 @@ def share_shape(spec: LeafSpec, config: LlamaConfig) -> tuple[int, ...]:
 
 
 def on_whole(change: Callable[[Any], Any], leaf: Any, spec: LeafSpec, config: LlamaConfig) -> Any:
-    """Returns what `change` makes of a whole leaf, in shares again."""
+    """Returns change(leaf) of a whole leaf, in shares again."""
     return share(change(whole(leaf, spec.entry, config, spec.shape)), spec.entry, config, spec.weight or "")
 
 
 def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
-    """Returns whether no device of the config's mesh, and none of its activation_parts, has a part of a group."""
+    """Returns whether a format's groups stay whole: no device of the mesh, and none of activation_parts, cuts one."""
     size = _shared_columns(entry, config)
     parts = config.mesh.size if config.mesh else 1 if fmt.activations is None else config.activation_parts
     group = fmt.group or fmt.row_group
@@ -99,20 +101,20 @@ def fits(fmt: WeightFormat, entry: WeightEntry, config: LlamaConfig) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ShareIndices:
-    """Where the shares of a leaf lie in the whole one."""
+    """Holds the places of a leaf's shares in the whole leaf."""
 
     rows: np.ndarray  # i32[ranks, n]
-    first: np.ndarray  # bool[ranks, n]: that no rank before has, which may have the same
-    column: np.ndarray  # i32[ranks] the first
+    first: np.ndarray  # bool[ranks, n]: no earlier rank has the row, since ranks may share one
+    column: np.ndarray  # i32[ranks], the first column
 
 
 def share_indices(entry: WeightEntry, config: LlamaConfig) -> ShareIndices:
-    """Of a leaf."""
+    """Returns the places of a leaf's shares on the config's mesh."""
     assert config.mesh is not None
     ranks = range(config.mesh.size)
     rows = np.stack([_rows(entry, config, r) for r in ranks]).astype(np.int32)
     columns = [_columns(entry, config, r) for r in ranks]
-    first = np.ones(rows.shape, bool)  # of the same rows the ranks have other columns
+    first = np.ones(rows.shape, bool)  # ranks have different columns of the same rows
     if columns[0] is None:
         first = np.zeros(rows.shape, bool)
         first.flat[np.unique(rows, return_index=True)[1]] = True
@@ -124,7 +126,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
-    """Returns which rows of a weight a rank has."""
+    """Returns the indices of the rows of a weight that a rank has."""
     found, start = [], 0
     for _, dimension in entry.modules:
         axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
@@ -135,20 +137,20 @@ def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
 
 
 def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, int] | None:
-    """Returns the first column that a rank has, and how many; None for all."""
+    """Returns the first column that a rank has, and the number of its columns, or None if it has all."""
     size = _shared_columns(entry, config)
     return None if size is None or entry.columns is None else _span(entry.columns.split()[0], size, config, rank)
 
 
 def _shared_columns(entry: WeightEntry, config: LlamaConfig) -> int | None:
-    """Returns how many columns a weight has that ranks share; None where each has all."""
+    """Returns the number of columns that ranks share, or None if each rank has all."""
     if entry.columns is None or entry.columns.split()[0] not in SHARED:
         return None
     return math.prod(config.axes[a] for a in entry.columns.split())
 
 
 def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
-    """Returns the start of a rank's share of a dimension, and its length."""
+    """Returns the start and the length of a rank's share of a dimension."""
     assert config.mesh is not None
     if axis not in SHARED:
         return 0, size
@@ -169,7 +171,7 @@ def _cut(leaf: Any, rows: np.ndarray, columns: tuple[int, int] | None, name: str
 def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | None, name: str) -> QuantizedWeight:
     N, K = len(rows), w.shape[1] if columns is None else columns[1]
     stored = np.pad(rows, (0, padded(N) - N), mode="edge")
-    small = w.format.scale_codes is not None  # kept as they are, since what they are in units of is a row's
+    small = w.format.scale_codes is not None  # kept as they are, since their unit is a row's
     values, scales = w.values[stored], (w.scales if small else group_scales(w))[..., stored]
     steps = w.scale_steps[stored] if small and w.scale_steps is not None else None
     zeros = None if w.zeros is None else w.zeros[..., stored]
@@ -181,7 +183,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
         codes = unpack4(values, signed=False) if w.format.packed else values
         codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
         values = pack4(codes) if w.format.packed else codes
-        order = None if order is None else order[first : first + K]  # of whole rows
+        order = None if order is None else order[first : first + K]  # indices into whole rows
         if w.format.group is not None:
             groups = slice(first // w.format.group, (first + K) // w.format.group)
             scales, zeros = scales[groups], None if zeros is None else zeros[groups]
@@ -191,7 +193,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
 
 
 def _join(x: jax.Array, rows: np.ndarray, cut: bool, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the array of this shape, of parts [ranks, ...] of its columns, or of its `rows`, i32[ranks, n]."""
+    """Returns an array of this shape from parts [ranks, ...]: of its columns, or of its `rows` i32[ranks, n]."""
     if cut:
         return x.swapaxes(0, 1).reshape(shape)
     return jnp.zeros(shape, x.dtype).at[rows.reshape(-1)].set(x.reshape(-1, *shape[1:]))
@@ -202,17 +204,17 @@ def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[in
     stored = np.minimum(np.arange(padded(N)), N - 1)
 
     def join(x: jax.Array) -> jax.Array:
-        """Returns [ranks, n, k] -> [N', ..]"""
+        """Returns [N', ...] from [ranks, n, k]."""
         return _join(x, rows, cut, (N, x.shape[2] * (len(rows) if cut else 1)))[stored]
 
     def of_rows(x: jax.Array | None) -> jax.Array | None:
-        """Returns [ranks, n] -> [N'], or of groups [ranks, G, n] -> [.., N']"""
+        """Returns [N'] from [ranks, n]; with groups, [.., N'] from [ranks, G, n]."""
         if x is None or x.ndim == 3:
             return None if x is None else join(x.swapaxes(1, 2)).T
         return (x[0] if cut else _join(x, rows, cut, (N,)))[stored]
 
     codes = jnp.pad(join(own.values), ((0, 0), (0, padded(K) - K)))
-    order = own.columns  # of whole rows on each device, or of its own part
+    order = own.columns  # indices into whole rows on each device, or into its own part
     return QuantizedWeight(
         values=pack4(codes) if w.format.packed else codes,
         scales=of_rows(own.scales),  # type: ignore[arg-type]
@@ -226,7 +228,7 @@ def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[in
 
 
 def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> QuantizationError:
-    """For a weight whose groups `who`, which has this many columns, would have parts of."""
+    """Returns the error for a weight whose groups would be cut. `who` has this number of columns."""
     least = 8 if fmt.group else MULTIPLE
     found = [g for g in range(least, columns + 1, least) if columns % math.lcm(g, MULTIPLE) == 0]
     why = f"groups of {', '.join(map(str, found))} would fit" if found else "a format with a scale a row would fit"
@@ -235,8 +237,8 @@ def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> Quanti
 
 
 def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[int, Params], Params]) -> Params:
-    """Returns random Params of the config's mesh, as share_params gives them, each rank's made on its device, a layer
-    at a time; make(i, params) may quantize those of layer i, a model of its own."""
+    """Returns random Params on the config's mesh, as share_params returns them. Each rank's share is made on its
+    device, one layer at a time. make(i, params) may quantize layer i, which is a model of its own."""
     assert config.mesh is not None
     n, own = config.mesh.size, replace(rank_config(config), axis=None)
 
@@ -250,8 +252,8 @@ def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable
 
 
 def stack(shares: Any, mesh: Mesh) -> Any:
-    """Shares of all ranks, each put on its device, as arrays [ranks, ...]; those of another process's devices are put
-    there by that one, which has read the same weight."""
+    """Returns the ranks' shares, each put on its device, as arrays [ranks, ...]. Each process puts the shares of its
+    own devices there. All processes read the same weight."""
     own = [
         (part, device) for part, device in zip(shares, mesh.devices.flat) if device.process_index == jax.process_index()
     ]

@@ -1,12 +1,12 @@
-"""Names the values inside a forward pass: taps give them back, and hooks (hooks.py) change them.
+"""Names the values inside a forward pass. Taps return them, and hooks (hooks.py) change them.
 
-A name is one of TOP, or `layers.I.` and one of LAYER; `*` stands for anything, as in `layers.*.attention`, but for
-attention weights, which are large: they must be named. Where the
-reader of a value has quantized activations, it is the value before that rounding. Rows are those of the step: R decode
-rows, then C prompt tokens; for the head's they are the rows that it runs on.
+A name is one of TOP, or `layers.I.` and one of LAYER. `*` matches anything, as in `layers.*.attention`, except
+attention weights: they are large and must be named. If the reader of a value has quantized activations, the value is
+that before the rounding. Rows are those of the step: R decode rows, then C prompt tokens. The head's values have the
+rows that the head runs on.
 
-A layer with a tap or an edit inside of its blocks runs one operation at a time (Tap.open). In 16 bits it may round
-otherwise than the fused operations of a step without.
+A layer with a tap or an edit inside its blocks runs one operation at a time (Tap.open). In 16 bits it may round
+differently from the fused operations of a step without taps.
 """
 
 from collections.abc import Sequence
@@ -22,46 +22,46 @@ if TYPE_CHECKING:
     from jllm.config import LlamaConfig
     from jllm.model.hooks import Edits
 
-LAYER = {  # in order of their computation
+LAYER = {  # in order of computation
     "input": "[T, E] the residual stream before the layer",
-    "attn_norm": "[T, E] what the query, key and value projections read",
-    "qkv": "[T, (H + 2K) D] what they yield",
+    "attn_norm": "[T, E] the input of the query, key and value projections",
+    "qkv": "[T, (H + 2K) D] the output of the query, key and value projections",
     "q": "[T, H, D] queries, rotated",
     "k": "[T, K, D] keys, rotated, before they are stored",
     "v": "[T, K, D] values, before they are stored",
-    "weights": "[T, H, keys] attention's, float32 at least; 0 for keys that a query does not see",
-    "attention": "[T, H D] what the output projection reads",
+    "weights": "[T, H, keys] attention weights, float32 at least; 0 for keys that a query does not see",
+    "attention": "[T, H D] the input of the output projection",
     "middle": "[T, E] the residual stream between attention and MLP",
-    "mlp_norm": "[T, E] what the gate and up projections read",
-    "gate_up": "[T, 2F] what they yield",
-    "silu_mul": "[T, F] SiLU(gate) * up: what the down projection reads",
+    "mlp_norm": "[T, E] the input of the gate and up projections",
+    "gate_up": "[T, 2F] the output of the gate and up projections",
+    "silu_mul": "[T, F] SiLU(gate) * up: the input of the down projection",
     "output": "[T, E] the residual stream after the layer",
 }
 TOP = {
     "embedding": "[T, E]",
-    "norm": "[rows, E] what the head reads",
+    "norm": "[rows, E] the input of the head",
     "logits": "[rows, V]",
 }
-SEAMS = ("input", "middle", "output")  # of LAYER: these lie outside of a layer's two blocks
+SEAMS = ("input", "middle", "output")  # the names of LAYER outside a layer's two blocks
 NEAR = 4  # names that an error suggests
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Collects the values of one layer that `names` ask for, and changes those with edits, while it is traced.
+    """Collects the named values of one layer and changes those with edits, while the layer is traced.
 
     `q = tap("q", q)` stands where a layer has a value of that name.
     """
 
     names: tuple[str, ...]  # without the layer's prefix
-    edits: "Edits | None" = None  # likewise
-    config: "LlamaConfig | None" = None  # of a device's share of a model on a mesh
+    edits: "Edits | None" = None  # by names without the prefix
+    config: "LlamaConfig | None" = None  # that of a device's share of a model on a mesh
     found: dict[str, Any] = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
     @property
     def open(self) -> bool:
-        """Says whether a value inside of a block is wanted or changed, so that no fused operation may hide it."""
+        """Returns whether a value inside a block is tapped or edited. Then no fused operation may hide it."""
         return any(name not in SEAMS for name in (*self.names, *self._edits))
 
     @property
@@ -72,7 +72,7 @@ class Tap:
         return name in self.names
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Returns the value as the layer goes on with it, and keeps it if it is wanted."""
+        """Returns the value after its edit, and keeps it if it is tapped."""
         if self.edits is not None and name in self._edits:
             whole = self.edits.apply(name, self._whole(name, value))
             value = whole if self.config is None else own_part(name, whole, self.config)
@@ -82,10 +82,10 @@ class Tap:
         return value
 
     def check_edits(self) -> None:
-        """Raises EvaluationError for an edit of what this kind of layer does not have."""
+        """Raises EvaluationError for an edit of a value that this kind of layer does not have."""
         for name in self._edits:
             if name not in self.edited:
-                raise EvaluationError(f"edit of layers.*.{name}: one of these layers passes on no such value")
+                raise EvaluationError(f"edit of layers.*.{name}: one of the layers has no such value")
 
     def _whole(self, name: str, value: Any) -> Any:
         return value if self.config is None else gathered(name, value, self.config)
@@ -98,8 +98,8 @@ def tap_names(num_layers: int) -> list[str]:
 
 
 def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Returns the names that patterns stand for, in order of computation. Raises EvaluationError for one that stands
-    for none, with those near it."""
+    """Returns the names that patterns match, in order of computation. Raises EvaluationError for a pattern without a
+    match, with similar names."""
     if isinstance(patterns, str):
         raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
     known = tap_names(num_layers)
@@ -114,7 +114,7 @@ def _means(pattern: str, name: str) -> bool:
 
 
 def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
-    """Returns those of one layer, without its prefix."""
+    """Returns the names of one layer, without its prefix."""
     prefix = f"layers.{layer}."
     return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 

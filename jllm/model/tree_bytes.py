@@ -1,4 +1,4 @@
-"""The bytes of a tree of arrays."""
+"""Counts the bytes of a tree of arrays."""
 
 import math
 from typing import Any

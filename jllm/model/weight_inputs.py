@@ -1,4 +1,4 @@
-"""What a weight's inputs are when they meet it: as they come, in codes of eight bits, or in blocks of small floats."""
+"""Converts a weight's inputs to its form: as they come, codes of eight bits, or blocks of small floats."""
 
 from typing import Any
 
@@ -22,9 +22,13 @@ def rounded_inputs(
     axis: str | None = None,
     parts: int = 1,
 ) -> Float[Array, "*rows K"]:
-    """Returns x as a weight of that format takes it, in numbers of x's dtype; rounding passes gradients. `scale` is
-    of all inputs, found ahead. axis: the mesh axis whose devices have a part of each row and quantize it with the whole
-    row's scale. parts: into which a row of blocks is cut; each is rounded by itself."""
+    """Returns x rounded to the values that a weight of that format takes, in x's dtype. Rounding passes gradients
+    straight through.
+
+    `scale` is that of all inputs, found beforehand. `axis` is the mesh axis whose devices have a part of each row. They
+    quantize it with the whole row's scale. `parts` is the number of parts of a row that are rounded separately, for
+    blocks.
+    """
     fixed = jax.lax.stop_gradient(x)
     if fmt.activations in KINDS:
         return x + (rotate_groups(input_blocks(fixed, fmt, scale, axis, parts), fmt) - fixed)
@@ -38,7 +42,7 @@ def rounded_inputs(
 def row_codes(
     x: Float[Array, "*rows K"], fmt: WeightFormat, scale: Float[Array, "1"] | None, axis: str | None
 ) -> QuantizedRows:
-    """Returns x in the codes of a format's inputs; the rest as rounded_inputs has it. Groups are whole."""
+    """Returns x in the codes of a format's inputs. Arguments are as in rounded_inputs. Groups are whole."""
     assert fmt.row_codes is not None
     options: dict[str, Any] = {"group": fmt.row_group} if fmt.row_group else {"scale": scale, "axis": axis}
     return quantize_rows(x, fmt.row_codes, per_tensor=fmt.per_tensor, **options)
@@ -48,7 +52,7 @@ def row_codes(
 def input_blocks(
     x: Float[Array, "*rows K"], fmt: WeightFormat, scale: Float[Array, "1"] | None, axis: str | None, parts: int
 ) -> Float[Array, "*rows K"]:
-    """Returns x, rotated where the format has that, in blocks of small floats; the rest as rounded_inputs has it."""
+    """Returns x in blocks of small floats, rotated first if the format rotates. Arguments are as in rounded_inputs."""
     assert fmt.activations is not None
     cut = rotate_groups(x, fmt).reshape(*x.shape[:-1], parts, -1)
     return round_blocks(cut, fmt.activations, scale, axis=axis).reshape(x.shape)
@@ -58,23 +62,26 @@ def input_blocks(
 def part_outliers(
     x: Float[Array, "*rows K"], threshold: float
 ) -> tuple[Float[Array, "*rows K"], Float[Array, "*rows K"]]:
-    """Returns x as the sum of what is smaller and of what is not (LLM.int8, arXiv 2208.07339), value by value.
+    """Returns x as the sum of two arrays: its values below the threshold, and its outliers (LLM.int8, arXiv
+    2208.07339).
 
-    bitsandbytes takes a column out for all tokens of a batch where one has an outlier there, and a token then depends
-    on others."""
+    bitsandbytes instead takes out a column for all tokens of a batch if one token has an outlier there. A token then
+    depends on others.
+    """
     large = jnp.abs(x) >= jnp.asarray(threshold, x.dtype)
     zero = jnp.zeros((), x.dtype)
     return jnp.where(large, zero, x), jnp.where(large, x, zero)
 
 
-def takes_numbers(w: QuantizedWeight) -> bool:
-    """Returns whether rows meet this weight as they are: neither quantized nor rounded first."""
+def is_weight_only(w: QuantizedWeight) -> bool:
+    """Returns whether the weight takes rows as they are, neither quantized nor rounded."""
     return w.format.activations is None
 
 
 def rows_kind(reader: Weight) -> str | None:
-    """Returns what a norm or SiLU quantizes to for this weight. A scale that all tokens share takes a pass of its own,
-    be it found as they come or ahead (input_scale), and so do outliers and scales of groups."""
+    """Returns the code that a norm or SiLU quantizes to for this weight, or None. A scale that all
+    tokens share takes a pass of its own. So does one that is known before (input_scale), and so do outliers and scales
+    of groups."""
     if not isinstance(reader, QuantizedWeight) or reader.format.per_tensor or reader.input_scale is not None:
         return None
     apart = reader.format.outliers is not None or reader.format.row_group is not None
@@ -82,6 +89,5 @@ def rows_kind(reader: Weight) -> str | None:
 
 
 def takes_plain_rows(w: QuantizedWeight) -> bool:
-    """Returns whether rows of x can be quantized as they are multiplied: each by itself, for codes that are not
-    padded."""
+    """Returns whether rows can be quantized within the product: each by itself, for codes without padding."""
     return rows_kind(w) is not None and w.values.shape == w.shape

@@ -1,7 +1,9 @@
-"""One model on several devices: each has a share of every layer (tensor parallelism, Shoeybi et al., arXiv 1909.08053).
+"""Runs one model on several devices, each with a share of every layer (tensor parallelism, Shoeybi et al., arXiv
+1909.08053).
 
-mesh      which devices, and whether they fit a model; the config of one device's share
-shares    a device's share of each weight, from the axes that the table of weights names
-values    what is whole of a layer's values, where they are tapped or edited
-ranks     a function of a whole model, from the same function of one device's share
+mesh      makes meshes, checks that they fit a model, and makes the config of one device's share ranks     turns a
+function of one device's share into a function of the whole model values    moves a layer's values between devices where
+they are tapped or edited memory    reads how much memory a device has free
+
+The shares of the weights are in jllm/model/shards.py.
 """

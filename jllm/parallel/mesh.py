@@ -1,8 +1,9 @@
-"""Meshes: which devices share a model, whether they fit it, and the config of what each of them computes.
+"""Makes meshes, checks that they fit a model, and makes the config of each device's share.
 
-A mesh has the one axis "model". Its devices (ranks, by their place on it) each have some of the query heads with the KV
-heads that these read, some of the MLP's columns, and some of the vocabulary's rows. KV heads fewer than ranks are kept
-by several ranks alike."""
+A mesh has the one axis "model". The rank of a device is its place on that axis. Each rank has some query heads and
+their KV heads, some columns of the MLP, and some rows of the vocabulary. With fewer KV heads than ranks, several ranks
+keep the same KV head.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +22,8 @@ SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
-    """Returns a mesh of these devices, or of the first of those that there are, where `devices` is a number. Raises
-    ConfigError for more than there are, and for devices that are listed twice."""
+    """Returns a mesh of these devices, or of the first n devices if `devices` is a number. Raises ConfigError for more
+    devices than there are, and for devices that are listed twice."""
     found = jax.devices()
     if isinstance(devices, int):
         if not 1 <= devices <= len(found):
@@ -30,13 +31,13 @@ def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
             raise ConfigError(f"{counted(devices, 'device')} asked for, and {there}")
         devices = found[:devices]
     if not devices or len(set(devices)) != len(devices):
-        raise ConfigError("a mesh needs at least one device, and each but once")
+        raise ConfigError("a mesh needs at least one device, each listed once")
     return Mesh(np.asarray(devices), (AXIS,))
 
 
 def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
-    """Returns the config of the model on a mesh. Raises ConfigError where the mesh does not fit it, naming what
-    would."""
+    """Returns the config of the model on a mesh. Raises ConfigError if the mesh does not fit the model, with the
+    numbers of devices that would fit."""
     if mesh.axis_names != (AXIS,):
         raise ConfigError(f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: expected one, {AXIS!r}")
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
@@ -45,7 +46,9 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
     if type(config) is not LlamaConfig:
         raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
     if config.activation_parts > 1:
-        raise ConfigError(f"activation_parts={config.activation_parts} is for one device: a mesh has a part each")
+        raise ConfigError(
+            f"activation_parts={config.activation_parts} is for one device: on a mesh each device has one part"
+        )
     if mesh.size not in fitting(config):
         sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns"
         fits = ", ".join(map(str, fitting(config)))
@@ -55,13 +58,13 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
 
 
 def fitting(config: LlamaConfig) -> list[int]:
-    """Returns the numbers of ranks that share a model evenly. The vocabulary is padded, and fits any."""
+    """Returns the numbers of ranks that share a model evenly. The vocabulary is padded, so any number fits it."""
     H, K, F = config.num_heads, config.num_kv_heads, config.intermediate_size
     return [n for n in range(1, H + 1) if H % n == 0 and F % n == 0 and (K % n == 0 or n % K == 0)]
 
 
 def rank_config(config: LlamaConfig) -> LlamaConfig:
-    """Returns the config of one rank's part of a model on a mesh. Its vocabulary is the whole one."""
+    """Returns the config of one rank's share of a model on a mesh. Its vocabulary size is the whole model's."""
     if config.mesh is None:
         return config
     n = config.mesh.size
@@ -77,7 +80,7 @@ def rank_config(config: LlamaConfig) -> LlamaConfig:
 
 
 def mesh_axis(mesh: Mesh) -> MeshAxis:
-    """Returns the axis of a mesh, with its GPUs where this process has them all."""
+    """Returns the axis of a mesh, with the ids of its GPUs if this process has all of them."""
     devices = list(mesh.devices.flat)
     own = all(d.platform == "gpu" and d.process_index == jax.process_index() for d in devices)
     return MeshAxis(AXIS, tuple(d.local_hardware_id for d in devices) if own else None)
@@ -88,14 +91,14 @@ def ranks_of(config: LlamaConfig) -> int:
 
 
 def has_processes(config: LlamaConfig) -> bool:
-    """Returns whether several processes have a part of the model each, so that none may decide by what it alone
-    knows."""
+    """Returns whether several processes share the model. Then no process may decide alone by what it alone measures."""
     return config.mesh is not None and config.mesh.is_multi_process
 
 
 def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
-    """Returns bytes that are free on each device of a mesh, without one on this device, by default that which arrays go
-    to; None where one of them does not say. CPU devices share this machine's memory."""
+    """Returns the bytes that are free on each device of a mesh, the least of all. Without a mesh they are those of
+    `device`, by default the one that arrays go to. It is None if one of the devices reports nothing. CPU devices share
+    this machine's memory."""
     if mesh is None:
         return free_memory(device)
     found = [free_memory(device) for device in mesh.local_devices]
@@ -104,5 +107,6 @@ def free_of(mesh: Mesh | None, device: jax.Device | None = None) -> int | None:
 
 
 def stored_kv_heads(config: LlamaConfig) -> int:
-    """Returns the KV heads of all ranks together: more than the model's where several ranks keep the same."""
+    """Returns the number of KV heads that all ranks store together. It exceeds the model's if several ranks keep the
+    same head."""
     return config.num_kv_heads if config.mesh is None else max(config.num_kv_heads, config.mesh.size)

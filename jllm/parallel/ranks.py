@@ -1,7 +1,8 @@
-"""Functions of a model on a mesh: each device runs the same function of one device, on its share.
+"""Runs functions of a model on a mesh: each device calls the function with its share.
 
-Weights are stacks of the ranks' shares, [ranks, ...] along the mesh (model/shards.py). KV pages [N, K, ...] are
-sharded along their heads. All else is replicated, and so are the values that ranks compute from it."""
+A weight is a stack of the ranks' shares, [ranks, ...] along the mesh (model/shards.py). KV pages [N, K, ...] are
+sharded along their heads. All else is replicated, also the values that ranks compute from replicated arrays.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -20,11 +21,12 @@ STACKED, HEADS, WHOLE = P(AXIS), P(None, AXIS), P()
 
 
 def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> Callable[[F], F]:
-    """Returns a decorator for a function with the argument `config`. If it has a mesh, each rank calls the function
-    with its share of the arrays and with its own config.
+    """Returns a decorator for a function with the argument `config`. If the config has a mesh, each rank calls the
+    function with its own share and config.
 
-    `inputs` names the arguments with arrays and says how each lies on the mesh: STACKED, HEADS, WHOLE, a tree of these,
-    or a function from the argument to one. `outputs` says it of the result. Other arguments go to all ranks alike.
+    `inputs` maps each argument that holds arrays to its layout on the mesh. A layout is STACKED, HEADS, WHOLE, a tree
+    of these, or a function from the argument to one. `outputs` is the layout of the result. Other arguments go to all
+    ranks alike.
     """
 
     def decorate(function: F) -> F:
@@ -51,7 +53,7 @@ def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> C
 
 
 def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callable:
-    """Returns a function of whole arrays, for which each rank calls `run` with its share."""
+    """Returns a function of whole arrays in which each rank calls `run` with its share."""
 
     def everywhere(*arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
@@ -65,7 +67,7 @@ def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callabl
             return run(*jax.tree.unflatten(tree, own))
 
         options: dict[str, Any] = {"in_specs": tuple(specs[i] for i in some), "out_specs": outputs}
-        # Unchecked, since values that ranks compute alike are not marked as such.
+        # Unchecked, since nothing marks the values that ranks compute alike.
         spread = jax.shard_map(one, mesh=mesh, **options, check_vma=False)
         return spread(*(leaves[i] for i in some))
 
@@ -73,13 +75,13 @@ def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callabl
 
 
 def place(tree: Any, config: LlamaConfig, spec: Any) -> Any:
-    """Returns a tree of arrays where steps on the config's mesh want it (spec: as inputs of on_mesh); without a mesh as
-    it is."""
+    """Returns the tree of arrays, placed as steps on the config's mesh need it. Without a mesh it is unchanged. `spec`
+    is a layout as on_mesh has it."""
     return tree if config.mesh is None else jax.device_put(tree, _shardings(tree, config.mesh, spec))
 
 
 def placed_shapes(shapes: Any, config: LlamaConfig, spec: Any) -> Any:
-    """Returns the shapes of what `place` gives."""
+    """Returns the shapes of the arrays that `place` returns."""
     if config.mesh is None:
         return shapes
     where = _shardings(shapes, config.mesh, spec)

@@ -1,7 +1,8 @@
 """Moves values inside a layer (model/taps.py) on a mesh: whole for taps and edits, in parts for the device itself.
 
-What devices compute alike is whole everywhere. The others have parts along axis 1, each a device's share of heads, KV
-heads or MLP columns; merged ones have a share of each of their parts, as weights have (model/shards.py)."""
+Values that devices compute alike are whole everywhere. The others have parts along axis 1: each device's share of
+heads, KV heads or MLP columns. A merged value has a share of each of its parts, as weights have (model/shards.py).
+"""
 
 from collections.abc import Sequence
 
@@ -24,8 +25,8 @@ PARTS = {  # axes of LlamaConfig.axes
 
 
 def gathered(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Returns the whole value [T, n, ...], of a device's part; config: of its share. Without a mesh, and of what all
-    have alike, the value as it is."""
+    """Returns the whole value [T, n, ...] from a device's part. `config` is that of the device's share. The value is
+    unchanged without a mesh, or if all devices have it alike."""
     if config.axis is None or name not in PARTS:
         return value
     every = lax.all_gather(value, config.axis.name, axis=1)  # [T, ranks, n / ranks, ...]
@@ -35,7 +36,7 @@ def gathered(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
 
 
 def own_part(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Returns the reverse of gathered: a device's part of a whole value [T, n, ...]."""
+    """Returns a device's part of a whole value [T, n, ...]: the inverse of gathered."""
     if config.axis is None or name not in PARTS:
         return value
     ranks, rank = lax.axis_size(config.axis.name), lax.axis_index(config.axis.name)
@@ -47,10 +48,10 @@ def own_part(name: str, value: jax.Array, config: LlamaConfig) -> jax.Array:
 
 
 def _copies(name: str, config: LlamaConfig) -> list[int]:
-    """Returns how many devices have the same, of each part."""
+    """Returns, for each part, how many devices have the same share of it."""
     return [config.kv_copies if axis == "kv_heads" else 1 for axis in PARTS[name]]
 
 
 def _starts(shares: Sequence[int], size: int) -> list[int]:
-    """Where parts of these shares of a size begin, but the first."""
+    """Returns where the parts of an axis begin, without the first: `shares` are their relative sizes."""
     return [sum(shares[: i + 1]) * size // sum(shares) for i in range(len(shares) - 1)]

@@ -1,7 +1,7 @@
-"""Codes, scales and zero points as other projects' checkpoints store them -> QuantizedWeight, in numpy.
+"""Converts codes, scales and zero points of other projects' checkpoints to QuantizedWeight, in numpy.
 
 Nothing is requantized: codes, zero points and scales keep their values, with one exception. Scales of groups are
-float16 here; where a checkpoint has them as float32 they are rounded (relative error 2^-11, absolute 2^-25 below 6e-5).
+float16 here. A checkpoint's float32 scales are rounded (relative error 2^-11, absolute 2^-25 below 6e-5).
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_codes import pack4
 from pallas_kernels.formats.weight_formats import WeightFormat, check_shape, padded
 
-_SPLIT = (128, 64, 32)  # groups that one scale of a whole row is repeated for
+_SPLIT = (128, 64, 32)  # group sizes for which one scale of a whole row is repeated
 
 
 def groups_of(module: str, columns: int, group: int) -> int:
-    """Counts the groups of `group` values (-1: one of all) that the columns make. Raises CheckpointError for a rest."""
+    """Returns the number of groups of `group` values in the columns (-1: one group of all). Raises CheckpointError for
+    a remainder."""
     if group == -1:
         return 1
     if columns % group:
@@ -39,13 +40,13 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Returns unsigned codes less half their range: uint8 -> int8."""
+    """Returns unsigned codes minus half their range: uint8 -> int8."""
     return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
 
 
 def input_order(name: str, g_idx: np.ndarray, group: int) -> np.ndarray | None:
-    """Returns inputs sorted by the group that they are in, int32 [K]; None where they are already. Raises
-    CheckpointError where g_idx, stored as tensor `name`, does not put `group` inputs into each group."""
+    """Returns the order of inputs by group, int32 [K], or None if they are in that order already. Raises
+    CheckpointError if g_idx, stored as tensor `name`, does not put `group` inputs into each group."""
     groups = len(g_idx) // group
     inside = (g_idx >= 0).all() and (g_idx < groups).all()
     if not inside or (np.bincount(g_idx, minlength=groups) != group).any():
@@ -65,8 +66,9 @@ def int_weight(
 ) -> QuantizedWeight:
     """Returns (code - zero) * scale for 16-bit inputs: codes int8 [N, K], scales of any float and zeros int8 [N, G].
 
-    One scale a row (G = 1) stays one for int8 codes, as float32. Codes of 4 bits have scales of groups always: there it
-    is repeated. Zero points that are all zero are left out. Raises CheckpointError for what the format cannot hold.
+    int8 codes with one scale for each row (G = 1) keep it as float32. 4-bit codes always have scales of groups, so one
+    scale is repeated. Zero points that are all zero are left out. Raises CheckpointError for values that the format
+    cannot hold.
     """
     if zeros is not None and not zeros.any():
         zeros = None
@@ -90,7 +92,8 @@ def group_weight(
     zeros: np.ndarray | None = None,
     columns: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """Returns codes [N, K], scales of any float and zeros int8 [N, G]; columns as QuantizedWeight has them."""
+    """Returns a weight with scales of groups: codes [N, K], scales of any float and zeros int8 [N, G]. `columns` are as
+    in QuantizedWeight. Raises CheckpointError for a shape or scales that the format cannot hold."""
     N, K = codes.shape
     try:
         check_shape((N, K), fmt)
@@ -114,8 +117,9 @@ def block_weight(
     tensor: np.ndarray | None = None,
     input_scale: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """Of block_floats.py: codes int8 (0 to 15) or float8_e4m3fn [N, K], scales uint8 or float8_e4m3fn [N, G], the
-    float32 [1] that scales are in units of, and that of inputs."""
+    """Returns a weight of block_floats.py. Codes are int8 (0 to 15) or float8_e4m3fn [N, K], scales uint8 or
+    float8_e4m3fn [N, G]. `tensor` is the float32 [1] unit of the scales. `input_scale` is the scale of inputs. Raises
+    CheckpointError for NaN, and for a shape that the format cannot hold."""
     N, K = codes.shape
     try:
         check_shape((N, K), fmt)
@@ -140,15 +144,15 @@ def row_weight(
     zeros: np.ndarray | None = None,
     input_scale: np.ndarray | None = None,
 ) -> QuantizedWeight:
-    """Returns (code - zero) * scale with codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N],
-    and one scale of all inputs, of any float."""
+    """Returns (code - zero) * scale: codes int8 or float8_e4m3fn [N, K], scales of any float and zeros int8 [N].
+    `input_scale` is one scale of all inputs, of any float. Raises CheckpointError for NaN and infinity."""
     N, K = codes.shape
     if not is_finite(codes):
         raise CheckpointError(f"tensor {module}.weight holds NaN")
     values = np.zeros((padded(N), padded(K)), codes.dtype)
     values[:N, :K] = codes
     if zeros is not None:
-        values[:N, K:] = zeros[:, None]  # what is padded stands for zero
+        values[:N, K:] = zeros[:, None]  # padding stands for zero
     rows = (0, padded(N) - N)
     single = np.pad(_finite(module, scales, np.float32), rows)
     zeros = None if zeros is None else np.pad(zeros, rows)
@@ -158,8 +162,8 @@ def row_weight(
 
 
 def scale_rows(w: QuantizedWeight, factors: np.ndarray, inputs: np.float32 | None = None) -> QuantizedWeight:
-    """Returns a weight of rows with one scale, or of NVFP4's blocks, times factors float32 [N]; and the one scale of
-    its inputs times a factor. Codes stay. Both are products of float32 scales, rounded once."""
+    """Returns a weight with scales times factors float32 [N], and its one input scale times a factor. The weight has
+    one scale for each row, or is one of NVFP4. Codes stay. Both are products of float32 scales, rounded once."""
     assert w.format.group is None or w.format.scale_codes == "e4m3", "scales of these groups are not any number"
     rows: Any = np.pad(factors, (0, w.values.shape[0] - len(factors)), constant_values=1)
     of_inputs: Any = w.input_scale
@@ -172,15 +176,15 @@ def scale_rows(w: QuantizedWeight, factors: np.ndarray, inputs: np.float32 | Non
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Tells whether no value is NaN or infinite, without a wider copy."""
-    if array.dtype.name == "float8_e4m3fn":  # which has no infinity
+    """Returns whether no value is NaN or infinite, without a wider copy."""
+    if array.dtype.name == "float8_e4m3fn":  # it has no infinity
         return not (array.view(np.uint8) & 0x7F == 0x7F).any()
     return array.dtype.kind in "iu" or bool(np.isfinite(array).all())
 
 
 def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
-    """Returns the one scale in tensor `name`, float32 [1]. Raises CheckpointError where nothing can be divided by
-    it."""
+    """Returns the one scale in tensor `name`, float32 [1]. Raises CheckpointError if it is not a positive, finite
+    divisor."""
     single = scale.astype(np.float32).reshape(1)
     if not (np.isfinite(single) & (single >= np.finfo(np.float32).tiny)).all():
         raise CheckpointError(f"tensor {name} holds {single[0]:g}, expected a positive number, 1.2e-38 or more")
@@ -188,9 +192,9 @@ def positive_scale(name: str, scale: np.ndarray) -> np.ndarray:
 
 
 def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Returns weights stacked along N: of the same columns in the same order, and of one format, but for zero points,
-    which those without get where others have them. Inputs, which they share, get the largest of their scales, as in
-    vLLM."""
+    """Returns weights stacked along N. They have the same columns in the same order, and one format. Zero points may
+    differ: a weight without them gets zeros if others have them. The weights share their inputs, which get the largest
+    of their scales, as in vLLM."""
     first, rows = parts[0], [w.shape[0] for w in parts]
 
     def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
@@ -220,7 +224,7 @@ def _assemble(
     input_scale: Any = None,
     steps: Any = None,
 ) -> QuantizedWeight:
-    """Returns a QuantizedWeight of numpy arrays: the caller decides when they go to a device."""
+    """Returns a QuantizedWeight of numpy arrays. The caller decides when they go to a device."""
     return QuantizedWeight(values, scales, zeros, steps, columns, shape, fmt, input_scale)
 
 

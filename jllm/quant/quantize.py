@@ -1,4 +1,4 @@
-"""Post-training quantization by rounding: Params in, Params with QuantizedWeight leaves out, one tensor at a time."""
+"""Quantizes after training by rounding: Params in, Params with QuantizedWeight leaves out, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,13 +24,15 @@ DELAY = 2  # seconds after which a progress bar shows
 def quantize(
     params: Params, scheme: str | Scheme, *, donate: bool = False, config: LlamaConfig | None = None
 ) -> Params:
-    """Returns `params` with the weights that the scheme names in its formats, rounded to nearest. With a config formats
-    are those that fit its mesh or its activation_parts, and of params on that mesh each weight is quantized whole.
+    """Returns `params` with the weights that the scheme names rounded to nearest in its formats.
 
-    With `donate` each source array is deleted as soon as it is quantized: the whole takes the source's size and one
-    weight more. Leaves may be jax.ShapeDtypeStruct: then nothing is computed, and the result's leaves are too. Raises
-    QuantizationError for a scheme that does not fit these weights, before anything is done, and for weights that hold
-    NaN or infinity.
+    With a config, formats must fit its mesh or its activation_parts. Params on that mesh are quantized one whole weight
+    at a time. With `donate` each source array is deleted once it is quantized. Memory then holds at most one weight
+    more than the source. Leaves may be jax.ShapeDtypeStruct. Then nothing is computed, and the result's leaves are
+    abstract too.
+
+    Raises QuantizationError for a scheme that does not fit these weights, before anything is done. Also raises it for
+    weights that hold NaN or infinity.
     """
     formats = formats_by_weight(params, scheme)
     specs: dict[str, LeafSpec] = {}
@@ -56,13 +58,13 @@ def quantize(
 
 
 def formats_by_weight(params: Params, scheme: str | Scheme) -> dict[str, Formats]:
-    """Returns Scheme.formats of these params. Raises QuantizationError for a scheme that rotates: params alone do not
-    tell the sizes of heads."""
+    """Returns Scheme.formats of these params. Raises QuantizationError for a scheme that rotates, since params do not
+    contain the sizes of heads."""
     scheme = find_scheme(scheme)
     if scheme.rotate is not None:
         raise QuantizationError(
-            f"scheme {scheme.name!r} rotates the model first: use jllm.quant.rotation.quantize_model, or its "
-            "rotate and then the scheme without"
+            f"scheme {scheme.name!r} rotates the model first: use jllm.quant.rotation.quantize_model, or "
+            "rotate and then the scheme without rotation"
         )
     return scheme.formats(matrix_modules(params))
 
@@ -74,9 +76,8 @@ def map_weights(
     *,
     release: Callable[[Any], None] = lambda leaf: None,
 ) -> Params:
-    """Returns convert(name, leaf, formats) for every matrix, and what becomes of a tied head; sources that were
-    quantized are released. The head of a tied model is the embedding, unless a rule of its own gives it another
-    format."""
+    """Returns params with convert(name, leaf, formats) for every matrix, a tied head included. Sources that were
+    quantized are released. The head of a tied model is the embedding, unless its own rule gives it another format."""
 
     def one(name: str, leaf: Any) -> Weight:
         wanted = formats.get(name, ())
@@ -91,14 +92,14 @@ def map_weights(
         head = one(HEAD, params.head)
     elif separate:
         head = convert(HEAD, params.embed, formats[HEAD])
-    kept = separate and not formats[HEAD]  # the embedding's source is the head now
+    kept = separate and not formats[HEAD]  # the head now uses the embedding's source
     embed = convert(EMBED, params.embed, formats.get(EMBED, ())) if kept else one(EMBED, params.embed)
     return map_linears(one, replace(params, embed=embed, head=head))
 
 
 def that_fit(formats: Mapping[str, Formats], config: LlamaConfig) -> dict[str, Formats]:
-    """Returns those of each weight's formats whose groups the config's mesh or activation_parts would not cut; all
-    where there are none, which is an error once the weight is cut."""
+    """Returns each weight's formats whose groups the config's mesh or activation_parts would not cut. If none fits,
+    returns all, and cutting the weight raises an error later."""
     specs = weight_specs(config)
     return {
         name: tuple(fmt for fmt in wanted if fits(fmt, specs[name].entry, config)) or wanted
@@ -107,7 +108,7 @@ def that_fit(formats: Mapping[str, Formats], config: LlamaConfig) -> dict[str, F
 
 
 def check_shapes(params: Params, formats: Mapping[str, Formats]) -> None:
-    """Raises QuantizationError for a weight that none of its formats can hold. Leaves of `params` need but a shape."""
+    """Raises QuantizationError for a weight that none of its formats can hold. Leaves of `params` only need a shape."""
 
     def check(name: str, leaf: Any, wanted: Formats) -> Any:
         return choose_format(name, leaf.shape, wanted) if wanted else leaf
@@ -117,7 +118,7 @@ def check_shapes(params: Params, formats: Mapping[str, Formats]) -> None:
 
 def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
     """Returns one weight [N, K], an array or a jax.ShapeDtypeStruct, in the first format that can hold it. Raises
-    QuantizationError naming it."""
+    QuantizationError with its name."""
     if isinstance(w, QuantizedWeight):
         raise QuantizationError(f"{name} is quantized already ({w.format.name}); quantize the 16-bit weights instead")
     fmt = choose_format(name, w.shape, formats)
@@ -130,12 +131,13 @@ def quantize_weight(name: str, w: Weight, formats: Formats) -> QuantizedWeight:
 
 
 def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeight:
-    """Returns shapes of the QuantizedWeight that w [N, K] becomes. Traced once for all weights of a shape."""
+    """Returns the shapes of the QuantizedWeight that w [N, K] becomes. JAX traces it once for all weights of a
+    shape."""
     return jax.eval_shape(partial(_encode, fmt=fmt), w)[0]
 
 
 def weight_formats(params: Params) -> dict[str, WeightFormat]:
-    """Returns name of each quantized weight -> its format."""
+    """Returns the name of each quantized weight -> its format."""
     leaves = {EMBED: params.embed, HEAD: params.head} | linears(params)
     return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
 

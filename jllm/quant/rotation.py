@@ -1,11 +1,13 @@
-"""Rotations folded into weights (QuaRot, Ashkboos et al., arXiv 2404.00456): the model's function stays, and outlier
-channels of what is then quantized are spread over all channels.
+"""Folds rotations into weights (QuaRot, Ashkboos et al., arXiv 2404.00456). The model's function stays. Outlier
+channels of quantized values are spread over all channels.
 
-"kv" rotates the values of each head by a Hadamard matrix: the rows of the value projection, and back in the columns of
-the output projection. "all" does that, and rotates the residual stream, by random signs and a Hadamard matrix: weights
-of norms go into what reads them first, for norms to commute with it; a tied model gets a head of its own. What reads K
-after rotary embedding, and the down projection's input, take a rotation as the model runs: that of K is the KV formats'
-(`int4-g32-h`), that of the down projection's input a weight format's (`mxfp4-h`).
+"kv" rotates the values of each head by a Hadamard matrix. It rotates the rows of the value projection, and rotates back
+in the columns of the output projection. "all" also rotates the residual stream, by random signs and a Hadamard matrix.
+Weights of norms then move into the weights that read them, since a norm must commute with the rotation. A tied model
+gets a head of its own.
+
+Two rotations remain for the running model. K after rotary embedding is rotated by its KV format (`int4-g32-h`). The
+down projection's input is rotated by a weight format (`mxfp4-h`).
 """
 
 from collections.abc import Callable
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = False) -> "Model":
-    """Returns the model rotated as the scheme says, and then rounded as quantize does. Leaves may be
-    jax.ShapeDtypeStruct. Raises QuantizationError as these do."""
+    """Returns the model rotated by the scheme, and then rounded by quantize. Leaves may be jax.ShapeDtypeStruct. Raises
+    QuantizationError as these do."""
     scheme = find_scheme(scheme)
     turned = model if scheme.rotate is None else rotate(model, scheme.rotate)
     params = quantize(turned.params, replace(scheme, rotate=None), donate=donate, config=turned.config)
@@ -40,9 +42,9 @@ def quantize_model(model: "Model", scheme: "str | Scheme", *, donate: bool = Fal
 
 
 def rotate(model: "Model", which: str, *, seed: int = 0) -> "Model":
-    """Returns a model of the same function, exact but for rounding to its dtype; `which` is "kv" or "all", `seed` draws
-    signs. Leaves may be jax.ShapeDtypeStruct; on a mesh each device holds a layer at a time whole. Raises
-    QuantizationError for quantized models, and layers of other kinds."""
+    """Returns a model of the same function, exact up to rounding to its dtype. `which` is "kv" or "all". `seed` draws
+    the signs. Leaves may be jax.ShapeDtypeStruct. On a mesh each device holds one whole layer at a time. Raises
+    QuantizationError for quantized models, and for layers of other kinds."""
     if which not in ROTATIONS:
         raise QuantizationError(f"rotate must be one of {', '.join(ROTATIONS)}, not {which!r}")
     check_rotates(model)
@@ -72,7 +74,8 @@ def _turned(model: "Model", signs: Any) -> "Model":
     untied = param_specs(replace(c, tie_embeddings=False))
 
     def run(function: Callable, part: Any, spec: Any, turned: Any, *by: Any) -> Any:
-        """Returns function(part, *by), of a part of the params, and of the result, whose specs these are."""
+        """Returns function(part, *by). `spec` are the specs of this part of the params, `turned` those of the
+        result."""
         make = partial(jax.eval_shape, function) if abstract else function
         if c.mesh is None:
             return make(part, *by)
@@ -93,7 +96,7 @@ def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: in
     rows = kv_heads * head_dim
 
     def values(w: jax.Array | None) -> jax.Array | None:
-        """Returns the last rows, of values, turned head by head: [(H + 2K) D, ..]."""
+        """Returns w [(H + 2K) D, ...] with the rows of values rotated head by head."""
         if w is None:
             return None
         last = _wide(w[-rows:]).reshape(kv_heads, head_dim, -1)
@@ -130,18 +133,18 @@ def _rotate_ends(p: Params, signs: Any) -> Params:
 
 
 def _reads(w: Any, norm: jax.Array, signs: Any) -> jax.Array:
-    """Returns w [N, E] that reads the stream after a norm, or an embedding's rows, which are the stream."""
+    """Returns w [N, E] that reads the rotated stream after a norm. Rows of an embedding are the stream itself."""
     wide = _wide(w)
     return _times(wide * norm.astype(wide.dtype)[None, :], signs).astype(w.dtype)
 
 
 def _writes(w: Any, signs: Any) -> Any:
-    """Returns w [E, K], or a bias [E], that is added to the stream."""
+    """Returns w [E, K], or a bias [E], that adds to the rotated stream."""
     return None if w is None else _times(_wide(w).T, signs).T.astype(w.dtype)
 
 
 def _times(x: jax.Array, signs: Any) -> jax.Array:
-    """Returns x [.., n] times signs [n] and then a Hadamard matrix."""
+    """Returns x [..., n] times signs [n] and then a Hadamard matrix."""
     return turn(x * jnp.asarray(signs).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,)))
 
 

@@ -1,6 +1,6 @@
-"""Quantization schemes as data: ordered rules from a pattern of weight names to a format; the first that matches wins.
+"""Defines quantization schemes as data: ordered rules from a pattern of weight names to a format. The first match wins.
 
-Names are those of Hugging Face modules; query, key and value rows are one weight here, and so are gate and up:
+Names are those of Hugging Face modules. Query, key and value rows are one weight here, and so are gate and up:
 
 | weight | name | also matched as |
 |---|---|---|
@@ -11,15 +11,14 @@ Names are those of Hugging Face modules; query, key and value rows are one weigh
 | embedding | model.embed_tokens | |
 | output head | lm_head | |
 
-A pattern is such a name or the end of one after a dot (`o_proj`, `layers.3.mlp.down_proj`), a trailing `.weight` may
-stay, and `*` stands for anything (`layers.*.o_proj`, `*_proj`). What no rule matches is left alone, and so is what
-matches one with the format "bf16". A format is one of parse_weight_format's, or several in order of preference with
-"|" between them, of which the first counts that can hold the weight's shape. Modules that are one weight must come to
-one format. Without a rule of its own, the head of a tied model is its embedding, whatever that becomes; a rule for
-lm_head gives it a head of its own. Every rule must decide something: one that matches no name, or only names that
-earlier ones have taken, is an error.
+A pattern is such a name or the end of one after a dot (`o_proj`, `layers.3.mlp.down_proj`). It may end in `.weight`,
+and `*` matches anything (`layers.*.o_proj`, `*_proj`). A weight without a rule is not quantized. Nor is one with the
+format "bf16". A format is one of parse_weight_format's, or several in order of preference with "|" between them. The
+first that can hold the weight's shape is taken. Modules that are one weight must get one format. Without its own rule,
+the head of a tied model is its embedding, quantized or not. A rule for lm_head gives it a head of its own. Every rule
+must decide something. It is an error if a rule matches no name, or only names that earlier rules have taken.
 
-A scheme may say that the model is rotated first (rotation.py): `rotate = "kv"` or "all" in a file, and after any name
+A scheme may have the model rotated first (rotation.py): `rotate = "kv"` or "all" in a file, and after any name
 `+rotate-kv` or `+rotate-all`.
 """
 
@@ -37,12 +36,12 @@ from jllm.errors import QuantizationError
 from pallas_kernels.formats.block_floats import KINDS
 from pallas_kernels.formats.weight_formats import LLM_INT8, WeightFormat, check_shape, parse_weight_format
 
-PLAIN = "bf16"  # a rule's format that leaves the weight as it is, in 16 bits or whatever the model has
+PLAIN = "bf16"  # a rule's format that leaves the weight in the model's dtype
 ROTATIONS = ("kv", "all")
 NEAR = 4  # names that an error suggests
 
-Formats = tuple[WeightFormat, ...]  # in order of preference; none: left as it is
-Modules = Mapping[str, tuple[str, ...]]  # a model's weights by name, and what is merged in each: params.matrix_modules
+Formats = tuple[WeightFormat, ...]  # in order of preference; none: not quantized
+Modules = Mapping[str, tuple[str, ...]]  # a model's weights by name -> their merged modules: params.matrix_modules
 
 
 def parse_formats(name: str) -> Formats:
@@ -51,7 +50,7 @@ def parse_formats(name: str) -> Formats:
 
 
 def choose_format(name: str, shape: tuple[int, ...], formats: Formats) -> WeightFormat:
-    """Returns the first of at least one format that can hold weight `name`. Raises QuantizationError where none can."""
+    """Returns the first of at least one format that can hold weight `name`. Raises QuantizationError if none can."""
     for fmt in formats:
         try:
             check_shape(shape, fmt)  # type: ignore[arg-type]
@@ -64,11 +63,11 @@ def choose_format(name: str, shape: tuple[int, ...], formats: Formats) -> Weight
 
 @dataclass(frozen=True)
 class Scheme:
-    """Which weights become what. Raises QuantizationError for an unknown format."""
+    """Maps weights to formats by rules. Raises QuantizationError for an unknown format."""
 
     name: str
     rules: tuple[tuple[str, str], ...]  # pattern, format
-    rotate: str | None = None  # one of ROTATIONS: what is rotated before rounding
+    rotate: str | None = None  # one of ROTATIONS, applied before rounding
 
     def __post_init__(self) -> None:
         if self.rotate not in (None, *ROTATIONS):
@@ -81,10 +80,11 @@ class Scheme:
                 raise QuantizationError(f"scheme {self.name!r}, rule {pattern!r}: {error}, {PLAIN}") from None
 
     def formats(self, modules: Modules) -> dict[str, Formats]:
-        """Returns name of each weight that a rule matches -> its formats in order of preference, none for "bf16".
+        """Returns the name of each weight that a rule matches -> its formats in order of preference. "bf16" gives no
+        formats.
 
-        Raises QuantizationError for a pattern that matches nothing, or only what earlier rules have taken, and for
-        merged modules of different formats.
+        Raises QuantizationError for a pattern that matches nothing, or only weights that earlier rules have taken. Also
+        raises it for merged modules of different formats.
         """
         matching = {
             (weight, part): [i for i, (pattern, _) in enumerate(self.rules) if _matches_module(pattern, weight, part)]
@@ -96,7 +96,7 @@ class Scheme:
         return {weight: parse_formats(name) for weight, name in chosen.items() if name is not None}
 
     def _check_rules(self, matching: Mapping[tuple[str, str], Sequence[int]]) -> None:
-        """Raises QuantizationError for a rule that decides nothing; `matching`: for each module, rules by number."""
+        """Raises QuantizationError for a rule that decides nothing. `matching` has each module's rules by index."""
         for i, (pattern, _) in enumerate(self.rules):
             found = [rules for rules in matching.values() if i in rules]
             if not found:
@@ -105,14 +105,14 @@ class Scheme:
             if all(rules[0] < i for rules in found):
                 first = ", ".join(dict.fromkeys(repr(self.rules[rules[0]][0]) for rules in found))
                 raise QuantizationError(
-                    f"scheme {self.name!r}: pattern {pattern!r} matches only what {first} before it has taken: the "
-                    "first rule that matches wins; put it earlier, or leave it out"
+                    f"scheme {self.name!r}: pattern {pattern!r} matches only names that {first} before it has taken: "
+                    "the first rule that matches wins; put it earlier, or remove it"
                 )
 
     def _choose(
         self, weight: str, parts: tuple[str, ...], matching: Mapping[tuple[str, str], Sequence[int]]
     ) -> str | None:
-        """Returns the format's name by the first rule that matches, None where none does."""
+        """Returns the format's name by the first rule that matches, or None if no rule does."""
         found = {part: next((self.rules[i][1] for i in matching[weight, part]), None) for part in parts}
         if len(set(found.values())) > 1:
             given = ", ".join(f"{part.rpartition('.')[2]}: {name or 'none'}" for part, name in found.items())
@@ -133,7 +133,7 @@ class Scheme:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], *, source: str = "scheme") -> "Scheme":
-        """Reads {"name": ..., "rotate": ..., "rules": [[pattern, format], ...]}. `source` names it in errors."""
+        """Reads {"name": ..., "rotate": ..., "rules": [[pattern, format], ...]}. Errors call it `source`."""
         if unknown := sorted(set(raw) - {"name", "rules", "rotate"}):
             raise QuantizationError(f"{source}: unknown key {unknown[0]!r}; a scheme has name, rules and rotate")
         name, rules = raw.get("name", source), raw.get("rules")
@@ -144,7 +144,7 @@ class Scheme:
 
 
 def _quoted(text: str) -> str:
-    """Returns a basic string of TOML: JSON's, but that it has no surrogates, and no DEL as it is."""
+    """Returns a basic string of TOML: JSON's without surrogates, and with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -153,12 +153,13 @@ def _linears(name: str, fmt: str, *before: tuple[str, str]) -> Scheme:
 
 
 def _int4_names(suffix: str) -> list[str]:
-    """Groups of 128, 64 and 32, each with the smaller ones for weights whose columns it does not divide."""
+    """Returns formats with groups of 128, 64 and 32. Each falls back to the smaller groups if it does not divide a
+    weight's columns."""
     groups = [f"w4a16-g{g}{suffix}" for g in (128, 64, 32)]
     return ["|".join(groups[i:]) for i in range(len(groups))]
 
 
-_TALK = ("o_proj", PLAIN)  # as in PPL's talk: attention and its output projection stay in 16 bits
+_TALK = ("o_proj", PLAIN)  # attention and its output projection stay in 16 bits, as in PPL's talk
 _ACTIVATION_GROUPS = "|".join((*(f"w8a8-act-g{g}" for g in (128, 64, 32)), "w8a8"))  # the first that divides K
 PRESETS: dict[str, Scheme] = {
     scheme.name: scheme
@@ -168,7 +169,7 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8", "w8a8", _TALK),
         _linears("w8a8-all", "w8a8"),
         _linears("w8a8-head", "w8a8", ("lm_head", "w8a8")),
-        # Where attention and SiLU end, a scale for each group of a token's values needs no pass over all of them.
+        # A scale for each group of a token's values needs no pass over all values after attention and SiLU.
         _linears("w8a8-groups", "w8a8", *((name, _ACTIVATION_GROUPS) for name in ("o_proj", "down_proj"))),
         _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
@@ -178,12 +179,13 @@ PRESETS: dict[str, Scheme] = {
 }
 
 
-GONE = {"w8a8-talk": "w8a8"}  # names that were here, and those of the same schemes
+GONE = {"w8a8-talk": "w8a8"}  # removed names -> their successors
 
 
 def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
-    """Returns a scheme itself, a preset, a weight format for all linear layers (`nf4-g128`), one of these rotated
-    (`nf4-g128+rotate-all`), or one read from a .toml or .json file. Raises QuantizationError."""
+    """Returns a scheme from its name, its file or itself. A name is a preset, a weight format for all linear layers
+    (`nf4-g128`), or one of these rotated (`nf4-g128+rotate-all`). A file ends in .toml or .json. Raises
+    QuantizationError."""
     if isinstance(scheme, Scheme):
         return scheme
     if isinstance(scheme, Path) or (isinstance(scheme, str) and scheme.endswith((".toml", ".json"))):
@@ -208,15 +210,15 @@ def find_scheme(scheme: "str | Path | Scheme") -> Scheme:
 
 
 def _near(name: str, known: Sequence[str]) -> list[str]:
-    """Finds what of `known` a name may have been meant to be, in either case: those that begin so come first."""
+    """Returns the names of `known` that a name may mean, in either case. Names that begin with it come first."""
     lower = name.strip().lower()
-    lower = {"int8": "w8a", "int4": "w4a16"}.get(lower, lower)  # as others call them
+    lower = {"int8": "w8a", "int4": "w4a16"}.get(lower, lower)  # names of other projects
     begin = [each for each in known if lower and each.startswith(lower)]
     return list(dict.fromkeys(begin + get_close_matches(lower, known, NEAR, 0.5)))[:NEAR]
 
 
 def read_scheme(file: Path) -> Scheme:
-    """Reads a TOML or JSON file; a scheme without a name is called as the file is."""
+    """Reads a TOML or JSON file. A scheme without a name is called after the file."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
@@ -231,7 +233,7 @@ def read_scheme(file: Path) -> Scheme:
 
 
 def wide_rules(scheme: Scheme) -> dict[str, list[str]]:
-    """Returns patterns that quantize the embedding or the head along with layers, and which of the two."""
+    """Returns the patterns that quantize the embedding or the head along with layers, and which of the two."""
     found: dict[str, list[str]] = {}
     for name in ("embed_tokens", "lm_head"):
         whole = f"model.{name}" if name == "embed_tokens" else name
@@ -246,14 +248,13 @@ def _matches_module(pattern: str, weight: str, part: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tells whether a pattern is a name, or its end after a dot."""
+    """Returns whether a pattern is a name, or its end after a dot."""
     pattern = pattern.removesuffix(".weight")
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def near(pattern: str, known: Iterable[str]) -> str:
-    """Says what `pattern` may have been meant to be: all below it, of the names that are known, or one of these, a
-    layer's number left open."""
+    """Returns a hint of the names that `pattern` may mean: all below it, or similar names with an open layer number."""
     known = list(known)
     if any(matches(f"{pattern}.*", name) for name in known):
         return f"all below it: '{pattern}.*'"
@@ -269,7 +270,7 @@ def _of_any_layer(name: str) -> str:
 
 
 def scheme_of(formats: Mapping[str, WeightFormat], modules: Modules) -> Scheme:
-    """Returns the scheme that gives these formats, and leaves other weights alone: a preset where one does."""
+    """Returns the scheme that gives these formats and leaves other weights alone. It is a preset if one does so."""
     wanted = {name: (fmt,) for name, fmt in formats.items()}
     for scheme in PRESETS.values():
         if {name: found for name, found in scheme.formats(modules).items() if found} == wanted:

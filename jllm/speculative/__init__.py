@@ -1,1 +1,2 @@
-"""Speculative decoding: drafters propose tokens, the target verifies them in one step, and no token changes."""
+"""Implements speculative decoding. Drafters propose tokens, the target verifies them in one step, and no token
+changes."""

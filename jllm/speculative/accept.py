@@ -1,8 +1,7 @@
-"""Which drafts a step accepts: those that equal what the target draws in their place, and nothing else.
+"""Accepts the drafts of a step that equal the target's tokens, and no others.
 
-The target's token at a token index is a function of its logits there and of noise keyed by request and index, so the
-tokens are those of plain decoding, whatever was drafted (compare Leviathan et al., arXiv 2211.17192, whose tokens
-depend on the drafter).
+The target's token at a token index depends on its logits there and on noise keyed by request and index. So the tokens
+are those of plain decoding, whatever was drafted. In Leviathan et al. (arXiv 2211.17192) they depend on the drafter.
 """
 
 import jax
@@ -13,11 +12,11 @@ from jllm.speculative.tree import Tree
 
 
 def accept(tree: Tree, drafted: jax.Array, drawn: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Walks each tree from its root to the child that is what the target drew at the node, while there is one.
+    """Walks each tree from its root to the child that equals the target's token, while there is one.
 
-    drafted i32[R, Q] has the token of each node, drawn i32[R, Q] what the target drew after it, and used i32[R] how
-    many of the nodes count. Returns the nodes that were reached i32[R, W], W = 1 + the tree's depth, the root first,
-    and how many they are i32[R]: 0 where no node counts. Of equal siblings the first is reached.
+    drafted i32[R, Q] has the token of each node, and drawn i32[R, Q] the target's token after it. used i32[R] is the
+    number of valid nodes. Returns the nodes that were reached i32[R, W], W = 1 + the tree's depth, the root first. Also
+    returns their number i32[R], 0 where no node is valid. Of equal siblings the first is reached.
     """
     R, Q = drafted.shape
     node, there = jnp.zeros(R, jnp.int32), used > 0
@@ -40,8 +39,8 @@ def accept(tree: Tree, drafted: jax.Array, drawn: jax.Array, used: jax.Array) ->
 
 
 def drafts_before(tree: Tree, drafted: jax.Array) -> jax.Array:
-    """Returns the drafts on the path to each node, itself included and the root left out: drafted i32[R, Q] -> i32[R,
-    Q, D], D the tree's depth, -1 in places that a shorter path leaves."""
+    """Returns the drafts on the path to each node, the node included and the root left out: i32[R, Q, D] from i32[R,
+    Q]. D is the tree's depth. Unused places of shorter paths have -1."""
     paths = np.full((tree.size, tree.depth), -1, np.int32)
     for node, path in enumerate(tree.paths):
         paths[node, : len(path) - 1] = path[1:]

@@ -1,4 +1,4 @@
-"""A smaller LLaMA that drafts (Leviathan et al., arXiv 2211.17192), with K and V of its own."""
+"""Drafts with a smaller LLaMA (Leviathan et al., arXiv 2211.17192) that has K and V of its own."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,20 +28,20 @@ from jllm.speculative.tree import Tree, chain
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModel:
-    """A Drafter that is a model. Its dtype may be another than the target's, and its vocabulary a part of that. Its
-    memory is i32[S], the newest token of each slot's sequence."""
+    """Is a Drafter that is a model. Its dtype may differ from the target's, and its vocabulary may be a part of the
+    target's. Its memory is i32[S], the newest token of each slot's sequence."""
 
     params: Params
     config: LlamaConfig = field(metadata={"static": True})
     tree: Tree = field(default=chain(4), metadata={"static": True})
-    # i32[V'], the target's id of each of its V' tokens; None: the same ids. It reads a token that it lacks as its 0.
+    # i32[V'], the target's id of each of its V' tokens; None: the same ids. A token that it lacks becomes its token 0.
     target_ids: jax.Array | None = None
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, jax.Array]:
-        """Pools of its own config, in its params' dtype, and its memory. Raises DrafterError for a model of another
-        vocabulary."""
+        """Returns page pools for its own config, in its params' dtype, and its memory. Raises DrafterError for a model
+        of another vocabulary."""
         own, target = self.config.vocab_size, config.vocab_size
         if self.target_ids is None and own != target:
             tell = "give target_ids, the target's id of each of its tokens"
@@ -90,7 +90,7 @@ class DraftModel:
     def remember(
         self, memory: jax.Array, slot: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
     ) -> jax.Array:
-        return memory  # a prompt chunk comes first
+        return memory  # unchanged: a prompt chunk comes before any draft
 
 
 def _check_ids(target_ids: jax.Array, own: int, target: int) -> None:

@@ -1,13 +1,15 @@
-"""An EAGLE head (Li et al., arXiv 2401.15077): one decoder layer that predicts the target's next hidden state from its
-last one and the token that was drawn from it, so that drafts go on from what the target thinks.
+"""Drafts with an EAGLE head (Li et al., arXiv 2401.15077), one decoder layer that predicts the target's next hidden
+state.
+
+It reads the target's last hidden state and the token drawn from it:
 
     x_i = fc [embed(token_i); h_(i-1)]        f_i = layer(x_0 ... x_i), which stands for h_i
     token i + 1 is drawn from the target's final norm and head of f_i
 
 h is the target's hidden state before its final norm; h_(-1) is zero. Row i has the rotary position and the cache index
-of token i. Drafting, f takes the place of the h that are not known yet. EAGLE-3 (Li et al., arXiv 2503.01840) trains
-heads of this form on their own drafts, without a loss on f, and feeds them hidden states of several layers; the first
-of these concerns training alone.
+of token i. While drafting, f replaces the h that are not known yet. EAGLE-3 (Li et al., arXiv 2503.01840) trains heads
+of this form on their own drafts, without a loss on f. It also feeds them hidden states of several layers, which these
+heads do not take.
 """
 
 from dataclasses import dataclass, field, replace
@@ -41,25 +43,25 @@ from pallas_kernels.backends import DIFFERENTIABLE
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EagleHead:
-    """Predicts the target's next hidden state. Weights are of the target's dtype."""
+    """Holds the weights that predict the target's next hidden state, in the target's dtype."""
 
     fc: jax.Array  # [E, 2E]: columns for the embedding, then for the hidden state
-    layer: LayerParams  # as the target's first one, without a window
+    layer: LayerParams  # like the target's first layer, without a window
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EagleMemory:
-    """What an EAGLE head keeps of each slot's sequence."""
+    """Holds the memory of an EAGLE head for each slot's sequence."""
 
-    hidden: jax.Array  # [S, E], the target's, of the last token but the newest one; zero where it is not known
-    token: jax.Array  # i32[S], the newest one
+    hidden: jax.Array  # [S, E], the target's, of the token before the newest one; zero where it is unknown
+    token: jax.Array  # i32[S], the newest token
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle:
-    """A Drafter of an EAGLE head."""
+    """Is a Drafter with an EAGLE head."""
 
     head: EagleHead
     tree: Tree = field(default=chain(4), metadata={"static": True})
@@ -67,8 +69,9 @@ class Eagle:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, EagleMemory]:
-        """Pools of one layer, and a memory. Raises DrafterError for weights of another model's shapes or dtype."""
-        if config.axis is None:  # else it was checked for the whole model
+        """Returns page pools of one layer, and a memory. Raises DrafterError for weights of another model's shapes or
+        dtype."""
+        if config.axis is None:  # a share was checked with the whole model
             check_weights(self.head, eagle_shapes(config, dtype))
         own = eagle_config(config, self.head.layer)
         cache = make_cache(own, num_pages, page_size, parse_kv_cache(None, own, dtype))
@@ -123,8 +126,8 @@ def eagle_hidden(
     *,
     backend: str | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """Returns f [T, E] of a batch's tokens, given the hidden states [T, E] of those before them; and the updated cache.
-    params and config are the target's. Differentiable without a cache."""
+    """Returns f [T, E] of a batch's tokens, and the updated cache. `before` [T, E] are the hidden states of the tokens
+    before them. params and config are the target's. It is differentiable without a cache."""
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
@@ -134,7 +137,7 @@ def eagle_hidden(
 
 
 def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
-    """With the memory's states [S, E], the hidden states [C, E] of the tokens before those of the chunks."""
+    """Returns the hidden states [C, E] of the tokens before those of the chunks, with the memory's states [S, E]."""
     chunks, C = advance.chunks, advance.chunk_hidden.shape[0]
     if not C:
         return advance.chunk_hidden
@@ -146,8 +149,8 @@ def _before_chunks(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
-    """Returns the memory's states [S, E] after the step: of the chunks' last tokens, and of what the newest were drawn
-    from."""
+    """Returns the memory's states [S, E] after the step: those of chunks' last tokens, and those that the newest tokens
+    were drawn from."""
     S, C = memory.shape[0], advance.chunk_hidden.shape[0]
     if C:
         last = jnp.cumsum(advance.chunks.lengths, dtype=jnp.int32) - 1
@@ -158,8 +161,8 @@ def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
 
 
 def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> LlamaConfig:
-    """Returns the config of the head's layer, which is whole on every device of a mesh: beside a share of the target,
-    heads and MLP columns are as many as the layer's weights have."""
+    """Returns the config of the head's layer. The layer is whole on every device of a mesh. Beside a share of the
+    target, its heads and MLP columns are counted from its weights."""
     own = replace(config, num_layers=1, windows=(), mesh=None, axis=None)
     if config.axis is None or layer is None:
         return own
@@ -175,8 +178,8 @@ def eagle_shapes(config: LlamaConfig, dtype: Any) -> EagleHead:
 
 
 def init_eagle(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any) -> Eagle:
-    """Returns a head of random weights."""
+    """Returns a drafter with a head of random weights."""
     fc, layer = jax.random.split(key)
-    own = replace(eagle_config(config), vocab_size=1)  # whose embedding is left
+    own = replace(eagle_config(config), vocab_size=1)  # the embedding is not used
     shapes = eagle_shapes(config, dtype)
     return Eagle(EagleHead(random_weights(shapes.fc, fc), init_params(own, layer, dtype).layers[0]), tree)

@@ -1,6 +1,6 @@
-"""How drafters with weights draft: the tokens of a tree level by level, each drawn as the target draws it.
+"""Drafts with weights: the tokens of a tree level by level, each drawn as the target draws it.
 
-Letters as in design: G sequences, W tokens that a step may advance one by, Q nodes of a tree, E model dim.
+Letters: G sequences, W tokens that a step may advance one by, Q nodes of a tree, E model dim.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from jllm.speculative.drafter import Advance, Proposal
 from jllm.speculative.tree import Tree
 from pallas_kernels.formats.segments import WORD, words_of
 
-# The batch, the hidden states [T, E] of the tokens before its own, the cache -> its hidden states [T, E], the cache.
+# Batch, hidden states [T, E] of the tokens before its own, cache -> hidden states [T, E] of its tokens, cache.
 Forward = Callable[[Paged, jax.Array | None, Cache], tuple[jax.Array, Cache]]
 
 
 def last_valid(values: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns the last of the first `count` i32[G] of values [G, W, ...] -> [G, ...]; any where there is none."""
+    """Returns the last of the first `count` i32[G] values [G, W, ...] -> [G, ...]. It is arbitrary if count is 0."""
     return values[jnp.arange(values.shape[0]), jnp.maximum(count - 1, 0)]
 
 
 def after_previous(previous: jax.Array, values: jax.Array, advance: Advance) -> jax.Array:
-    """Returns values of each sequence's `tokens` [G, W, ...] after that of the token before them [G, ...], for the rows
-    of step_segments: [G, W + 1, ...]. A sequence whose chunk has that token has it not once more, but a row to
-    spare."""
+    """Returns values of each sequence's `tokens` [G, W, ...] behind the value of the token before them [G, ...]. The
+    result [G, W + 1, ...] is for the rows of step_segments. A sequence whose chunk contains that previous token does
+    not get it again, but has an unused row."""
     wide = jnp.concatenate([previous[:, None], values], axis=1)
     R = wide.shape[0] - advance.chunk_slot.shape[0]
     return jnp.concatenate([wide[:R], jnp.roll(wide[R:], -1, axis=1)])
 
 
 def newest_tokens(memory: jax.Array, advance: Advance) -> jax.Array:
-    """Returns the newest token of each slot's sequence i32[S] after the step, from what it was before."""
+    """Returns the newest token of each slot's sequence i32[S] after the step. `memory` has those before it."""
     slot = jnp.where(advance.count > 0, advance.slot, memory.shape[0])
     return memory.at[slot].set(last_valid(advance.tokens, advance.count), mode="drop")
 
@@ -44,17 +44,17 @@ def newest_tokens(memory: jax.Array, advance: Advance) -> jax.Array:
 def best_tokens(
     logits: jax.Array, sampling: Sampling, position: jax.Array, most: int, *, backend: str | None
 ) -> jax.Array:
-    """Returns the tokens i32[rows, most] that a target with logits [rows, V] would draw at token index i32[rows], the
-    likeliest first: the noise is the target's."""
+    """Returns the tokens i32[rows, most] that a target with logits [rows, V] would draw at token index i32[rows],
+    likeliest first. The noise is the target's."""
     if most == 1:
         return sample(logits, sampling, position, backend=backend)[0][:, None]
     return lax.top_k(perturbed(logits, sampling, position), most)[1].astype(jnp.int32)
 
 
 def step_segments(advance: Advance, tokens: jax.Array) -> tuple[ShortSegments, jax.Array]:
-    """Segments of what the step did, of tokens i32[G, W + 1] by after_previous, since the token before those that were
-    drawn had no place while it was the newest if its page was not there yet; and how many rows i32[G] each has up to
-    its newest token, with or without a place."""
+    """Returns segments of the step's tokens, and the number of rows i32[G] of each up to its newest token. Tokens are
+    i32[G, W + 1] from after_previous. They include the token before the drawn ones. It had no place while it was the
+    newest, if its page was missing then. Rows count with or without a place."""
     G = tokens.shape[0]
     more = (np.arange(G) < G - advance.chunk_slot.shape[0]).astype(np.int32)  # 1: the first row is the previous token's
     start, count = advance.start - more, jnp.where(advance.count > 0, advance.count + more, 0)
@@ -62,7 +62,7 @@ def step_segments(advance: Advance, tokens: jax.Array) -> tuple[ShortSegments, j
 
 
 def newest_segments(advance: Advance) -> tuple[ShortSegments, jax.Array]:
-    """Returns the same of the newest tokens alone."""
+    """Returns what step_segments returns, for the newest tokens alone."""
     start, count = newest_index(advance), jnp.minimum(advance.count, 1)
     tokens = last_valid(advance.tokens, advance.count)[:, None]
     return ShortSegments(tokens, start, jnp.clip(advance.room - start, 0, count), advance.pages), count
@@ -81,8 +81,8 @@ def first_pass(
     before: jax.Array | None,
     forward: Forward,
 ) -> tuple[jax.Array, Cache]:
-    """Returns a pass over segments of `count` rows and chunks: the hidden states [G, E] of the segments' last rows, and
-    the cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
+    """Runs segments of `count` rows, and chunks. Returns the hidden states [G, E] of the segments' last rows, and the
+    cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
     pool, (G, width) = cache[0].k, segments.tokens.shape
     batch = paged_batch(segments, chunks, num_pages=pool.num_pages, page_size=pool.page_size)
     hidden, cache = forward(batch, before, cache)
@@ -90,7 +90,7 @@ def first_pass(
 
 
 def nothing_drafted(tree: Tree, advance: Advance, cache: Cache) -> Proposal:
-    """Where no drafts are wanted."""
+    """Returns a proposal without drafts."""
     G = advance.slot.shape[0]
     return Proposal(jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache, None)
 
@@ -105,17 +105,18 @@ def draft_levels(
     *,
     backend: str | None,
 ) -> Proposal:
-    """Returns what a drafter proposes but for its memory, once the cache has the K and V of all tokens up to each
-    sequence's newest one, whose hidden states are newest_state [G, E].
+    """Returns a drafter's proposal without its memory. The cache must have the K and V up to each sequence's newest
+    token.
 
-    There is a pass for each level but the last: over the one new node of a chain, or all nodes of a tree so far. A node
-    is written behind the newest token in the order of nodes, and none at `room` or past it; drafts that would need one
-    of those do not count. `logits_of` takes hidden states [rows, E].
+    newest_state [G, E] are the hidden states of the newest tokens. Each level except the last takes a pass. The pass
+    runs over the one new node of a chain, or over all nodes of a tree so far. A node is written behind the newest token
+    in the order of nodes, but never at `room` or past it. Drafts that need such a node do not count. `logits_of` takes
+    hidden states [rows, E].
     """
     pool, G = cache[0].k, advance.slot.shape[0]
     sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
     newest = newest_index(advance)
-    space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from the newest token's on
+    space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from that of the newest token on
 
     states = jnp.zeros((G, tree.size, newest_state.shape[1]), newest_state.dtype).at[:, 0].set(newest_state)
     drafts = jnp.zeros((G, tree.size - 1), jnp.int32)
@@ -142,13 +143,13 @@ def draft_levels(
         paged = paged_batch(segments, no_chunks(advance.pages.shape[1]), **sizes)  # type: ignore[arg-type]
         hidden, cache = forward(paged, states[:, parents[first:end]].reshape(G * (end - first), -1), cache)
         states = states.at[:, inner].set(hidden.reshape(G, end - first, -1)[:, inner - first])
-    needed = np.maximum.accumulate(parents[1:])  # the last node that drafts up to each one come after
+    needed = np.maximum.accumulate(parents[1:])  # the last parent of the drafts up to each node
     counts = jnp.sum(needed[None] < space[:, None], axis=1, dtype=jnp.int32)
     return Proposal(drafts, counts, cache, None)
 
 
 def _ancestors(tree: Tree, end: int) -> np.ndarray:
-    """Returns Tree.ancestors of nodes 1 .. end - 1 in a segment of their own, the root being committed."""
+    """Returns Tree.ancestors of nodes 1 .. end - 1 in a segment of their own, where the root is committed."""
     masks = np.zeros((end - 1, words_of(end - 1)), np.uint32)
     for row, path in enumerate(tree.paths[1:end]):
         for node in path[1:]:

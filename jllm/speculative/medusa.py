@@ -1,9 +1,9 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): several small heads on the target's hidden state, each of which predicts
-the token at one distance. They need no K and V, and draft a whole tree at once.
+"""Drafts with Medusa heads (Cai et al., arXiv 2401.10774), several small heads on the target's hidden state.
 
-Where the target's own head draws token t + 1 from a hidden state, head k = 0, 1, ... drafts token t + 2 + k from the
-same one. It knows no token but those before, so all nodes of one depth and rank have the same token, whatever their
-parents: the tree is a Cartesian product.
+Each head predicts the token at one distance. The heads need no K and V, and draft a whole tree at once. The target's
+own head draws token t + 1 from a hidden state, and head k = 0, 1, ... drafts token t + 2 + k from the same one. A head
+does not see the tokens in between. So all nodes of one depth and rank have the same token, whatever their parents: the
+tree is a Cartesian product.
 """
 
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ from pallas_kernels.norm_quant import norm_quant
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MedusaHead:
-    """Predicts the token at one distance. Weights are of the target's dtype."""
+    """Holds the weights that predict the token at one distance, in the target's dtype."""
 
-    linear: jax.Array  # [E, E], out by in
+    linear: jax.Array  # [E, E], outputs by inputs
     bias: jax.Array  # [E]
     head: jax.Array | None = None  # [V, E]; None: the target's head
 
@@ -39,7 +39,7 @@ class MedusaHead:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Medusa:
-    """A Drafter of heads, whose tree is no deeper than there are heads."""
+    """Is a Drafter of heads, whose tree has at most as many levels below the root as there are heads."""
 
     heads: tuple[MedusaHead, ...]
     tree: Tree = field(metadata={"static": True})
@@ -47,10 +47,10 @@ class Medusa:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, None]:
-        """Neither pools nor a memory. Raises DrafterError for weights of another model's shapes or dtype, and for a
-        tree that is too deep."""
+        """Returns empty pools and no memory. Raises DrafterError for weights of another model's shapes or dtype, and
+        for a tree that is too deep."""
         if self.tree.depth > (n := len(self.heads)):
-            raise DrafterError(f"{n} Medusa heads draft {n} tokens ahead, and the tree wants {self.tree.depth}")
+            raise DrafterError(f"{n} Medusa heads draft {n} tokens ahead, but the tree has depth {self.tree.depth}")
         check_weights(self.heads, medusa_shapes(config, dtype, [head.head is not None for head in self.heads]))
         return (), None
 
@@ -69,7 +69,7 @@ class Medusa:
         found: dict[int, jax.Array] = {}
         for depth, nodes in enumerate(self.tree.levels()[1:], 1):
             logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)
-            if self.heads[depth - 1].head is None:  # the target's, of which a device of a mesh has a part
+            if self.heads[depth - 1].head is None:  # the target's head: a device of a mesh has a part of it
                 logits = whole_rows(logits, config)
             most = 1 + max(self.tree.ranks[node] for node in nodes)
             best = best_tokens(logits, advance.sampling, newest + depth, most, backend=backend)
@@ -83,16 +83,16 @@ class Medusa:
 
 
 def head_logits(p: MedusaHead, normed: jax.Array, params: Params, *, backend: str | None = None) -> jax.Array:
-    """Returns logits [T, V] of hidden states [T, E] after the target's final norm, float32 at least: W (x + SiLU(A x +
-    b))."""
+    """Returns logits [T, V] = W (x + SiLU(A x + b)), in float32 at least. x [T, E] are hidden states after the target's
+    final norm."""
     residual = jax.nn.silu(linear(normed, p.linear, p.bias, backend=backend))
     head: Weight = p.head if p.head is not None else params.embed if params.head is None else params.head
     return linear(normed + residual, head, out_dtype=compute_dtype(normed.dtype), backend=backend)
 
 
 def medusa_shapes(config: LlamaConfig, dtype: Any, own: list[bool]) -> tuple[MedusaHead, ...]:
-    """Heads of jax.ShapeDtypeStruct for a target of this config and dtype, as many as `own` says, with a projection of
-    their own or the target's."""
+    """Returns heads of jax.ShapeDtypeStruct for a target of this config and dtype, one for each entry of `own`. An
+    entry is whether the head has a projection of its own. Otherwise it takes the target's."""
     E, V = config.hidden_size, config.vocab_size
 
     def array(*shape: int) -> Any:
@@ -102,5 +102,6 @@ def medusa_shapes(config: LlamaConfig, dtype: Any, own: list[bool]) -> tuple[Med
 
 
 def init_medusa(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any, *, own: bool = False) -> Medusa:
-    """As many random heads as the tree is deep, which share the target's projection or have one of their `own`."""
+    """Returns a drafter with one random head for each level of the tree. Heads share the target's projection unless
+    `own`."""
     return Medusa(random_weights(medusa_shapes(config, dtype, [own] * tree.depth), key), tree)

@@ -1,7 +1,7 @@
-"""Drafts by lookup: what followed the last time that a sequence ended as it does now.
+"""Drafts by lookup: the tokens that followed the last time that the sequence ended in the same tokens.
 
-Prompt lookup (Saxena 2023) with the longest suffix that occurs, as in SuffixDecoding (Oliaro et al., arXiv 2411.04975),
-over prompt and output alike. It has no weights.
+This is prompt lookup (Saxena 2023) with the longest suffix that occurs, as in SuffixDecoding (Oliaro et al., arXiv
+2411.04975). It searches prompt and output alike, and has no weights.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +22,9 @@ from jllm.speculative.tree import Tree, chain
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NGram:
-    """Looks for the most recent of the longest matches of a sequence's last tokens, of `shortest` to `longest` of them,
-    within its last `context` tokens, and drafts the tokens that followed; past the newest one they repeat."""
+    """Drafts the tokens after the most recent of the longest matches of a sequence's last tokens. A match has
+    `shortest` to `longest` tokens, and lies within the sequence's last `context` tokens. Drafts that run past the
+    newest token repeat from the match."""
 
     drafts: int = field(default=4, metadata={"static": True})
     longest: int = field(default=8, metadata={"static": True})
@@ -43,7 +44,7 @@ class NGram:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, jax.Array]:
-        """Returns the memory is i32[S, L]: token i of a slot's sequence is in column i % L."""
+        """Returns no pools, and a memory i32[S, L]. Its column i % L has token i of a slot's sequence."""
         return (), jnp.full((slots, min(self.context, max_tokens)), -1, jnp.int32)
 
     def propose(
@@ -85,14 +86,15 @@ class NGram:
     def _write(
         self, memory: jax.Array, slot: jax.Array, index: jax.Array, tokens: jax.Array, valid: jax.Array, end: jax.Array
     ) -> jax.Array:
-        """Returns tokens [n] at indices [n] of the slots' sequences [n], of those before `end` the last L."""
+        """Writes tokens [n] at indices [n] of the slots' sequences [n], only the last L before `end`. Returns the
+        memory."""
         S, L = memory.shape
         slot = jnp.where(valid & (index >= end - L), slot, S)
         return memory.at[slot, index % L].set(tokens, mode="drop")
 
     def _look_up(self, row: jax.Array, newest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns drafts i32[k] for a sequence whose last tokens are in row i32[L] and whose newest has index `newest`,
-        and how many there are."""
+        """Returns drafts i32[k] and their number, for a sequence whose last tokens are in row i32[L]. `newest` is the
+        newest one's index."""
         L = row.shape[0]
         column = jnp.arange(L, dtype=jnp.int32)
         behind = (newest - column) % L  # the token in this column has index newest - behind

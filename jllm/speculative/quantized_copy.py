@@ -1,8 +1,8 @@
-"""A quantized copy of the target that drafts with the target's own K and V.
+"""Drafts with a quantized copy of the target, which reads the target's own K and V.
 
-What the copy reads is exact up to the newest token, so that its errors do not add up over a text, and it has no pools
-and no prompts to compute. K and V of its drafts take the places where the target will write those of the same tokens
-or of others, before it reads them.
+The copy reads exact K and V up to the newest token. So its errors do not add up over a text, and it has no pools and
+computes no prompts. K and V of its drafts take the places that the target writes next. The target writes them before it
+reads them.
 """
 
 import math
@@ -26,7 +26,7 @@ from jllm.speculative.tree import Tree, chain
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedCopy:
-    """A Drafter of the target's weights in fewer bits, with the target's config. It remembers nothing. On a mesh each
+    """Is a Drafter of the target's weights in fewer bits, with the target's config. It has no memory. On a mesh each
     device has its share of the copy."""
 
     params: Params
@@ -35,9 +35,10 @@ class QuantizedCopy:
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, tuple[()]]:
-        """No pools and no memory. Raises DrafterError for a copy of a model of other shapes, or on other devices."""
+        """Returns no pools and no memory. Raises DrafterError for a copy of a model of other shapes, or on other
+        devices."""
         devices = math.prod(self.params.norm.shape[:-1])
-        ranks = ranks_of(config) if config.axis is None else devices  # a device's part was checked with the whole
+        ranks = ranks_of(config) if config.axis is None else devices  # a share was checked with the whole model
         found = len(self.params.layers), *self.params.embed.shape[-2:], devices
         wanted = config.num_layers, -(-config.vocab_size // ranks), config.hidden_size, ranks
         if found != wanted or self.params.dtype != dtype:

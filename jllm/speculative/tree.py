@@ -1,16 +1,16 @@
-"""The shape of a draft: a tree whose root is the sequence's newest token; a chain is a tree, too."""
+"""Defines the shape of a draft: a tree whose root is the sequence's newest token. A chain is a tree, too."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-MOST_NODES = 64  # bits of a mask of ancestors, the root included
+MOST_NODES = 64  # nodes in a mask of ancestors, the root included
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Q nodes: the root, which is node 0, and a draft for each other. Parents come before their children, so that the
+    """Has Q nodes: the root, which is node 0, and a node for each draft. Parents come before their children, so the
     first few nodes of a tree are a tree as well."""
 
     parents: tuple[int, ...]  # of nodes 1 .. Q - 1
@@ -33,7 +33,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Returns how far each node is from the root."""
+        """Returns the distance of each node from the root."""
         found = [0]
         for parent in self.parents:
             found.append(found[parent] + 1)
@@ -46,7 +46,7 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Returns which child of its parent each node is, from 0; the root is 0."""
+        """Returns the index of each node among its parent's children, from 0. The root's is 0."""
         seen = [0] * self.size
         found = [0]
         for parent in self.parents:
@@ -71,11 +71,11 @@ class Tree:
         return tuple(found)
 
     def leaves(self, size: int) -> tuple[int, ...]:
-        """Of the tree of its first `size` nodes."""
+        """Returns the leaves of the tree that has only the first `size` nodes."""
         return tuple(node for node in range(size) if node not in self.parents[: size - 1])
 
     def ancestors(self) -> np.ndarray:
-        """Returns u32[Q, W]: bit j % 32 of word j // 32 of row i says that node j is i or its ancestor."""
+        """Returns masks u32[Q, W]. Bit j % 32 of word j // 32 of row i is set iff node j is i or its ancestor."""
         masks = np.zeros((self.size, -(-self.size // 32)), np.uint32)
         for node, path in enumerate(self.paths):
             for j in path:
@@ -83,10 +83,10 @@ class Tree:
         return masks
 
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the nodes of each depth, from the root's."""
+        """Returns the nodes of each depth, from the root down."""
         return tuple(tuple(n for n, d in enumerate(self.depths) if d == depth) for depth in range(self.depth + 1))
 
 
 def chain(drafts: int) -> Tree:
-    """Returns one draft after the other."""
+    """Returns a tree in which each draft follows the one before."""
     return Tree(tuple(range(drafts)))

@@ -1,4 +1,4 @@
-"""The weights of small heads that draft: what they should be, and random ones."""
+"""Checks the weights of small heads that draft, and makes random ones."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from pallas_kernels.formats.numerics import compute_dtype
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree by the names that they have in files and errors, such as "layer.mlp.down"."""
+    """Returns the leaves of a pytree by their names in files and errors, such as "layer.mlp.down"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def check_weights(found: Any, wanted: Any) -> None:
-    """Raises DrafterError unless the leaves of two pytrees have the same names, shapes and dtypes. `wanted` is of
-    jax.ShapeDtypeStruct."""
+    """Raises DrafterError unless the leaves of two pytrees have the same names, shapes and dtypes. `wanted` has leaves
+    of jax.ShapeDtypeStruct."""
     there, right = named(found), named(wanted)
     if odd := [name for name in [*right, *there] if name not in there or name not in right]:
-        problem = "is missing in the drafter" if odd[0] in right else "of the drafter has no place in it"
+        problem = "is missing in the drafter" if odd[0] in right else "does not belong to this drafter"
         raise DrafterError(f"weight {odd[0]} {problem}")
     for name, leaf in there.items():
         if leaf.shape != right[name].shape:
@@ -31,8 +31,8 @@ def check_weights(found: Any, wanted: Any) -> None:
 
 
 def random_weights[Tree](shapes: Tree, key: jax.Array) -> Tree:
-    """Returns random values for a pytree of jax.ShapeDtypeStruct: matrices normal(0, 0.02), vectors zero; drawn in at
-    least float32."""
+    """Returns random values for a pytree of jax.ShapeDtypeStruct: matrices normal(0, 0.02), vectors zero. They are
+    drawn in float32 at least."""
     leaves, tree = jax.tree.flatten(shapes)
 
     def draw(key: jax.Array, leaf: Any) -> jax.Array:

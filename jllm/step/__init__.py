@@ -1,7 +1,7 @@
-"""One merged step: what goes in, what comes out, and what happens to the state between two.
+"""Runs one merged step: its inputs, its outputs, and the changes of the state between two steps.
 
-`jllm.step` is also the library's function, and Python binds an imported package to its name in the one above. So the
-package can be called like the function, and has its attributes (`jllm.step.lower`).
+`jllm.step` is also the library's function. Python binds an imported package to its name in its parent, so this package
+can be called like the function. It also has the function's attributes (`jllm.step.lower`).
 """
 
 import sys

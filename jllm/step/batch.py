@@ -1,10 +1,12 @@
-"""What one step computes: ragged rows on one flat axis, as the host says them and as the model reads them.
+"""Describes one step's computation: ragged rows on one flat axis, as the host writes them.
 
-A step's T tokens lie head to tail. First come R short segments of Q rows each, whose tokens are on the device already
-(a decoding sequence has one row), then B prompt chunks on C rows: T = R Q + C. Each row has three numbers, which are
-equal in plain decoding: its rotary position, its token index (how many tokens of its sequence come before it: the key
-of a draw, limits) and its cache index (its place in the sequence's pages). Nodes of a tree of drafts share token
-indices, but no place."""
+A step's T tokens lie head to tail. First come R short segments of Q rows each, whose tokens are on the device already.
+A decoding sequence has one row. Then come B prompt chunks on C rows: T = R Q + C.
+
+Each row has three numbers, which are equal in plain decoding: its rotary position, its token index and its cache index.
+The token index is the number of tokens before it in its sequence; draws and limits use it. The cache index is its place
+in the sequence's pages. Nodes of a draft tree may share a token index, but have different places.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +19,17 @@ import numpy as np
 from jllm.model.paged import NOWHERE
 from jllm.model.sampling import Sampling, neutral_sampling, write_row
 
-# What the host says
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedBatch:
-    """One step. Of each field only the first entries are valid; the rest is padding, as empty_batch has it.
+    """Holds one step. Only the first entries of each field are valid; the rest is padding, as in empty_batch.
 
-    A chunk carries its slot's whole set of sampling parameters, so that admission is nothing but a first chunk. Arrays
-    are numpy's on the host and JAX's on the device, i32 but for those of `sampling`.
+    A chunk carries all sampling parameters of its slot, so admission is simply a first chunk. Arrays are numpy's on the
+    host and JAX's on the device. They are i32, except those of `sampling`.
 
     Here slot 0 decodes, and page 3 becomes the second of its pages. A prompt of three tokens begins in slot 1, on page
-    4. Slot 2 gets the next two tokens of a prompt, of which 16 are in its pages and more are to come:
+    4. Slot 2 has 16 tokens of its prompt in its pages. It gets the next two, and more are to come:
 
     >>> first, second = PromptChunk(1, [5, 6, 7], pages=[4]), PromptChunk(2, [8, 9], start=16, final=False)
     >>> batch = ragged_batch([first, second], decodes=[0], deltas=[(0, 1, 3)])
@@ -41,16 +41,16 @@ class RaggedBatch:
     [1, 0]
     """
 
-    decode_slot: Any  # [R] slots that decode
-    decode_rows: Any  # [R] rows that each may have, 1 .. Q: its newest token, and drafts of the next ones
+    decode_slot: Any  # [R] decoding slots
+    decode_rows: Any  # [R] the most rows of each, 1 .. Q: its newest token, then drafts
     decode_room: Any  # [R] tokens that the slot's pages have room for, for a drafter's K and V
     tokens: Any  # [C] prompt tokens of all chunks, head to tail
-    targets: Any  # [C] the prompt token that follows each, or -1: for prompt logprobs
+    targets: Any  # [C] the prompt token after each, or -1, for prompt logprobs
     deltas: Any  # [L, 3] page table changes: slot, index, page
     chunk_slot: Any  # [B]
     chunk_start: Any  # [B] cache index of the chunk's first token
     chunk_len: Any  # [B] tokens in the chunk
-    chunk_final: Any  # [B] 1: the sequence's last known token is in it, so a token is sampled
+    chunk_final: Any  # [B] 1: it has the sequence's last known token, so a token is sampled
     chunk_room: Any  # [B] as decode_room
     prompt_len: Any  # [B] tokens of the original prompt (later ones were generated)
     sampling: Sampling  # a row a chunk
@@ -59,22 +59,22 @@ class RaggedBatch:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens of one sequence that a step computes at start, start + 1, ..."""
+    """Holds tokens of one sequence that a step computes, at cache indices start, start + 1, ..."""
 
     slot: int
     tokens: Sequence[int]
-    start: int = 0  # tokens of the sequence that are in the pages already
-    final: bool = True  # the last known token is among them, so that the next one is sampled
-    pages: Sequence[int] = ()  # the slot's page table from its first entry on, where this step is to set it
-    prompt_len: int | None = None  # tokens of the prompt, where some of these were generated
-    targets: Sequence[int] = ()  # the tokens that follow each, where their log-probabilities are wanted
+    start: int = 0  # tokens of the sequence in the pages already
+    final: bool = True  # it has the last known token, so the next one is sampled
+    pages: Sequence[int] = ()  # the slot's first page table entries, if this step sets them
+    prompt_len: int | None = None  # tokens of the prompt, if some of `tokens` were generated
+    targets: Sequence[int] = ()  # the token after each, if log-probabilities are wanted
     room: int = NOWHERE  # tokens that the slot's pages have room for
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # by names of Sampling's fields
 
 
 def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1) -> RaggedBatch:
-    """Returns a batch of nothing but padding, in numpy, with room for R decodes of Q rows (`width`), C tokens in B
-    chunks, and L page table changes. bias: X, logit bias entries a sequence; 0 leaves out penalties."""
+    """Returns a batch of nothing but padding, in numpy. It has room for R decodes of Q rows (`width`), C tokens in B
+    chunks, and L page table changes. `bias` is X, the logit bias entries of a sequence; 0 leaves out penalties."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
@@ -126,9 +126,9 @@ def ragged_batch(
     deltas: Sequence[tuple[int, int, int]] = (),
     rows: int = 1,
 ) -> RaggedBatch:
-    """Returns a step written by hand, no larger than it needs to be: prompt chunks, slots that decode, and page table
-    changes (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest token, and what
-    was drafted for the next ones. Sequences end only where `sampling` says so."""
+    """Returns a step as a batch without padding, for callers without an engine. It holds prompt chunks, decoding slots,
+    and page table changes (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest
+    token and its drafts. Sequences end only where `sampling` has a limit."""
     tokens, changes = sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.pages) for chunk in chunks)
     bias = max((len(chunk.sampling.get("bias_ids", ())) for chunk in chunks), default=0)
     penalized = any(name.endswith("_penalty") for chunk in chunks for name in chunk.sampling)
@@ -137,9 +137,3 @@ def ragged_batch(
     batch.sampling.max_length[:], batch.decode_rows[:] = NOWHERE, rows
     fill_batch(batch, chunks, decodes, deltas)
     return batch
-
-
-# What the model reads
-
-
-# Compiled sizes

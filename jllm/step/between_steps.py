@@ -1,4 +1,4 @@
-"""What becomes of the state between steps, which no step computes: functions of the state, which give a new one."""
+"""Changes the state between steps. Each function takes a state and returns a new one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
 from jllm.step.state import Guidance, State, Variant, make_slots, place_state
 
-MASKS = (4, 32)  # of guided samples that are put into the state at once: few sizes, which are compiled when first used
-REMEMBERED = 512  # tokens that a drafter or hooks are told at once
+MASKS = (4, 32)  # guided samples that one call puts into the state: few sizes, compiled at first use
+REMEMBERED = 512  # tokens that one call gives a drafter or hooks
 
 
 def pools(state: State) -> Cache:
@@ -36,7 +36,7 @@ def padded(pages: Sequence[int], filler: int) -> np.ndarray:
 
 
 def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:
-    """Copies pages (from, to), none of them both, in all pools."""
+    """Copies pages (from, to) in all pools. No page is both a source and a target."""
     layers = len(state.cache)
     for at in range(0, len(copies), COPIES):
         pages = np.full((COPIES, 2), NOWHERE, np.int32)
@@ -49,8 +49,8 @@ def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:
 
 
 def guide(state: State, slots: Sequence[int], allowed: np.ndarray, coming: np.ndarray) -> State:
-    """Returns what these slots may draw at the nodes that their steps have, and what probably comes, as Guidance has
-    them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
+    """Returns the state with new guidance for these slots: their allowed tokens and their coming tokens. Shapes are
+    u32[n, nodes, ceil(V / 32)] and i32[n, F], as in Guidance."""
     assert len(slots) == len(allowed) == len(coming), "each slot has masks of its own"
     for at in range(0, len(slots), MASKS[-1]):
         some = slice(at, at + MASKS[-1])
@@ -64,8 +64,7 @@ def guide(state: State, slots: Sequence[int], allowed: np.ndarray, coming: np.nd
 
 @partial(jax.jit, donate_argnames="guidance")
 def put_masks(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: jax.Array) -> Guidance:
-    """Returns guidance with what is new for i32[n] slots, and for the first nodes, as many as there are in
-    `allowed`."""
+    """Returns guidance with new values for i32[n] slots, at their first `allowed.shape[1]` nodes."""
     return Guidance(
         guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
         guidance.coming.at[slots].set(coming, mode="drop"),
@@ -73,7 +72,7 @@ def put_masks(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: 
 
 
 def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: int, tokens: Sequence[int]) -> State:
-    """Tells the drafter and hooks the first tokens of a slot's sequence."""
+    """Gives the drafter and hooks the first tokens of a slot's sequence. Returns the state after that."""
     for start in range(0, len(tokens), REMEMBERED):
         some = tokens[start : start + REMEMBERED]
         padded = np.zeros(REMEMBERED, np.int32)
@@ -89,22 +88,22 @@ def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: i
 
 @partial(jax.jit, donate_argnames="memory")
 def _drafter_remembers(drafter: Drafter, memory: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """Returns a drafter's memory with tokens i32[REMEMBERED] of a sequence; where: its slot, the index of the first,
-    and how many are valid."""
+    """Returns a drafter's memory with tokens i32[REMEMBERED] of a sequence. `where` is its slot, the first token's
+    index, and the number of valid tokens."""
     slot, start, count = where
     return drafter.remember(memory, slot, tokens, start, count)
 
 
 @jax.jit
 def _hooks_observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
-    """Returns State.user likewise."""
+    """Returns State.user after the tokens. Arguments are as in _drafter_remembers."""
     (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
     return hooks.see(user, jnp.where(i < count, slot, NOWHERE), start + i, tokens)
 
 
 def as_asked(state: State, variant: Variant, config: LlamaConfig, tree: Tree, home: jax.Device | None) -> State:
-    """With penalties, and with masks of tokens for the nodes of `tree`, where and only where the variant has them.
-    home: the device of what is new, where it is one; None for JAX's own choice."""
+    """Returns the state with penalties and token masks iff the variant has them. Masks are for the nodes of `tree`.
+    `home` is the one device of new arrays; None is JAX's choice."""
     state = _with_penalties(state, variant.penalties, config, home)
     if variant.guided == (state.guidance is not None):
         return state
@@ -118,8 +117,8 @@ def as_asked(state: State, variant: Variant, config: LlamaConfig, tree: Tree, ho
 
 
 def _with_penalties(state: State, wanted: bool, config: LlamaConfig, home: jax.Device | None) -> State:
-    """Penalties exist only while an unfinished request asks for them. They start neutral, which is right for the
-    sequences that run already, since none of those asked."""
+    """Returns the state with penalties iff they are wanted. Penalties exist only while an unfinished request asks for
+    them. They start neutral, which is right for the sequences that run already: none of them asked."""
     if wanted == (state.counts is not None):
         return state
     S = state.slots.token.shape[0]

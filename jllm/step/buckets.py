@@ -1,4 +1,4 @@
-"""The sizes of steps that are compiled: buckets, and which of them holds a step."""
+"""Defines buckets, the sizes of compiled steps, and chooses the one that holds a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One compiled size: R decodes of Q rows each, C prompt tokens in at most B chunks."""
+    """Holds one compiled size: R decodes of Q rows each, and C prompt tokens in at most B chunks."""
 
     decodes: int
     tokens: int
@@ -18,20 +18,22 @@ class Bucket:
         return self.decodes * self.rows + self.tokens
 
 
-FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # of 128 parts of the slots: see make_buckets
+FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # decode rows in 128ths of the slots: see make_buckets
 
 
-FEW_SLOTS = 64  # so few rows cost a GPU no more than one: reading the weights takes longer
+FEW_SLOTS = 64  # up to here rows cost a GPU no more than one row: reading the weights takes longer
 
 
 def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
-    """At most 17 buckets, so that what they round up is little where it costs.
+    """Returns at most 17 buckets, spaced so that their padding costs little.
 
-    Many slots: eleven numbers of decode rows without prompt tokens, since a full batch runs out row by row, spaced for
-    the least waste on conversations (experiments.qps) by a scheduler that lets a few rows too many sit out; with prompt
-    tokens six, since the scheduler fills those: a quarter and all of what fits a step in which every slot decodes,
-    there, all of it while a batch begins, and a quarter where few decode or where pages are too few for all slots.
-    Few slots: four numbers of decode rows (all slots, fewer by factors of 2 and 4, and one) times three of tokens.
+    With many slots, eleven have decode rows alone, since a full batch runs out row by row. Their spacing gives the
+    least waste on conversations (experiments.qps), by a scheduler that lets a few surplus rows wait. Six have prompt
+    tokens, which the scheduler fills up: all or a quarter of the tokens that fit a step in which every slot decodes.
+    All of them serve a batch that begins. A quarter serves steps with few decodes, or with too few pages for all slots.
+
+    With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
+    factors of 2, 4 and 16, and one.
     """
     most = max(1, max_step_tokens - max_slots)
     quarter = -(-most // 4)

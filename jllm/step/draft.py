@@ -1,4 +1,4 @@
-"""What follows the second half of a merged step with a drafter: it proposes the tokens that the next step verifies."""
+"""Runs a drafter after the second half of a merged step. It proposes the tokens that the next step verifies."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ def draft(
     backend: str | None = None,
     wanted: bool = True,
 ) -> State:
-    """Has the drafter see what a step did, and keeps what it proposes for the slots of the step, if drafts are wanted
-    of it."""
+    """Gives the drafter the step's results, and keeps its proposals for the step's slots if `wanted`. Returns the new
+    state."""
     rows, slots, drafts = logits.rows, state.slots, state.drafts
     assert drafts is not None, "a drafter needs State.drafts: init_state(..., drafter=drafter)"
     S, R = slots.token.shape[0], rows.tokens.shape[0]

@@ -1,12 +1,14 @@
-"""Draws where each device of a mesh has the logits of a part of the vocabulary.
+"""Draws tokens where each device of a mesh has the logits of a part of the vocabulary.
 
-Of rows without filters devices tell each other the best of their parts (pallas_kernels.sample.parts), 8 bytes a row and
-once more where rows have a temperature. Filters ask for whole rows: devices exchange parts, so that each has whole rows
-of its own, draws there as one device does, and tells the others the tokens. A row is moved once in place of (ranks - 1)
-times, and drawn once. But that is two exchanges, and few rows are sooner gathered whole on every device.
+For rows without filters, devices exchange the best of their parts (pallas_kernels.sample.parts). That is 8 bytes a row,
+and once more for rows with a temperature. Filters need whole rows. Devices then exchange parts, so that each has some
+whole rows. Each draws its rows as one device does, and sends the tokens to the others. A row is moved once instead of
+(ranks - 1) times, and drawn once. But that takes two exchanges. Few rows are therefore gathered whole on every device,
+which is faster.
 
-Which of these it is, is compiled in (Variant.draws): XLA has the host read a condition before a GPU goes on, and the
-host could never run ahead."""
+The choice is compiled in (Variant.draws). XLA would have the host read a condition before a GPU goes on, and the host
+could never run ahead.
+"""
 
 from typing import Any
 
@@ -17,18 +19,18 @@ from jax import lax
 from jllm.config import LlamaConfig
 from jllm.model.sampling import Draws, Sampling, sample, sample_parts
 
-# Bytes of all logits, from which on it pays, counted from the time of an exchange and NVLink's rate.
+# The least bytes of all logits for which parts pay, by the time of an exchange and NVLink's rate.
 LEAST = 32 << 20
 
 
 def leaves_parts(config: LlamaConfig, rows: int, draws: Draws) -> bool:
-    """Returns whether rows of logits are left in parts. config: of one device's share."""
+    """Returns whether rows of logits stay in parts. `config` is that of one device's share."""
     return config.axis is not None and (draws < Draws.FILTERED or rows * config.vocab_size * 4 >= LEAST)
 
 
 def draw_apart(config: LlamaConfig, draws: Draws) -> Any:
-    """Returns a function that each device calls as sampling.sample, with its part f[R, ceil(V / ranks)] of the rows.
-    Rows without filters are drawn in plain jnp, whatever backend is named: no other one knows parts."""
+    """Returns a function that each device calls like sampling.sample, with its part f[R, ceil(V / ranks)] of the rows.
+    Rows without filters are drawn in plain jnp whatever `backend` is, since no other backend takes parts."""
     assert config.axis is not None
     axis, vocabulary = config.axis.name, config.vocab_size
 

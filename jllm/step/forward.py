@@ -1,4 +1,4 @@
-"""The first half of a merged step: what begins is admitted, K and V are written, and logits computed."""
+"""Runs the first half of a merged step: admits sequences, writes K and V, and computes logits."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -21,23 +21,23 @@ from jllm.step.rows import HeadRows, lay_out
 from jllm.step.state import SPREAD, Guidance, Slots, State, Variant
 from pallas_kernels.one_order import fenced
 
-PROMPT_LOGPROB_ROWS = 128  # logits rows alive at once when prompt logprobs are asked for
+PROMPT_LOGPROB_ROWS = 128  # rows of logits in memory at once for prompt logprobs
 
-Scores = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]  # as Logits has them of prompts
+Scores = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]  # Logits' prompt fields
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logits:
-    """What the forward half of a step yields and its sampling half takes."""
+    """Holds the results of a step's forward half, the inputs of its sampling half."""
 
-    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties; in parts see jllm.step.draws
+    values: jax.Array  # f[R Q + B, V], float32 at least, before penalties; or parts, see jllm.step.draws
     rows: HeadRows
     prompt_logprobs: jax.Array | None  # f[C] of each prompt token's target
     prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
-    prompt_best: jax.Array | None  # i32[C] the most likely token in each target's place
-    prompt_best_logprobs: jax.Array | None  # f[C] of these
-    taps: Taps  # [T, ...] by names of the variant's; of the head's rows [R Q + B, ...]
+    prompt_best: jax.Array | None  # i32[C] the most likely token at each target's place
+    prompt_best_logprobs: jax.Array | None  # f[C] of prompt_best
+    taps: Taps  # [T, ...] by the variant's names; the head's values [R Q + B, ...]
     hidden: jax.Array  # [R Q + B, E], before the final norm
     chunk_hidden: jax.Array  # [C, E]
     hook_rows: HookRows | None = None  # of the values
@@ -55,9 +55,9 @@ def forward(
     backend: str | None = None,
     parts: bool = False,
 ) -> tuple[State, Logits]:
-    """Admits what begins, writes the K and V of the step's T tokens to their pages, and computes the logits of every
-    row of a short segment and of the last row of every chunk. parts: a device of a mesh may leave them in parts, as
-    parallel.draws says."""
+    """Admits new sequences, writes the K and V of the step's T tokens to their pages, and computes logits. Logits are
+    those of every row of a short segment and of the last row of every chunk. With `parts`, a device of a mesh may leave
+    them in parts (jllm.step.draws)."""
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
@@ -66,7 +66,7 @@ def forward(
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))
 
-    def pick(values: jax.Array) -> jax.Array:  # of all rows, the head's
+    def pick(values: jax.Array) -> jax.Array:  # the head's rows from all rows
         return jnp.concatenate([values[:short], jnp.take(values, last, axis=0, mode="clip")])
 
     edits = of_head = of_prompt = hook_rows = None
@@ -105,7 +105,7 @@ def _change_pages(slots: Slots, deltas: jax.Array) -> Slots:
 
 
 def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
-    """Returns a chunk (re)writes its slot's sampling parameters and length; that is all there is to admission."""
+    """Returns slots with the sampling parameters and lengths of the step's chunks. Admission is nothing else."""
 
     def put(old, new):
         return old.at[batch.chunk_slot].set(new, mode="drop")
@@ -115,7 +115,7 @@ def _admit(slots: Slots, batch: RaggedBatch) -> Slots:
 
 
 def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
-    """Returns guidance where all tokens may be drawn in these slots, which begin."""
+    """Returns guidance in which all tokens may be drawn in these slots, whose sequences begin."""
     assert guidance is not None, "the guided variant needs State.guidance"
 
     def put(old: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ def _unguided(guidance: Guidance | None, slots: jax.Array) -> Guidance:
 
 
 def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: HeadRows) -> HookRows:
-    """Where all T rows of a step stand."""
+    """Returns the slot, index and token of all T rows of a step."""
     S, (R, Q), C = state.slots.token.shape[0], rows.tokens.shape, batch.tokens.shape[0]
     used = jnp.arange(Q, dtype=jnp.int32)[None, :] < rows.used[:, None]
     short = jnp.where(used, rows.slot[:R, None], S).reshape(-1)
@@ -136,18 +136,18 @@ def _hook_rows(state: State, batch: RaggedBatch, paged: Paged, rows: HeadRows) -
 
 @jax.custom_jvp
 def _without_gradient(x: jax.Array) -> jax.Array:
-    """Returns x, where a step is not differentiated: attention over pages has no gradient."""
+    """Returns x, and raises EvaluationError under differentiation: attention over pages has no gradient."""
     return x
 
 
 @_without_gradient.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> NoReturn:
-    raise EvaluationError("a step has no gradients: model.packed_logits is the same function without a cache, and has")
+    raise EvaluationError("a step has no gradients: take jllm.model.backbone.packed_logits, which runs without a cache")
 
 
 def _count_prompt(counts: TokenCounts, batch: RaggedBatch, position: jax.Array) -> TokenCounts:
-    """Counts the chunks' tokens: all as seen, those past the original prompt (recomputed output) as output. A first
-    chunk begins its slot's counts anew."""
+    """Returns counts with the chunks' tokens: all as seen, and recomputed output as output. A sequence's first chunk
+    resets its slot's counts."""
     S = counts.seen.shape[0]
     first = jnp.where(batch.chunk_start == 0, batch.chunk_slot, S)
     counts = jax.tree.map(lambda x: x.at[first].set(jnp.zeros((), x.dtype), mode="drop"), counts)
@@ -166,8 +166,8 @@ def _score_prompt(
     *,
     backend: str | None,
 ) -> Scores:
-    """Returns log p(target) of each prompt row [C], its rank, the most likely token and its log p, in row blocks: never
-    a [C, V] array."""
+    """Returns log p(target) of each prompt row [C], its rank, the most likely token and that token's log p. Works in
+    row blocks, so that no [C, V] array exists."""
     C = hidden.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block

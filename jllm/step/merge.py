@@ -1,13 +1,14 @@
-"""The merged step: step(params, state, batch) -> state, outputs. One compiled function for every mix of requests.
+"""Runs the merged step: step(params, state, batch) -> state, outputs. One compiled function serves every mix of
+requests.
 
-A step is `forward` (forward.py: K and V are written, logits of the rows whose next token is due) and then `sample`
-(sample.py). Short segments come first, then prompt chunks. A decoding sequence's input is its slot's last sampled
-token, which never leaves the device; a slot that the device has marked done writes nothing, so the host may dispatch
-step t + 1 before it has read the tokens of step t.
+A step is `forward` and then `sample`. `forward` (forward.py) writes K and V, and computes logits of the rows whose next
+token is due. `sample` (sample.py) draws the tokens. Short segments come first, then prompt chunks. A decoding
+sequence's input is its slot's last sampled token, which never leaves the device. A slot that the device has marked done
+writes nothing. So the host may dispatch step t + 1 before it has read the tokens of step t.
 
-With a drafter a third part follows: `draft` (draft.py) proposes what comes next, and the next step's segments have
-these drafts in rows of their own. `sample` accepts those that equal what it draws, so that a step may advance a
-sequence by several tokens. Between steps the state is that of plain decoding.
+With a drafter a third part follows: `draft` (draft.py) proposes the next tokens. The next step's segments have rows for
+these drafts. `sample` accepts drafts that equal the tokens it draws, so a step may advance a sequence by several
+tokens. Between steps the state is that of plain decoding.
 """
 
 from dataclasses import replace
@@ -49,11 +50,11 @@ def sample_step(
     draw: Draw = draw_tokens,
     wanted: bool = True,
 ) -> tuple[State, Outputs]:
-    """Returns the second half of a merged step, of which forward is the first: sample and, with a drafter, draft."""
+    """Runs the second half of a merged step after forward: sample and, with a drafter, draft."""
     state, outputs = sample(state, logits, hooks, variant=variant, backend=backend, draw=draw)
     if drafter is not None:
         state = draft(params, state, batch, logits, outputs, drafter, config=config, backend=backend, wanted=wanted)
-    elif state.drafts is not None:  # what was drafted is behind the sequences now
+    elif state.drafts is not None:  # the sequences have passed these drafts
         state = replace(state, drafts=replace(state.drafts, count=jnp.zeros_like(state.drafts.count)))
     if variant.guided and state.drafts is not None:
         outputs = replace(outputs, drafts=(state.drafts.tokens, state.drafts.count))
@@ -74,9 +75,9 @@ def eager_step(
     draw: Draw = draw_tokens,
     wanted: bool = True,
 ) -> tuple[State, Outputs]:
-    """Returns one merged step: forward, sample and, with a drafter, draft; wanted: whether the next step may verify
-    drafts. `step` is this under jit, where config, variant, backend, draw and wanted are static; the old state stays
-    usable."""
+    """Runs one merged step: forward, sample and, with a drafter, draft. `wanted` is whether the next step may verify
+    drafts. `step` is this function under jit, where config, variant, backend, draw and wanted are static. The old state
+    stays usable."""
     options: dict[str, Any] = {"config": config, "variant": variant, "backend": backend}
     takes_rows = variant.takes_rows or variant.taps or hooks is not None
     parts = draw is draw_tokens and not takes_rows

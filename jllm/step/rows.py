@@ -1,7 +1,8 @@
-"""The rows of a step that the head runs on: laid out before the forward pass, and read as sequences after it.
+"""Lays out the rows that the head runs on, and reads them as sequences after the forward pass.
 
 R short segments of Q rows come first, then the last row of each of B chunks. A segment's rows are a tree of drafts with
-the newest token at its root; W = 1 + the tree's depth is the most tokens that it may draw. In plain decoding Q = W = 1.
+the newest token at its root. W = 1 + the tree's depth is the most tokens that a segment may draw. In plain decoding Q
+and W are 1.
 """
 
 from dataclasses import dataclass, field
@@ -22,29 +23,28 @@ from jllm.step.state import Slots
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows that the head runs on, R Q + B, and the R + B sequences that they are of."""
+    """Holds the R Q + B rows that the head runs on, and their R + B sequences."""
 
     slot: jax.Array  # i32[R + B], clipped into range
     target_slot: jax.Array  # i32[R + B], out of range where no token is drawn
     valid: jax.Array  # bool[R + B], whether tokens are drawn
     written: jax.Array  # bool[R + B], whether the slot's length changes
-    start: jax.Array  # i32[R + B], the token index of the first token drawn, which is its sequence's length before it
+    start: jax.Array  # i32[R + B], the token index of the first token drawn: its sequence's length before
     tokens: jax.Array  # i32[R, Q], the inputs of the short segments
-    used: jax.Array  # i32[R], how many of these count
+    used: jax.Array  # i32[R], the number of valid ones
     tree: Tree = field(metadata={"static": True})  # of the Q rows
 
     @property
     def most(self) -> int:
-        """Returns W: the most tokens that a short segment may draw."""
+        """Returns W, the most tokens that a short segment may draw."""
         return self.tree.depth + 1
 
     def of_slots(self, values: Any) -> Any:
-        """Returns what slots have [S, ...] as a row for each sequence [R + B, ...]."""
+        """Returns values of slots [S, ...] as a row for each sequence [R + B, ...]."""
         return jax.tree.map(lambda x: x[self.slot], values)
 
     def spread(self, values: Any) -> Any:
-        """Returns a row of values for each sequence [R + B, ...] as a row for each of the head's rows [R Q + B,
-        ...]."""
+        """Returns values of sequences [R + B, ...] for each of the head's rows [R Q + B, ...]."""
         if self.tree.size == 1:
             return values
         R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
@@ -53,7 +53,7 @@ class HeadRows:
 
     @property
     def index(self) -> jax.Array:
-        """Returns i32[R Q + B], the token index of what each row draws."""
+        """Returns i32[R Q + B], the token index of the token that each row draws."""
         if self.tree.size == 1:
             return self.start
         R, B = self.used.shape[0], self.slot.shape[0] - self.used.shape[0]
@@ -61,14 +61,14 @@ class HeadRows:
         return self.spread(self.start) + depths
 
     def of_nodes(self, values: jax.Array) -> jax.Array:
-        """Returns values of each sequence's nodes [R + B, nodes, ...] as those of the head's rows [R Q + B, ...]."""
+        """Returns values of sequences' nodes [R + B, nodes, ...] by the head's rows [R Q + B, ...]."""
         (R, Q), rest = self.tokens.shape, values.shape[2:]
         return jnp.concatenate([values[:R, :Q].reshape(R * Q, *rest), values[R:, 0]])
 
     def accept(self, drawn: jax.Array, possible: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Returns what drawn i32[R Q + B] accepts: the nodes that each segment reaches i32[R, W], and how many tokens
-        each sequence draws i32[R + B]. A draft is not accepted where its row is not `possible` bool[R Q + B]: no token
-        is allowed after it."""
+        """Returns the nodes i32[R, W] that each segment reaches, and the token count i32[R + B] of each sequence.
+        `drawn` i32[R Q + B] are the drawn tokens. A draft is not accepted where its row is not `possible` bool[R Q +
+        B]. There no token is allowed after it."""
         R, Q = self.tokens.shape
         drafted = self.tokens
         if possible is not None:
@@ -77,8 +77,7 @@ class HeadRows:
         return nodes, jnp.concatenate([count, self.valid[R:].astype(jnp.int32)])
 
     def drafts_before(self) -> jax.Array | None:
-        """Returns the drafts that each of the head's rows comes after, i32[R Q + B, D], padded with -1; None if Q is
-        1."""
+        """Returns the drafts before each of the head's rows, i32[R Q + B, D], padded with -1. It is None if Q is 1."""
         if self.tree.size == 1:
             return None
         drafts = drafts_before(self.tree, self.tokens)
@@ -86,8 +85,8 @@ class HeadRows:
         return jnp.pad(drafts, ((0, self.slot.shape[0] - self.used.shape[0]), (0, 0)), constant_values=-1)
 
     def by_sequence(self, values: jax.Array, nodes: jax.Array) -> jax.Array:
-        """Takes values of the head's rows [R Q + B, ...] at nodes i32[R, W], and those of the chunks in their first
-        column: [R + B, W, ...]."""
+        """Returns values of the head's rows [R Q + B, ...] by sequence [R + B, W, ...]. Segments have their nodes
+        i32[R, W]. Chunks have one value, in the first column."""
         if self.tree.size == 1:
             return values[:, None]
         R, Q = self.tokens.shape
@@ -97,12 +96,12 @@ class HeadRows:
         return values[jnp.concatenate([short, jnp.broadcast_to(chunks, (B, self.most))])]
 
     def flat(self, values: jax.Array) -> jax.Array:
-        """Returns values by sequence [R + B, W, ...] as Outputs has them: [R W + B, ...]."""
+        """Returns values by sequence [R + B, W, ...] in the layout of Outputs, [R W + B, ...]."""
         R = self.used.shape[0]
         return jnp.concatenate([values[:R].reshape(-1, *values.shape[2:]), values[R:, 0]])
 
     def unflat(self, values: jax.Array, pad: int) -> jax.Array:
-        """Returns the reverse of flat, for values [R W + B]: chunks have `pad` past their first column."""
+        """Returns values [R W + B] by sequence: the inverse of flat. Chunks have `pad` past their first column."""
         R, W = self.used.shape[0], self.most
         chunks = jnp.pad(values[R * W :, None], ((0, 0), (0, W - 1)), constant_values=pad)
         return jnp.concatenate([values[: R * W].reshape(R, W), chunks])
@@ -111,8 +110,8 @@ class HeadRows:
 def lay_out(
     slots: Slots, drafts: Drafts | None, batch: RaggedBatch, num_pages: int, page_size: int, tails: bool = False
 ) -> tuple[Paged, HeadRows]:
-    """Returns a step's rows: what each token is, where it stands and where its K and V go, and the rows that the head
-    runs on. tails: whether the cache has tails, which are the slots' own."""
+    """Returns a step's rows as the model reads them, and the rows that the head runs on. The first are tokens,
+    positions, and the places of K and V. `tails` is whether the cache has tails, one for each slot."""
     S, Q = slots.token.shape[0], batch.width
     in_use = batch.decode_slot < S
     decode_slot = jnp.where(in_use, batch.decode_slot, 0)
@@ -126,7 +125,7 @@ def lay_out(
         if tree.size != Q:
             raise ValueError(f"the batch has segments of {Q} rows, and the drafter's tree has {tree.size} nodes")
         tokens = jnp.concatenate([tokens, drafts.tokens[decode_slot]], axis=1)
-        last = slots.sampling.max_length[decode_slot] - 1  # the last token of all never gets K and V
+        last = slots.sampling.max_length[decode_slot] - 1  # a sequence's last token never gets K and V
         most = jnp.minimum(batch.decode_rows, last - start)
         used = jnp.where(live, jnp.minimum(most, 1 + drafts.count[decode_slot]), 0)
         if not tree.is_chain:

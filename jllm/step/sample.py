@@ -1,4 +1,4 @@
-"""The second half of a merged step: tokens are drawn from logits, drafts accepted, and the sequences moved on."""
+"""Runs the second half of a merged step: draws tokens from logits, accepts drafts, and advances the sequences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from pallas_kernels.backends import or_xla
 from pallas_kernels.move_tokens import move_tokens
 from pallas_kernels.one_order import fenced
 
-Draw = Callable[..., tuple[jax.Array, jax.Array]]  # as sampling.sample
+Draw = Callable[..., tuple[jax.Array, jax.Array]]  # like sampling.sample
 
 
 @on_mesh({"state": SPREAD, "logits": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
@@ -34,9 +34,9 @@ def sample(
     draw: Draw = draw_tokens,
     config: LlamaConfig | None = None,
 ) -> tuple[State, Outputs]:
-    """Draws a token for each row that is due, accepts the drafts that equal what was drawn in their place, and moves
-    the sequences on. `draw` takes logits [rows, V], Sampling and token indices [rows] as sampling.sample does, and
-    returns tokens and which rows are finite. The config is for models on a mesh alone."""
+    """Draws a token for each row that is due, accepts the drafts that equal drawn tokens, and advances the sequences.
+    `draw` takes logits [rows, V], Sampling and token indices [rows], as sampling.sample does. It returns tokens and
+    whether rows are finite. Only models on a mesh need `config`."""
     raw, rows = logits.values, logits.rows
     S, counts = state.slots.token.shape[0], state.counts
     sampling: Sampling = rows.of_slots(state.slots.sampling)
@@ -56,7 +56,7 @@ def sample(
         given, possible = constrain(given, allowed), jnp.any(allowed != 0, axis=1)
     tokens, finite = draw(given, each, rows.index, backend=backend)
     if given is not raw:
-        finite = jnp.isfinite(raw).all(axis=1)  # a ban makes -inf of a logit
+        finite = jnp.isfinite(raw).all(axis=1)  # a ban turns a logit into -inf
     nodes, count = rows.accept(tokens, possible)
     drawn, sound = rows.by_sequence(tokens, nodes), rows.by_sequence(finite, nodes)
     count, done = _end(sampling, rows.start, drawn, sound, count)
@@ -88,8 +88,8 @@ def sample(
 def _end(
     sampling: Sampling, start: jax.Array, drawn: jax.Array, sound: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns how many of `count` tokens drawn [R + B, W] there are up to the first that ends its sequence, and whether
-    one does."""
+    """Returns the number of drawn tokens up to the one that ends the sequence, and whether one does. `drawn` is [R + B,
+    W], and the number is at most `count`."""
     stop = jnp.any(sampling.stop_ids[:, None, :] == drawn[:, :, None], axis=2)
     total, done = jnp.zeros_like(count), jnp.zeros_like(count, bool)
     for e in range(drawn.shape[1]):
@@ -110,8 +110,8 @@ def _logprobs(
 
 
 def _advance(slots: Slots, rows: HeadRows, drawn: jax.Array, count: jax.Array, done: jax.Array) -> Slots:
-    """Lengths grow by what was written and stays; the last token drawn becomes the next input, and may have ended its
-    sequence."""
+    """Returns slots after the step. Lengths grow by the tokens that stay in the pages. The last drawn token becomes the
+    next input, and may have ended its sequence."""
     last = drawn[:, 0]
     for e in range(1, drawn.shape[1]):
         last = jnp.where(e < count, drawn[:, e], last)
@@ -125,7 +125,8 @@ def _advance(slots: Slots, rows: HeadRows, drawn: jax.Array, count: jax.Array, d
 
 
 def _compact(state: State, rows: HeadRows, nodes: jax.Array, count: jax.Array, backend: str | None) -> Cache:
-    """Returns the K and V of accepted nodes of a tree, moved to their places; those of a chain are there."""
+    """Returns the cache with the K and V of a tree's accepted nodes moved to their places. A chain's are there
+    already."""
     if rows.tree.is_chain:
         return state.cache
     R, W = nodes.shape

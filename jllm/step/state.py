@@ -1,5 +1,4 @@
-"""What a step takes besides params and a batch, and what it returns: State with its Slots, Outputs, and Variant, which
-says what the outputs have."""
+"""Defines the state of a step, its outputs, and Variant, which selects the optional outputs."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +16,14 @@ from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
 
 TOP_LOGPROBS = 20
-WANTS = ("penalties", "logprobs", "prompt_logprobs", "guided")  # of a variant: what single requests ask for
-NOT_FINITE = -2  # in place of a token: the row's logits hold NaN or infinity, and the slot is done
+WANTS = ("penalties", "logprobs", "prompt_logprobs", "guided")  # the fields of a variant that single requests ask for
+NOT_FINITE = -2  # replaces a token if the row's logits hold NaN or infinity; the slot is done
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """Holds what the device knows of each batch slot.
+    """Holds the device's record of each batch slot.
 
     Here are three slots of at most four pages of 16 tokens. Slot 0 decodes, slot 1 has ended and slot 2 is empty:
 
@@ -47,20 +46,20 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Guidance:
-    """What guides allow in the step at hand, for each slot. Q: the nodes of the drafter's tree, 1 without one."""
+    """Holds the tokens that guides allow each slot in the current step. Q is the number of nodes of the drafter's tree,
+    or 1."""
 
     allowed: jax.Array  # u32[S, Q, ceil(V / 32)], the tokens that may be drawn at each node as bits
-    coming: jax.Array  # i32[S, F], those that are probably drawn from this step on, padded with -1: see forced.py
+    coming: jax.Array  # i32[S, F], the tokens probably drawn from this step on, padded with -1: see forced.py
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Holds everything that the model remembers between steps. `user` is a pytree of the caller's own [S, ...], which
-    hooks read and observe.
+    """Holds everything that the model remembers between steps.
 
-    Here is a model of two layers with K = 2 KV heads of D = 64, after init_state(config, slots=3, num_pages=8,
-    page_size=16, max_pages=4) in bf16:
+    `user` is a pytree of the caller [S, ...], which hooks read and observe. Here is a model of two layers with K = 2 KV
+    heads of D = 64, after init_state(config, slots=3, num_pages=8, page_size=16, max_pages=4) in bf16:
 
         cache   one KVPages for each of the two layers; its k and v have values bf16[8, 2, 16, 64]
         slots   token i32[3], length i32[3], done bool[3], pages i32[3, 4]
@@ -70,70 +69,72 @@ class State:
 
     cache: Cache
     slots: Slots
-    counts: TokenCounts | None = None  # [S, V], only while penalties are asked for
-    guidance: Guidance | None = None  # only while guides are asked for
+    counts: TokenCounts | None = None  # [S, V], only while a request has penalties
+    guidance: Guidance | None = None  # only while a request has a guide
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
-    tails: Tails | None = None  # of the slots; only where K is stored as kv_formats.Kivi
+    tails: Tails | None = None  # of the slots, only if K is stored as kv_formats.Kivi
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
-    """What a step yields, in rows: up to W tokens of each of R short segments, in order, then one of each of B chunks.
-    Without drafts W is 1."""
+    """Holds the outputs of a step in rows: up to W tokens of each of R short segments, in order, then one of each of B
+    chunks. Without drafts W is 1."""
 
     tokens: jax.Array  # i32[R W + B] the tokens drawn, -1 where there is none, or NOT_FINITE
-    logprobs: jax.Array | None  # f[R W + B] of these
+    logprobs: jax.Array | None  # f[R W + B] of `tokens`
     top_ids: jax.Array | None  # i32[R W + B, TOP_LOGPROBS], best first
     top_logprobs: jax.Array | None  # f[R W + B, TOP_LOGPROBS]
-    prompt_logprobs: jax.Array | None  # as step_forward.Logits has them
+    prompt_logprobs: jax.Array | None  # as in forward.Logits, likewise the next three
     prompt_ranks: jax.Array | None = None
     prompt_best: jax.Array | None = None
     prompt_best_logprobs: jax.Array | None = None
-    nodes: jax.Array | None = None  # i32[R, W] of a tree, which node each token was drawn at
-    drafted: jax.Array | None = None  # i32[R] drafts that were verified, where segments have rows for them
-    # i32[S, Q - 1] and i32[S], tokens and count of Drafts for the step after this one; of guided steps with a drafter.
+    nodes: jax.Array | None = None  # i32[R, W] the tree's node that each token was drawn at
+    drafted: jax.Array | None = None  # i32[R] verified drafts, if segments have rows for them
+    # i32[S, Q - 1] and i32[S], tokens and count of Drafts for the next step, in guided steps with a drafter.
     drafts: tuple[jax.Array, jax.Array] | None = None
     taps: Taps = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Optional outputs of a step, compiled in only where a request asks for them; each combination is compiled once."""
+    """Selects optional outputs of a step. They are compiled in only if a request asks for them, once for each
+    combination."""
 
     penalties: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    guided: bool = False  # such a step is two programs: what may be drawn is put into the state between them
-    taps: tuple[str, ...] = ()  # values inside the forward pass, by names of jllm.model.taps
-    draws: Draws = Draws.FILTERED  # on a mesh, what its devices must tell each other of logits: see parallel.draws
+    guided: bool = False  # two programs: the allowed tokens are put into the state between them
+    taps: tuple[str, ...] = ()  # values inside the forward pass, by the names in jllm.model.taps
+    draws: Draws = Draws.FILTERED  # on a mesh, decides which logits devices exchange: see jllm.step.draws
 
     def __or__(self, other: "Variant") -> "Variant":
-        """Returns what serves both. Their taps are the same."""
+        """Returns a variant that serves both. Both must have the same taps."""
         wants = {name: getattr(self, name) or getattr(other, name) for name in WANTS}
         return replace(self, **wants, draws=max(self.draws, other.draws))
 
     def covers(self, other: "Variant") -> bool:
-        """Returns whether a step of this variant does all that one of the other does."""
+        """Returns whether a step of this variant does all that a step of the other does."""
         return self == self | other and other | self == self
 
     @property
     def takes_rows(self) -> bool:
-        """Returns whether it takes whole rows of logits, which devices of a mesh then have: `draws` changes nothing."""
+        """Returns whether the step needs whole rows of logits. The devices of a mesh then have them, and `draws`
+        changes nothing."""
         return self.penalties or self.logprobs or self.guided
 
     @property
     def breadth(self) -> int:
-        """Returns how many things it does that requests ask for."""
+        """Returns how many of the optional outputs the variant has."""
         return sum(getattr(self, name) for name in WANTS)
 
 
 def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
-    """Returns S empty slots of M page table entries each. bias: X, logit bias entries of a slot; 0 leaves out
+    """Returns S empty slots of M page table entries each. `bias` is X, the logit bias entries of a slot; 0 leaves out
     penalties."""
 
-    def ints(*shape: int) -> jax.Array:  # each field its own buffer, since all are donated
+    def ints(*shape: int) -> jax.Array:  # a buffer for each field, since all are donated
         return jnp.zeros((slots, *shape), jnp.int32)
 
     sampling = jax.tree.map(jnp.array, neutral_sampling(slots, bias))
@@ -152,8 +153,8 @@ def init_state(
     drafter: Drafter | None = None,
 ) -> State:
     """Returns a state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default
-    its share of the pool. kv_cache is or names the format of K and V, by default that of dtype, which defaults to the
-    config's. Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
+    its share of the pool. kv_cache is the format of K and V or its name, by default that of dtype. dtype defaults to
+    the config's. Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
@@ -163,27 +164,28 @@ def init_state(
     return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype))
 
 
-# What of a State devices of a mesh have by KV heads, and what is alike on all of them.
+# The layout of a State on a mesh: sharded by KV heads, or alike on all devices.
 SPREAD: Any = State(cache=HEADS, slots=WHOLE, counts=WHOLE, guidance=WHOLE, drafts=WHOLE, user=WHOLE, tails=HEADS)  # type: ignore[arg-type]
 
 
 def spread_drafter(drafter: Drafter | None) -> Any:
-    """Returns what of a drafter devices of a mesh have in shares: a copy's params, as the target's; others are
+    """Returns the layout of a drafter on a mesh. A quantized copy's params are in shares like the target's; all else is
     whole."""
     return replace(drafter, params=STACKED) if isinstance(drafter, QuantizedCopy) else WHOLE  # type: ignore[arg-type]
 
 
 def place_state(state: State, config: LlamaConfig) -> State:
-    """Returns the state where steps on the config's mesh want it; without a mesh as it is."""
+    """Returns the state, placed as steps on the config's mesh need it. Without a mesh it is unchanged."""
     return place(state, config, SPREAD)
 
 
 def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any) -> Drafts:
-    """No drafts yet, for the slots and pages of a state; see init_state."""
+    """Returns empty drafts for the slots and pages of a state. Raises ConfigError for a drafter that does not fit the
+    KV format."""
     if state.tails is not None and (isinstance(drafter, QuantizedCopy) or not drafter.tree.is_chain):
-        what = "by the model's own pages" if drafter.tree.is_chain else "trees"
+        what = "in the model's own pages" if drafter.tree.is_chain else "trees"
         name, others = state.cache[0].k.format.name, "take ngram, a draft model, or Medusa or EAGLE heads, in a chain"
-        raise ConfigError(f"{type(drafter).__name__} drafts {what}, which KV format {name} does not have: {others}")
+        raise ConfigError(f"{type(drafter).__name__} drafts {what}, which KV format {name} does not support: {others}")
     (S, M), pool = state.slots.pages.shape, state.cache[0].k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)

@@ -134,10 +134,16 @@ def test_what_it_does_not_do_is_named():
     tree = init_medusa(model.config, jax.random.key(0), Tree((0, 0, 1)), "float32")
     for options, said in [
         ({"page_size": 8, "kv_cache": "kivi2-g16"}, "page_size must be a multiple of 16, not 8"),
-        ({"kv_cache": f"v={KIVI},k=f32"}, f"KV format {KIVI} is one of K, per channel: V is per token, as int2-g8-zp"),
+        (
+            {"kv_cache": f"v={KIVI},k=f32"},
+            f"KV format {KIVI} is per channel, for K alone: give V a format per token, such as int2-g8-zp",
+        ),
         ({"kv_cache": "kivi2-g32"}, "V has groups of 32 along the head dim 16"),
-        ({"kv_cache": KIVI, "speculate": copy}, f"drafts by the model's own pages, which KV format {KIVI} does not"),
-        ({"kv_cache": KIVI, "speculate": tree}, f"Medusa drafts trees, which KV format {KIVI} does not have"),
+        (
+            {"kv_cache": KIVI, "speculate": copy},
+            f"drafts in the model's own pages, which KV format {KIVI} does not support",
+        ),
+        ({"kv_cache": KIVI, "speculate": tree}, f"Medusa drafts trees, which KV format {KIVI} does not support"),
     ]:
         with pytest.raises(ConfigError, match=said) as refusal:
             Engine(model, max_slots=1, **options)

@@ -22,5 +22,5 @@ def test_the_only_device_is_the_only_choice(monkeypatch):
 
 
 def test_sampling_of_several_is_for_as_many_prompts():
-    with pytest.raises(RequestError, match="^2 SamplingParams for 1 prompt: give one, or one a prompt$"):
+    with pytest.raises(RequestError, match="^2 SamplingParams for 1 prompt: give one for all, or one for each prompt$"):
         jllm.generate(tiny_model(), [[1]], [jllm.SamplingParams()] * 2)

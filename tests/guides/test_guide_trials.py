@@ -139,8 +139,8 @@ def test_whatever_ends_a_trial_is_the_guide_s_error_and_the_next_one_passes(monk
 
 
 def test_a_process_that_cannot_begin_is_said():
-    for command, why in (((sys.executable, "-c", "raise SystemExit(3)"), "status 3"), (("/nowhere",), "cannot begin")):
-        with pytest.raises(RequestError, match=f"a guide needs a process to be tried in.*{why}"):
+    for command, why in (((sys.executable, "-c", "raise SystemExit(3)"), "status 3"), (("/nowhere",), "cannot start")):
+        with pytest.raises(RequestError, match=f"a guide needs a trial process.*{why}"):
             Trials(BYTES, command).verdict(Guide.regex("a"))
 
 

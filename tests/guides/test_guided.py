@@ -216,7 +216,9 @@ def test_a_guide_goes_on_after_a_snapshot(model64, tmp_path):
         assert len(snapshot.tokens) > 13
         snapshots.save_snapshot(tmp_path / "one", snapshot)
         loaded = snapshots.load_snapshot(tmp_path / "one")
-        with pytest.raises(RequestError, match="does not allow what the snapshot's guide has begun with .to begin it"):
+        with pytest.raises(
+            RequestError, match="does not allow the text that the snapshot's guide has begun .to restart it"
+        ):
             engine.resume(snapshot, replace(params, guide=Guide.regex("[0-9]+")))
         for at in (-1, len(snapshot.tokens) + 1, "12"):
             with pytest.raises(SnapshotError, match="guide begins at a token in"):

@@ -202,7 +202,7 @@ def test_a_mesh_that_does_not_fit():
         spread(config, make_mesh(3))
     with pytest.raises(ConfigError, match="9 devices asked for, and there are 8: ask for 1 to 8"):
         make_mesh(9)
-    with pytest.raises(ConfigError, match="each but once"):
+    with pytest.raises(ConfigError, match="each listed once"):
         make_mesh(jax.devices()[:1] * 2)
     with pytest.raises(ConfigError, match="has the axes a, b: expected one, 'model'"):
         spread(config, Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b")))

@@ -177,13 +177,16 @@ def test_unknown_schemes(scheme, words):
         ([["zebra", "nf4"]], ["'zebra'", "names: model.embed_tokens", "lm_head"]),
         ([["o_proj", "nf5"]], ["rule 'o_proj'", "'nf5'", "w4a16-gN"]),
         ([["o_proj", "nf4|nf5"]], ["rule 'o_proj'", "'nf5'"]),
-        ([["*_proj", "nf4"], ["o_proj", "bf16"]], ["'o_proj' matches only what '*_proj' before it", "put it earlier"]),
-        ([["o_proj", "nf4"], ["self_attn.o_proj", "nf4"]], ["'self_attn.o_proj' matches only what 'o_proj'"]),
+        (
+            [["*_proj", "nf4"], ["o_proj", "bf16"]],
+            ["'o_proj' matches only names that '*_proj' before it", "put it earlier"],
+        ),
+        ([["o_proj", "nf4"], ["self_attn.o_proj", "nf4"]], ["'self_attn.o_proj' matches only names that 'o_proj'"]),
         (
             [["layers.0.*", "nf4"], ["layers.1.*", "fp8"], ["mlp.*", "w8a16"]],
-            ["'mlp.*' matches only what 'layers.0.*', 'layers.1.*' before it"],
+            ["'mlp.*' matches only names that 'layers.0.*', 'layers.1.*' before it"],
         ),
-        ([["qkv_proj", "nf4"], ["v_proj", "fp8"]], ["'v_proj' matches only what 'qkv_proj'"]),
+        ([["qkv_proj", "nf4"], ["v_proj", "fp8"]], ["'v_proj' matches only names that 'qkv_proj'"]),
     ],
 )
 def test_rules_that_do_not_fit(rules, words):

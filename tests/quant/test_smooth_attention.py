@@ -84,7 +84,7 @@ def test_a_fault_is_found(monkeypatch):
 
 def test_what_is_refused():
     model = tiny_model("float64", num_layers=1)
-    with pytest.raises(QuantizationError, match=r"alpha must be in 0 \.\. 1, from channels left alone to all"):
+    with pytest.raises(QuantizationError, match=r"alpha must be in 0 \.\. 1 \(0 changes no channel, 1 makes all alike"):
         ptq.smooth_attention(model, TOKENS, alpha=2)
     with pytest.raises(QuantizationError, match="is quantized already"):
         ptq.smooth_attention(replace(model, params=quantize(model.params, "w8a16")), TOKENS)

@@ -342,7 +342,7 @@ def test_weights_that_do_not_fit_are_refused(target, kind):
 
 def test_a_medusa_tree_deeper_than_its_heads_is_refused(target):
     drafter = replace(make("medusa", target, chain(2)), tree=chain(3))
-    with pytest.raises(DrafterError, match="2 Medusa heads draft 2 tokens ahead, and the tree wants 3"):
+    with pytest.raises(DrafterError, match="2 Medusa heads draft 2 tokens ahead, but the tree has depth 3"):
         drafter.init(target.config, jnp.float64, slots=1, num_pages=2, page_size=4, max_tokens=8)
 
 

@@ -1,13 +1,13 @@
-"""Post-training quantization beyond rounding: pure functions over a model and calibration tokens.
+"""Quantizes after training beyond rounding: pure functions over a model and calibration tokens.
 
     from jllm.quant import calibration as ptq
     tokens = own_tokens(model, rows=32, length=256)  # of jllm.analysis.own_tokens; or any text's, i32[B, T]
     params = ptq.gptq(model, "w4a16-g64", tokens)
     better = replace(model, params=params)  # serves, saves and loads as rounded weights do
 
-Each returns Params with QuantizedWeight leaves in the formats of the scheme, no larger than rounding's; where a rule
-says so, embedding and head are rounded. Models must not be quantized yet. Memory beyond the model: the calibration
-tokens' residual stream, and what one layer needs.
+Each function returns Params with QuantizedWeight leaves in the formats of the scheme, no larger than those of rounding.
+Embedding and head are rounded if a rule names them. Models must not be quantized yet. Memory beyond the model is the
+calibration tokens' residual stream and the needs of one layer.
 """
 
 from typing import NoReturn
@@ -28,7 +28,7 @@ __all__ = [
     "smoothquant",
 ]
 
-GONE = {  # names that were here, and what does better
+GONE = {  # removed names -> better successors
     "learned": "gptq or awq",
     "tune_scales": "gptq or awq",
     "learn_rotation": 'jllm.quant.rotation.rotate(model, "all")',

@@ -1,4 +1,5 @@
-"""Statistics of the inputs of linear layers on calibration tokens, layer by layer, by the model's own forward pass."""
+"""Collects statistics of linear layers' inputs on calibration tokens, layer by layer, by the model's own forward
+pass."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,12 @@ DELAY = 2  # seconds after which a progress bar shows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InputStats:
-    """Statistics of the rows x [tokens, K] that a linear layer reads, in float32 at least."""
+    """Holds statistics of the rows x [tokens, K] that a linear layer reads, in float32 at least."""
 
     tokens: jax.Array  # i32
     absmax: jax.Array  # [K]
     mean_abs: jax.Array  # [K]
-    gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None where it was not asked for
+    gram: jax.Array | None  # [K, K], sum of x x^T over tokens: half of GPTQ's Hessian. None if not wanted
 
     def scaled(self, s: jax.Array) -> "InputStats":
         """Returns the statistics of x / s, s [K]."""
@@ -41,7 +42,8 @@ class InputStats:
 
 
 def check_tokens(model: Model, tokens: Any) -> np.ndarray:
-    """Returns i32[B, T] of calibration tokens. Raises QuantizationError for what is not that, or not the model's."""
+    """Returns calibration tokens as i32[B, T]. Raises QuantizationError for other arrays, and for tokens outside the
+    model's vocabulary or context."""
     ids, size = np.asarray(tokens), model.config.vocab_size
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise QuantizationError(f"calibration tokens must be integers [rows, length], not {ids.dtype}{list(ids.shape)}")
@@ -53,7 +55,8 @@ def check_tokens(model: Model, tokens: Any) -> np.ndarray:
 
 
 def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
-    """Finds the formats by weight. Raises QuantizationError where they do not fit or something is quantized already."""
+    """Returns the formats by weight. Raises QuantizationError if they do not fit, or if a weight is quantized
+    already."""
     if quantized := weight_formats(model.params):
         name, fmt = next(iter(quantized.items()))
         raise QuantizationError(f"{name} is quantized already ({fmt.name}); calibrate the 16-bit weights instead")
@@ -63,7 +66,7 @@ def plan(model: Model, scheme: str | Scheme) -> dict[str, Formats]:
 
 
 def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) -> dict[str, WeightFormat]:
-    """Returns field -> the format that it gets, of those that get one, in order of computation."""
+    """Returns field -> its format, for the fields that are quantized, in order of computation."""
     names = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(layer).items()}
     weights = matrices(layer)
     return {
@@ -74,7 +77,7 @@ def formats_of_layer(layer: LayerParams, i: int, formats: dict[str, Formats]) ->
 
 
 def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
-    """Rounds what is not quantized yet and should be."""
+    """Returns params in which the remaining weights of the scheme are rounded."""
 
     def convert(name: str, leaf: Weight, wanted: Formats) -> Weight:
         return quantize_weight(name, leaf, wanted) if wanted and not isinstance(leaf, QuantizedWeight) else leaf
@@ -83,23 +86,23 @@ def round_rest(params: Params, formats: dict[str, Formats]) -> Params:
 
 
 def rotate_gram(gram: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Returns the Gram matrix [K, K] of inputs as a weight of that format meets them."""
+    """Returns the Gram matrix [K, K] of inputs after the rotation of a weight's format."""
     return rotate_groups(rotate_groups(gram, fmt).T, fmt)
 
 
 def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
-    """Returns [B, T, E]: what the first layer reads."""
+    """Returns the first layer's inputs [B, T, E]."""
     return embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
 
 
 def run_layer(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, taps: tuple[str, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns one layer (config: one_layer's) on one sequence [T, E], and the inputs of linear layers that taps
-    name."""
+    """Runs one layer (`config` is one_layer's) on one sequence [T, E]. Returns its output and the inputs of linear
+    layers that taps name."""
     T, E = x.shape
     rows = jnp.arange(T, dtype=jnp.int32)
-    alone = Params(embed=x, layers=(layer,), norm=jnp.ones(E, x.dtype), head=None)  # whose tokens are 0 .. T - 1
+    alone = Params(embed=x, layers=(layer,), norm=jnp.ones(E, x.dtype), head=None)  # its tokens are 0 .. T - 1
     batch = Packed(rows, rows, jnp.zeros_like(rows))
     names = tuple(f"layers.0.{name}" for name in taps)
     y, _, found = tapped_backbone(alone, config, batch, None, names)
@@ -110,7 +113,7 @@ def run_layer(
 def collect(
     layer: LayerParams, x: jax.Array, config: LlamaConfig, fields: tuple[str, ...], *, gram: bool = True
 ) -> tuple[jax.Array, dict[str, InputStats]]:
-    """Returns a layer on x [B, T, E]: its outputs [B, T, E], and statistics of the inputs of its `fields`."""
+    """Runs a layer on x [B, T, E]. Returns its outputs [B, T, E], and statistics of the inputs of its `fields`."""
     taps = _taps(layer, fields)
 
     def one(stats: dict[str, InputStats], row: jax.Array) -> tuple[dict[str, InputStats], jax.Array]:
@@ -125,19 +128,18 @@ def collect(
 
 
 def _taps(layer: LayerParams, fields: Sequence[str]) -> dict[str, str]:
-    """Returns field -> the tap that is its input. Raises QuantizationError where the layer's blocks have none for
-    it."""
+    """Returns field -> the tap of its input. Raises QuantizationError if the layer's blocks have no such tap."""
     entries = matrix_entries(layer)
     if unread := [field for field in fields if entries[field].reads is None]:
-        raise QuantizationError(f"{entries[unread[0]].name}: its inputs have no tap, so that they cannot calibrate it")
+        raise QuantizationError(f"{entries[unread[0]].name}: its inputs have no tap, so it cannot be calibrated")
     return {field: entry.reads for field, entry in entries.items() if field in fields and entry.reads is not None}
 
 
 def layer_statistics(
     model: Model, tokens: Any, fields: Sequence[str] | None = None, *, gram: bool = True
 ) -> Iterator[dict[str, InputStats]]:
-    """Statistics of each layer in turn, by field: "qkv", "o", "gate_up", "down"; of these `fields`, None: of all.
-    `tokens` are i32[B, T]."""
+    """Yields each layer's statistics by field: "qkv", "o", "gate_up", "down", or only these `fields`. `tokens` are
+    i32[B, T]."""
     x = embed_tokens(model, check_tokens(model, tokens))
     for i, layer in enumerate(model.params.layers):
         chosen = tuple(matrix_entries(layer) if fields is None else fields)
@@ -151,7 +153,7 @@ def _empty(size: int, dtype: Any, gram: bool) -> InputStats:
 
 
 def _add(stats: InputStats, rows: jax.Array) -> InputStats:
-    """Adds rows [T, K] to the statistics; mean_abs is a sum here."""
+    """Returns the statistics with rows [T, K] added. mean_abs is a sum here."""
     x = rows.astype(stats.absmax.dtype)
     magnitude = jnp.abs(x)
     gram = None if stats.gram is None else stats.gram + jnp.matmul(x.T, x, precision="highest")

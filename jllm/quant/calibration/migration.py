@@ -1,4 +1,4 @@
-"""Moving a scale from the columns of a weight to what makes its input: the layer's function stays as it is."""
+"""Moves a scale from the columns of a weight to the weight that makes its input. The layer's function stays."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,15 +10,15 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.model.params import AttentionParams, LayerParams, MLPParams
 
-FIELDS = ("qkv", "o", "gate_up", "down")  # whose inputs can take a scale
+FIELDS = ("qkv", "o", "gate_up", "down")  # the weights whose inputs can take a scale
 
 
 def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -> LayerParams:
-    """Returns `layer` with columns of `field` times s [K] and its input divided by it, where that input is made: the
-    norm's weight before qkv and gate_up, the value rows before o, the up rows before down.
+    """Returns `layer` with columns of `field` times s [K]. Its input is divided by s at the source.
 
-    Exact but for rounding; for powers of two to the last bit. For o, all query heads that share a KV head must have
-    the same scales (see tie_heads). Raises QuantizationError for other kinds of layers.
+    The source is the norm's weight for qkv and gate_up, the value rows for o, and the up rows for down. The result is
+    exact up to rounding, and bitwise for powers of two. For o, query heads that share a KV head must have the same
+    scales (see tie_heads). Raises QuantizationError for other kinds of layers.
     """
     name = "attention" if field in ("qkv", "o") else "mlp"
     part = getattr(layer, name)
@@ -36,11 +36,11 @@ def migrate(layer: LayerParams, config: LlamaConfig, field: str, s: jax.Array) -
 
 
 def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerParams:
-    """Returns `layer` with keys times s [K, D] and the queries that meet them divided by it, so that scores stay as
-    they are.
+    """Returns `layer` with keys times s [K, D] and their queries divided by s, so that scores stay the same.
 
-    The two channels that rotary embedding turns, D / 2 apart, must have the same scale; and all heads must where Q and
-    K have norms, whose weights it goes into. Exact but for rounding; for powers of two to the last bit.
+    The two channels that rotary embedding rotates together, D / 2 apart, must have the same scale. If Q and K have
+    norms, their weights take the scale, so all heads must have the same. The result is exact up to rounding, and
+    bitwise for powers of two.
     """
     part = layer.attention
     if not isinstance(part, AttentionParams):
@@ -56,13 +56,13 @@ def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerPa
 
 
 def tie_heads(x: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Returns x [H D] of o's input -> the largest among the query heads that share a KV head, [H D]."""
+    """Returns o's inputs x [H D], each replaced by the largest among the query heads that share a KV head."""
     groups = x.reshape(config.num_kv_heads, -1, config.head_dim)
     return jnp.broadcast_to(groups.max(axis=1, keepdims=True), groups.shape).reshape(-1)
 
 
 def _divide_last_rows(part: Any, field: str, s: jax.Array) -> Any:
-    """Returns the last rows of a weight and its bias divided by s: those of values or up projections."""
+    """Returns params in which the last rows of a weight and of its bias are divided by s."""
     w, bias = getattr(part, field), getattr(part, f"{field}_bias")
     s = s.astype(w.dtype)
     part = replace(part, **{field: w.at[-s.shape[0] :].divide(s[:, None])})

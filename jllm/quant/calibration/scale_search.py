@@ -1,5 +1,5 @@
-"""AWQ (Lin et al., arXiv 2306.00978): scales of input channels, and clipping, found by grid search so that the layer's
-outputs on calibration tokens move least."""
+"""Implements AWQ (Lin et al., arXiv 2306.00978). A grid search finds scales of input channels, and clipping, that
+change the layer's outputs on calibration tokens least."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,15 +37,15 @@ from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_c
 from pallas_kernels.formats.weight_formats import WeightFormat
 
 GRID = 20  # exponents 0, 1/20, .. 19/20 of a channel's mean magnitude, as in the authors' code
-SHRINK = tuple(1 - i / GRID for i in range(GRID // 2))  # of a group's range: 1, 0.95, .. 0.55
+SHRINK = tuple(1 - i / GRID for i in range(GRID // 2))  # factors of a group's range: 1, 0.95, .. 0.55
 
 
 def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -> Params:
-    """Params quantized by `scheme` after scales were moved into the norms and rows before each linear layer; with
-    `clip`, groups' ranges shrink where that helps, but for queries and keys. `tokens` are i32[B, T].
+    """Returns Params quantized by `scheme` after scales were moved into the norms and rows before each linear layer.
 
-    A layer sees what the unquantized layers before it yield. Errors are tr(D G D^T), with D what rounding does to a
-    weight and G the Gram matrix of its inputs: exactly the squared error of its outputs.
+    With `clip`, the ranges of groups shrink where that reduces the error, except for queries and keys. `tokens` are
+    i32[B, T]. A layer sees the outputs of the unquantized layers before it. Errors are tr(D G D^T): D is the weight's
+    rounding error and G the Gram matrix of its inputs. This is exactly the squared error of its outputs.
     """
     formats = plan(model, scheme)
     x, layers = embed_tokens(model, check_tokens(model, tokens)), []
@@ -68,7 +68,7 @@ def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -
 def search_scales(
     layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, fmt: WeightFormat
 ) -> jax.Array:
-    """Returns [K]: mean|x|^p with the exponent p of the grid that moves the outputs of `field` least."""
+    """Returns scales [K]: mean|x|^p with the exponent p of the grid that changes the outputs of `field` least."""
     mean = tie_heads(stats.mean_abs, config) if field == "o" else stats.mean_abs
     scales = jnp.stack([_powers(mean, p / GRID) for p in range(GRID)])
     errors = _errors(matrices(layer)[field], stats.gram, scales, fmt)
@@ -76,14 +76,15 @@ def search_scales(
 
 
 def _powers(mean: jax.Array, exponent: float) -> jax.Array:
-    """Powers of mean magnitudes, around one as the authors scale them; no channel is far from it for want of inputs."""
+    """Returns powers of mean magnitudes, centered around one as the authors do. A floor keeps channels without inputs
+    near the others."""
     s = jnp.maximum(mean**exponent, 1e-4)
     return s / jnp.sqrt(s.max() * s.min())
 
 
 @partial(jax.jit, static_argnames="fmt")
 def _errors(w: jax.Array, gram: jax.Array, scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Returns squared error of the outputs for each of scales [grid, K]."""
+    """Returns the squared error of the outputs for each of scales [grid, K]."""
     wide = w.astype(gram.dtype)
 
     def error(s: jax.Array) -> jax.Array:
@@ -94,14 +95,14 @@ def _errors(w: jax.Array, gram: jax.Array, scales: jax.Array, fmt: WeightFormat)
 
 
 def output_error(difference: jax.Array, gram: jax.Array) -> jax.Array:
-    """Returns sum over tokens of |D x|^2, of D [N, K] and the inputs' gram [K, K]."""
+    """Returns the sum over tokens of |D x|^2, for D [N, K] and the inputs' Gram matrix [K, K]."""
     return jnp.sum(jnp.matmul(difference, gram, precision="highest") * difference)
 
 
 @partial(jax.jit, static_argnames=("fmt", "exempt"))
 def round_clipped(w: jax.Array, gram: jax.Array, fmt: WeightFormat, exempt: int = 0) -> QuantizedWeight:
-    """Returns w [N, K] rounded with the shrunken range of each group that moves the outputs least, other groups being
-    as they are. The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
+    """Returns w [N, K] rounded. Each group has the shrunken range that changes the outputs least if other groups stay.
+    The first `exempt` rows keep their ranges: the authors find that queries and keys suffer."""
     x = rotate_groups(grouped(w, fmt), fmt)
     N, groups, size = x.shape
     padded = jnp.pad(rotate_gram(gram.astype(x.dtype), fmt), (0, groups * size - gram.shape[0]))

@@ -1,5 +1,8 @@
-"""SmoothQuant (Xiao et al., arXiv 2211.10438): outliers of activations moved into weights, before both are rounded; and
-SmoothAttention (QServe, arXiv 2405.04532), the same for K and V before they are rounded into the cache."""
+"""Implements SmoothQuant (Xiao et al., arXiv 2211.10438), which moves outliers of activations into weights before both
+are rounded.
+
+SmoothAttention (QServe, arXiv 2405.04532) does the same for K and V before they are rounded into the cache.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,14 +33,15 @@ from pallas_kernels.formats.numerics import compute_dtype
 
 
 def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:
-    """Params of the same function, in which a channel's largest input and weight are nearer to each other.
+    """Returns Params of the same function, in which a channel's largest input and weight are closer to each other.
 
-    Input channel j is divided by max|x_j|^alpha / max|w_j|^(1 - alpha), maxima over calibration tokens i32[B, T] and
-    over output rows. The paper smooths ("qkv", "gate_up"), whose inputs are a norm's; "o" and "down" have theirs from
-    value and up projections, which can take a scale as well. Raises QuantizationError for alpha outside 0 .. 1.
+    Input channel j is divided by max|x_j|^alpha / max|w_j|^(1 - alpha). Maxima are over calibration tokens i32[B, T]
+    and over output rows. The paper smooths ("qkv", "gate_up"), whose inputs come from a norm. The inputs of "o" and
+    "down" come from value and up projections, which can take a scale as well. Raises QuantizationError for alpha
+    outside 0 .. 1.
     """
     if not 0 <= alpha <= 1:
-        raise QuantizationError(f"alpha must be in 0 .. 1, from all outliers left alone to all moved, not {alpha}")
+        raise QuantizationError(f"alpha must be in 0 .. 1 (0 moves no outlier, 1 moves all of it), not {alpha}")
     if unknown := [field for field in fields if field not in FIELDS]:
         raise QuantizationError(f"unknown field {unknown[0]!r}; known are {', '.join(FIELDS)}")
     plan(model, "bf16")
@@ -54,16 +58,16 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
 
 
 def smooth_attention(model: Model, tokens: Any, *, alpha: float = 0.5) -> Params:
-    """Params of the same function, in whose K and V no channel is much larger than others: scales of channels, found
-    ahead, beside those that a KV format finds for each token.
+    """Returns Params of the same function, in whose K and V no channel is much larger than others.
 
-    Channel j of a head is divided by max|x_j|^alpha, a maximum over calibration tokens i32[B, T]; of K it is that of
-    both channels that rotary embedding turns, and of all heads where Q and K have norms. Queries and `o` take the
-    factor in return. A head's factors have a geometric mean of 1, so that its K and V stay about as large as they are.
-    The paper has an alpha of 0.5, and K alone. Raises QuantizationError for alpha outside 0 .. 1.
+    A channel's factor is fixed beforehand. A KV format's scales of tokens come on top. Channel j of a head is divided
+    by max|x_j|^alpha, a maximum over calibration tokens i32[B, T]. For K the maximum covers both channels that rotary
+    embedding rotates together. It covers all heads if Q and K have norms. Queries and `o` take the factor in return. A
+    head's factors have a geometric mean of 1, so its K and V keep about their size. The paper smooths K alone, with an
+    alpha of 0.5. Raises QuantizationError for alpha outside 0 .. 1.
     """
     if not 0 <= alpha <= 1:
-        raise QuantizationError(f"alpha must be in 0 .. 1, from channels left alone to all alike, not {alpha}")
+        raise QuantizationError(f"alpha must be in 0 .. 1 (0 changes no channel, 1 makes all alike), not {alpha}")
     plan(model, "bf16")
     c, layers = model.config, []
     x = embed_tokens(model, check_tokens(model, tokens))
@@ -80,8 +84,8 @@ def smooth_attention(model: Model, tokens: Any, *, alpha: float = 0.5) -> Params
 
 @partial(jax.jit, static_argnames="config")
 def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a layer on x [B, T, E]: its outputs, and the largest magnitudes [K, D] of its K and V, as a cache gets
-    them."""
+    """Runs a layer on x [B, T, E]. Returns its outputs, and the largest magnitudes [K, D] of its K and V before they
+    are stored."""
 
     def one(row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         y, found = run_layer(layer, row, config, ("k", "v"))
@@ -93,7 +97,7 @@ def _largest_kv(layer: LayerParams, x: jax.Array, config: LlamaConfig) -> tuple[
 
 
 def _factors(largest: jax.Array, alpha: float) -> jax.Array:
-    """Returns what channels [K, ..] are divided by; 1 for those that are zero throughout."""
+    """Returns the divisors of channels [K, ...]; 1 for channels that are always zero."""
     logs = jnp.where(largest > 0, alpha * jnp.log(jnp.where(largest > 0, largest, 1)), 0)
     return jnp.exp(logs - logs.mean(axis=1, keepdims=True))
 
@@ -101,13 +105,13 @@ def _factors(largest: jax.Array, alpha: float) -> jax.Array:
 def smoothquant(
     model: Model, scheme: str | Scheme, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS
 ) -> Params:
-    """Returns `smooth`, then rounding."""
+    """Returns Params after `smooth` and then rounding by `scheme`."""
     plan(model, scheme)
     return quantize(smooth(model, tokens, alpha=alpha, fields=fields), scheme)
 
 
 def smoothing_scales(layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, alpha: float) -> jax.Array:
-    """Returns [K], what the inputs of `field` are divided by; 1 where inputs or weights are zero throughout."""
+    """Returns the divisors [K] of the inputs of `field`; 1 where inputs or weights are always zero."""
     x, w = stats.absmax, jnp.abs(matrices(layer)[field]).max(axis=0).astype(stats.absmax.dtype)
     if field == "o":
         x, w = tie_heads(x, config), tie_heads(w, config)

@@ -1,5 +1,5 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after another, and those that are still to come make
-up for the error."""
+"""Implements GPTQ (Frantar et al., arXiv 2210.17323). Columns are rounded one after another, and the remaining columns
+compensate the error."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight, assemble, 
 from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes, store_scales
 from pallas_kernels.formats.weight_formats import WeightFormat, padded
 
-BLOCK = 128  # most columns whose errors are gathered before later columns are corrected
+BLOCK = 128  # the most columns whose errors are collected before later columns are corrected
 
 
 def gptq(
@@ -42,14 +42,13 @@ def gptq(
     static_groups: bool = False,
     search: bool = False,
 ) -> Params:
-    """Params quantized by `scheme`, each weight for what reaches it through the quantized layers before it, in the
-    order qkv, o, gate_up, down. `tokens` are i32[B, T].
+    """Returns Params quantized by `scheme`. Each weight is fitted to its inputs from the quantized layers before it.
 
-    `damping` is added to the Hessian's diagonal, as a share of its mean. With `act_order`, columns with the largest
-    inputs come first; groups are of columns in that order (the weight then has `columns`, and serving gathers its
-    inputs), or with `static_groups`, and for rows with one scale, of columns as they are. With `search`, scales of
-    blocks of small floats are those with the least squared error (block_scales.py), with static groups found ahead.
-    Raises QuantizationError where a Hessian can't be factorized.
+    The order is qkv, o, gate_up, down. `tokens` are i32[B, T]. `damping` is added to the Hessian's diagonal, as a share
+    of its mean. With `act_order`, columns with the largest inputs come first, and groups follow that order. The weight
+    then has `columns`, and serving gathers its inputs. With `static_groups`, or one scale for each row, groups follow
+    the original order. With `search`, scales of blocks of small floats have the least squared error (block_scales.py).
+    With static groups they are found beforehand. Raises QuantizationError if a Hessian can't be factorized.
     """
     if not damping > 0:
         raise QuantizationError(f"damping must be above 0, not {damping}")
@@ -73,9 +72,9 @@ def gptq(
 
 
 def mr_gptq(model: Model, scheme: str | Scheme, tokens: Any, *, damping: float = 0.01) -> Params:
-    """Returns micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202): `gptq` for formats that rotate blocks
-    (`mxfp4-h`, `nvfp4-h`), with scales of the least squared error found ahead and columns in the order of their inputs.
-    The weight keeps its columns where they are. Raises QuantizationError for other formats."""
+    """Returns Params by micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202). It is `gptq` for formats that rotate
+    blocks (`mxfp4-h`, `nvfp4-h`). Scales with the least squared error are found beforehand, and columns are rounded in
+    the order of their inputs. The weight keeps its columns in place. Raises QuantizationError for other formats."""
     for name, wanted in plan(model, scheme).items():
         if plain := [fmt.name for fmt in wanted if not fmt.rotated]:
             raise QuantizationError(
@@ -85,7 +84,7 @@ def mr_gptq(model: Model, scheme: str | Scheme, tokens: Any, *, damping: float =
 
 
 def check_options(name: str, formats: Formats, *, moving: bool, search: bool) -> None:
-    """Raises QuantizationError for what a weight's formats cannot take."""
+    """Raises QuantizationError for options that a weight's formats do not support."""
     for fmt in formats:
         if moving and fmt.rotated:
             raise QuantizationError(f"{name}: {fmt.name} rotates columns as they are: act_order needs static_groups")
@@ -104,9 +103,10 @@ def solve(
     static_groups: bool = False,
     search: bool = False,
 ) -> tuple[QuantizedWeight, jax.Array]:
-    """Returns one weight [N, K] for inputs of this Gram matrix [K, K]; and whether all went well, a bool.
+    """Returns one weight [N, K] for inputs of this Gram matrix [K, K], and a bool: whether its factor and values are
+    finite.
 
-    Columns whose inputs are zero throughout are rounded to nearest. Weights are corrected in gram's dtype.
+    Columns whose inputs are always zero are rounded to nearest. Weights are corrected in gram's dtype.
     """
     K = w.shape[1]
     x, gram = rotate_groups(grouped(w.astype(gram.dtype), fmt), fmt), rotate_gram(gram, fmt)
@@ -131,9 +131,9 @@ def solve(
 
 
 def _inverse_factor(gram: jax.Array, order: jax.Array, damping: float) -> jax.Array:
-    """Returns U [K, K], upper triangular, with U^T U the inverse of the damped Hessian of columns in this order."""
+    """Returns U [K, K], upper triangular. U^T U is the inverse of the damped Hessian of columns in this order."""
     diagonal = jnp.diagonal(gram)
-    dead = diagonal == 0  # inputs that never come: their columns correct nothing, and nothing corrects them
+    dead = diagonal == 0  # inputs that are always zero: their columns neither correct others nor are corrected
     added = jnp.where(dead, 1, 0) + damping * jnp.mean(jnp.where(dead, 1, diagonal))
     damped = gram + jnp.diag(added.astype(gram.dtype))
     lower = jax.scipy.linalg.cho_factor(damped[order][:, order], lower=True)
@@ -147,9 +147,9 @@ def _round_columns(
     each: tuple[jax.Array, jax.Array | None] | None,
     search: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns codes [N', K] of w's columns, rounded left to right; scales and zeros [N', groups], or with those of
-    `each` column [N', K] given, these. A group's are found when it is reached, from columns as they are corrected by
-    then."""
+    """Returns the codes [N', K] of w's columns, rounded from left to right, and their scales and zeros. Scales and
+    zeros are [N', groups], found for each group when it is reached, from columns as corrected by then. If those of
+    `each` column [N', K] are given, they are returned instead."""
     N, K = w.shape
     size = fmt.group if each is None and fmt.group else math.gcd(K, BLOCK)
 
@@ -169,7 +169,7 @@ def _round_columns(
         rows = jax.lax.dynamic_slice(factor, (start, 0), (size, K))
         inner = jax.lax.dynamic_slice(rows, (0, start), (size, size))
         new, errors = _round_block(part, inner, s, z, fmt)
-        # Columns up to this block's end are done: what this does to them is never read.
+        # Columns up to this block's end are done: their new values are never read.
         w = w - jnp.matmul(errors, rows, precision="highest")
         return w, jax.lax.dynamic_update_slice(codes, new, (0, start)), scales, zeros
 
@@ -186,7 +186,7 @@ def _round_columns(
 def _round_block(
     w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array | None, fmt: WeightFormat
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns codes of a block's columns w [N', B], and their errors [N', B] over the factor's diagonal."""
+    """Returns the codes of a block's columns w [N', B], and their errors [N', B] over the factor's diagonal."""
 
     def column(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         w, codes, errors = carry
@@ -202,7 +202,7 @@ def _round_block(
 
 
 def _pad(codes: jax.Array, zeros: jax.Array | None, columns: int) -> jax.Array:
-    """Pads codes with `columns` more, which stand for zero: only rows with one scale have any."""
+    """Returns codes with `columns` more, which stand for zero. Only weights with one scale for each row need them."""
     if not columns:
         return codes
     blank = jnp.zeros((codes.shape[0], 1), codes.dtype) if zeros is None else zeros.astype(codes.dtype)
