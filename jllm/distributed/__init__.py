@@ -1,1 +1,1 @@
-"""More than one engine: replicas and their routing, prefill and decode apart, and what travels between processes."""
+"""Serves with more than one engine: replicas and routing, prefill and decode apart, and messages between processes."""

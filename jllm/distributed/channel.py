@@ -1,4 +1,4 @@
-"""Messages between two processes that trust each other: JSON, and arrays behind it, over a connected socket."""
+"""Sends messages between two processes that trust each other: JSON, then arrays, over a connected socket."""
 
 import json
 import select
@@ -15,15 +15,18 @@ from jllm.errors import RemoteError
 from jllm.files.safetensors_io import NAMES, STORED
 
 MOST = 1 << 26  # bytes of a message without its arrays
-# A host that vanished is noticed after 50 seconds in which nothing came. There is no TCP_USER_TIMEOUT, which would also
-# end a connection to one who is alive, and reads nothing while it compiles.
+# A host that vanished is noticed after 50 seconds without data. TCP_USER_TIMEOUT is not set: it would also end a
+# connection to a live process that reads nothing while it compiles.
 ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Channel:
-    """One end. A message is the length of its JSON in 8 bytes, the JSON, and the bytes of the arrays that it names. All
-    but close raise RemoteError once the other end has gone, or says what is no message."""
+    """One end of a connection.
+
+    A message is the length of its JSON in 8 bytes, the JSON, and the bytes of the named arrays. All methods but close
+    raise RemoteError once the other end has gone or sent an invalid message.
+    """
 
     def __init__(self, connection: socket.socket):
         try:
@@ -41,7 +44,8 @@ class Channel:
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def send(self, message: Mapping[str, Any] | bytes, arrays: Mapping[str, np.ndarray] = NOTHING) -> None:
-        """Sends a message, or what `encoded` made of it and the arrays, which have dtypes that safetensors have."""
+        """Sends a message and arrays, which have dtypes that safetensors have. `message` may be `encoded` already, with
+        these arrays."""
         text = message if isinstance(message, bytes) else encoded(message, arrays)
         try:
             self._socket.sendall(text)
@@ -51,17 +55,17 @@ class Channel:
             raise RemoteError(f"the other process has gone: {error.strerror or error}") from None
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Returns the next message; waits for it."""
+        """Waits for the next message, and returns it with its arrays."""
         (length,) = struct.unpack("<Q", self._exactly(np.empty(8, np.uint8)))
         if length > MOST:
-            raise RemoteError(f"the other process says what is no message: one of {length} bytes")
+            raise RemoteError(f"invalid message of {length} bytes from the other process")
         text = bytes(self._exactly(np.empty(length, np.uint8)))
         try:
             found = json.loads(text)
             message, named = dict(found["message"]), found["arrays"]
             arrays = {str(name): np.empty(tuple(shape), STORED[dtype]) for name, dtype, shape in named}
         except (ValueError, KeyError, TypeError, MemoryError, RecursionError) as error:
-            raise RemoteError(f"the other process says what is no message: {error}") from None
+            raise RemoteError(f"invalid message from the other process: {error}") from None
         for x in arrays.values():
             self._exactly(x.reshape(-1).view(np.uint8))
         return message, arrays
@@ -79,7 +83,7 @@ class Channel:
         return out
 
     def end(self) -> None:
-        """Ends what other threads wait for here, and tells the other end; nothing is said after it."""
+        """Ends the connection for both processes, and wakes threads that wait on it here."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -89,21 +93,21 @@ class Channel:
 
 
 def encoded(message: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NOTHING) -> bytes:
-    """Returns a message's length and JSON. Raises TypeError for what JSON has no word for."""
+    """Returns a message's length and JSON as bytes. Raises TypeError for values that JSON cannot hold."""
     named = [[name, NAMES[x.dtype], list(x.shape)] for name, x in arrays.items()]
     text = json.dumps({"message": message, "arrays": named}, default=_plain).encode()
     return struct.pack("<Q", len(text)) + text
 
 
 def _plain(value: Any) -> Any:
-    """Returns the number that a scalar of NumPy is."""
+    """Returns a NumPy scalar as Python's number."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} cannot be sent")
 
 
 def connect(address: str, seconds: float) -> Channel:
-    """Returns a channel to HOST:PORT. RemoteError where nothing accepts the connection within these seconds."""
+    """Returns a channel to HOST:PORT. Raises RemoteError if no process accepts the connection within these seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise RemoteError(f"an address must be HOST:PORT, not {address!r}")

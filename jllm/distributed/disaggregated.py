@@ -1,8 +1,8 @@
-"""Prefill and decode apart: one engine computes prompts, another one all tokens after the first, behind the surface of
-one engine (DistServe, Zhong et al., arXiv 2401.09670; Splitwise, Patel et al., arXiv 2311.18677).
+"""Runs prefill and decode on two engines, behind the interface of one: the first computes prompts, the second decodes.
 
-A long prompt then delays no other request's next token. It costs a second copy of the weights and the way of K and V
-from one engine to the other.
+Sources: DistServe, Zhong et al., arXiv 2401.09670; Splitwise, Patel et al., arXiv 2311.18677. A long prompt then delays
+no other request's next token. This costs a second copy of the weights, and the transfer of K and V from one engine to
+the other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Disaggregated(Replicas):
-    """Serves requests by two engines on two devices, or on two meshes, each with all the weights, and is used as an
-    Engine is.
+    """Serves requests by two engines, each with all the weights. It is used as an Engine is.
 
-    The first device computes prompts and their first tokens; pages go to the other one by a copy from device to device
-    while it decodes, and the request goes on there once they have arrived. While all of its slots are taken, requests
-    go on where they began. Those that need their prompt where they decode (penalties of tokens, snapshots) run on the
-    second device from the start. When a device fails, its requests begin again on the other, as those of Replicas do.
+    Each engine has its own device or mesh. The first device computes prompts and their first tokens. Pages are copied
+    from device to device while it decodes. Once they have arrived, the request continues on the second device. While
+    all slots there are taken, requests continue on the first device. Requests with token penalties or a snapshot start
+    on the second device: they need their prompt where they decode. When a device fails, its requests begin again on the
+    other. Replicas does the same.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Disaggregated(Replicas):
         prefill: Mapping[str, Any] | None = None,
         **options: Unpack[EngineKeywords],
     ):
-        """devices: that of prompts, and that of decoding, or where the model is on a mesh two meshes of its size; None
-        for the first two. Options are those of both engines, and `prefill` has those that are others where prompts are
-        computed (slots, tokens of a step). Raises ConfigError as Replicas does, and for another number of devices, and
-        pages that are not alike."""
+        """Makes two engines with `options`; `prefill` overrides options of the one that computes prompts.
+
+        `devices` are the device of prompts and the device of decoding, or two meshes of the model's size. None means
+        the first two. Raises ConfigError as Replicas does, for another number of devices, and for unequal pages.
+        """
         there = find_placements(None, model.config) if devices is None else devices
         if len(there) < 2 or (devices is not None and len(devices) != 2):
             what = "devices" if model.config.mesh is None else "meshes"
@@ -57,7 +58,7 @@ class Disaggregated(Replicas):
         chosen = find_placements(there[:2], model.config)
         prefill = dict(prefill or {})
         if odd := sorted({"page_size", "kv_cache"} & prefill.keys()):
-            raise ConfigError(f"both engines have pages that are alike: give {odd[0]} for both, not in prefill")
+            raise ConfigError(f"both engines need the same pages: give {odd[0]} for both, not in prefill")
 
         def make(here: "Model", **given: Any) -> PrefillEngine | DecodeEngine:
             if here.params.norm.devices() == {*devices_of(chosen[0])}:
@@ -72,13 +73,16 @@ class Disaggregated(Replicas):
 
     @classmethod
     def over(cls, prefill: RemotePrefill, decode: DecodeEngine) -> Self:
-        """With prompts that another process computes. It is to have the same model and KV formats (else RemoteError),
-        and pages of any size; when it goes, all is computed here, and when the engine here fails, step() raises."""
+        """Returns an instance whose prompts another process computes.
+
+        That process must have the same model and KV formats (else RemoteError); its pages may have any size. When it
+        goes, everything is computed here. When the engine here fails, step() raises.
+        """
         ours = identity(decode)
         for name, theirs in prefill.identity.items():
             if theirs != ours[name]:
                 prefill.close()
-                what = "another model" if name == "model" else f"K and V in {theirs}"
+                what = "another model" if name == "model" else f"other formats of K and V ({theirs})"
                 raise RemoteError(f"{prefill.address} has {what} than this engine ({ours[name]}): load the same there")
         self = cls.__new__(cls)
         self._begin_empty(decode.has_text)
@@ -91,32 +95,32 @@ class Disaggregated(Replicas):
 
     def _link(self) -> None:
         self._prefill, self._decode = self._all
-        self._reserved = 0  # samples that were let go, and are not yet known to go on
-        self._moved: dict[int, int] = {}  # those that went on, by request
+        self._reserved = 0  # samples that left the first engine and have not yet continued
+        self._moved: dict[int, int] = {}  # by request, the number of samples that have continued
 
     @property
     def sizes(self) -> EngineSizes:
-        """Returns those of the engine that decodes."""
+        """Returns the sizes of the engine that decodes."""
         return self._decode.engine.sizes
 
     def metrics(self) -> dict[str, Any]:
-        """As Engine.metrics, of all engines of this process together."""
+        """Returns Engine.metrics of all engines of this process together."""
         own = [replica.engine for replica in self._all if isinstance(replica.engine, Engine)]
         return Metrics.joined([engine.measured() for engine in own]).as_dict()
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
-        """As Engine.compile_ahead, on both devices at once, and with what moves pages."""
+        """Compiles steps as Engine.compile_ahead does, on both devices at once, and the functions that move pages."""
         compiled = super().compile_ahead(samplings, wait=wait)
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda replica: replica.engine.warm_up(), self._alive()))
         return compiled
 
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. Either
-        engine may have to serve it alone."""
+        """Returns the prompt's token ids, or raises the error that submit would raise. Either engine may have to serve
+        the request alone."""
         while True:
             *others, last = self._alive()
-            with suppress(EngineClosed):  # one fails just now
+            with suppress(EngineClosed):  # an engine is failing right now
                 ids = last.engine.check(prompt, sampling)  # another process has no tokenizer
                 for other in others:
                     other.engine.check(ids, replace(sampling, guide=None))
@@ -151,8 +155,10 @@ class Disaggregated(Replicas):
         return found
 
     def _go_on(self, given: Handover) -> list[Event]:
-        """Gives a request that has left the one engine to the other, or begins it again where that has failed: the ends
-        of its samples that cannot."""
+        """Continues a request that has left the first engine on the other. Begins it again if the other has failed.
+
+        Returns the ends of samples that cannot continue.
+        """
         self._reserved = max(0, self._reserved - len(given.samples))  # another process asks for no room
         request, where = self._requests.get(given.id, (None, None))
         if request is None or where is not self._prefill or self._closed is not None:
@@ -179,13 +185,13 @@ class Disaggregated(Replicas):
         return super()._move(replica, error)
 
     def _has_room(self, samples: int) -> bool:
-        """Returns whether there is room for these samples where they decode."""
+        """Returns whether the decoding engine has room for these samples."""
         with self._lock:
             there = self._reserved + sum(self._moved.values())
             return not self._decode.engine.closed and there + samples <= self._decode.engine.slots
 
     def _reserve(self, samples: int) -> bool:
-        """Returns the same; it is theirs then."""
+        """Reserves room for these samples on the decoding engine, and returns whether there was room."""
         with self._lock:
             if not self._has_room(samples):
                 return False

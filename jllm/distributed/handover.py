@@ -1,4 +1,4 @@
-"""Engines that let requests go once their prompts are computed, and engines that go on with them (moved.py)."""
+"""Defines engines that hand requests over after their prompts, and engines that continue them (moved.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,8 +21,8 @@ from jllm.step.buckets import Bucket, make_buckets
 if TYPE_CHECKING:
     from jllm.model.model import Model
 
-JOINING = 16  # tokens of a step that requests from elsewhere may have together: each has one, or a few
-MOVED = "moved"  # the finish reason of a sample that goes on elsewhere: no completion ever says so
+JOINING = 16  # tokens of a step that joining requests may have together: each has one, or a few
+MOVED = "moved"  # the finish reason of a sample that continues elsewhere; no completion has it
 
 
 def _always(samples: int) -> bool:
@@ -31,21 +31,24 @@ def _always(samples: int) -> bool:
 
 @dataclass
 class Leaving:
-    """The part of a loop that lets requests go once each of their samples has begun.
+    """The part of a loop that hands requests over once each of their samples has begun.
 
-    K and V go to the place `to`; without one they become a Snapshot on the host. `room` is asked first, for a number of
-    samples; where it says no they go on here. `likely` says whether there will probably be room, and takes none.
+    K and V go to the placement `to`, or without one to a Snapshot on the host. `room` is first asked for a number of
+    samples; if it returns False, they continue here. `likely` returns whether there will probably be room, and reserves
+    none.
     """
 
     to: Placement | None = None
     room: Callable[[int], bool] = _always
     likely: Callable[[int], bool] = _always
-    sent: dict[int, DevicePages] = field(default_factory=dict)  # ahead of their requests, by request
-    gone: list[Handover] = field(default_factory=list)  # which step() has not returned
+    sent: dict[int, DevicePages] = field(default_factory=dict)  # by request, pages sent before it leaves
+    gone: list[Handover] = field(default_factory=list)  # requests that step() has not returned yet
 
     def dispatched(self, loop: Loop, plan: StepPlan) -> None:
-        """Sends a prompt's K and V on their way right behind the step that computes the last of them: behind the next
-        step, which is dispatched before this one's tokens are read, they would come by a whole step of prompts later.
+        """Sends a prompt's K and V right behind the step that computes the last of them.
+
+        The next step is dispatched before this step's tokens are read. Behind that step, the transfer would be late by
+        a whole step of prompts.
         """
         for seq in (chunk.seq for chunk in plan.chunks if chunk.final):
             length = loop.scheduler.sharing.whole(len(seq.prompt))
@@ -54,8 +57,8 @@ class Leaving:
                 self.sent[seq.request_id] = self._send(loop, seq, length)
 
     def stepped(self, loop: Loop) -> None:
-        """Lets go whom it can, and keeps pages of those alone whose first token is not read yet: all others have gone,
-        or stay."""
+        """Hands over every request that can leave. Then drops sent pages, except for requests whose first token is not
+        read yet: all others have left, or stay."""
         for request_id in dict.fromkeys(seq.request_id for seq in loop.scheduler.running if seq.output):
             samples = loop.ledger.request(request_id).unfinished
             stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
@@ -66,11 +69,11 @@ class Leaving:
         self.sent = {request_id: pages for request_id, pages in self.sent.items() if request_id in coming}
 
     def close(self) -> None:
-        """Drops what it has on devices."""
+        """Drops its arrays on devices."""
         self.sent.clear()
 
     def _take_out(self, loop: Loop, request_id: int) -> Handover:
-        """Ends a request here, of which no event tells."""
+        """Ends a request here without an event."""
         request = loop.ledger.request(request_id)
         lives = list(request.unfinished.values())
         seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
@@ -97,7 +100,8 @@ class Leaving:
 
 
 class PrefillEngine(Engine):
-    """An Engine that lets requests go (Leaving): step() has their Handover behind their events."""
+    """An Engine that hands requests over once their prompts are computed (Leaving). After its events, step() returns
+    their Handovers."""
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class PrefillEngine(Engine):
 
     @in_turn
     def warm_up(self) -> None:
-        """Compiles what lets requests go, as compile_ahead does steps."""
+        """Compiles the functions that hand requests over, as compile_ahead does for steps."""
         if self.leaving.to is not None:
             self._device.warm_up(self.most_tokens - 1, self.leaving.to)
 
@@ -125,8 +129,8 @@ class PrefillEngine(Engine):
 
 
 class DecodeEngine(Engine):
-    """An Engine that goes on with requests that another one has let go: take_in() has their Handover. It takes them in
-    few at a time, in steps that are hardly larger than those that decode alone."""
+    """An Engine that continues requests of another engine: take_in() takes their Handovers. It takes in only a few at a
+    time. So its steps are hardly larger than steps that only decode."""
 
     def __init__(self, model: "Model", **options: Unpack[EngineKeywords]):
         super().__init__(model, scheduler=partial(Scheduler, most_joining=JOINING), **options)
@@ -138,13 +142,13 @@ class DecodeEngine(Engine):
 
     @in_turn
     def warm_up(self) -> None:
-        """Compiles what takes requests in, as compile_ahead does steps."""
+        """Compiles the functions that take requests in, as compile_ahead does for steps."""
         self._device.warm_up(self.most_tokens - 1, None)
 
 
 def joining_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
-    """Returns sizes of an engine to which requests come with their prompts computed: decodes alone, decodes with a few
-    tokens, and the one for all that has to be computed here after all."""
+    """Returns the compiled sizes of an engine whose requests come with their prompts computed. They are decodes alone,
+    decodes with a few tokens, and the largest usual size. It computes prompts itself in the largest."""
     usual = make_buckets(max_slots, max_step_tokens)
     alone = {bucket.decodes for bucket in usual if not bucket.tokens}
     few = min(JOINING, max(1, max_step_tokens - max_slots))

@@ -1,5 +1,6 @@
-"""Prompts that another process computes, on this machine or another one: K and V come over a socket, as snapshots that
-go to pages of any size.
+"""Lets another process compute prompts, on this machine or another: K and V come over a socket as snapshots.
+
+Snapshots fit pages of any size.
 
     # one process, or several: each computes prompts for one other at a time
     serve_prefills(PrefillEngine(model), socket.create_server(("127.0.0.1", 7001)))
@@ -7,8 +8,8 @@ go to pages of any size.
     # the other one
     engine = Disaggregated.over(RemotePrefill("127.0.0.1:7001"), DecodeEngine(model, max_slots=64))
 
-Both have the same model and KV formats, which is checked when they meet. Nothing is encrypted, and no peer
-is authenticated: this is for networks whose machines trust each other.
+Both must have the same model and KV formats, which is checked when they connect. Nothing is encrypted, and no peer is
+authenticated. Use it only on networks whose machines trust each other.
 """
 
 import queue
@@ -33,25 +34,25 @@ from jllm.guides.guide import Guide
 from jllm.programs.sizes import EngineSizes, Limits
 
 POLL = 0.005  # seconds that a step waits for news
-PATIENCE = 30.0  # seconds for the other process to answer when they meet
+PATIENCE = 30.0  # seconds for the other process to answer a new connection
 
 
 def serve_prefills(engine: PrefillEngine, listener: socket.socket) -> None:
-    """Computes prompts for whoever connects, one after another, until the listener is closed. `engine` has no device to
-    send pages to."""
+    """Computes prompts for each process that connects, one after another, until the listener is closed. `engine` must
+    have no device to send pages to."""
     about = identity(engine)
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
-        known: dict[int, int] = {}  # requests of the engine: what the other process calls them
+        known: dict[int, int] = {}  # by id in the engine, the request's id in the other process
         with connection:
             try:
                 _serve(engine, about, Channel(connection), known)
             except RemoteError as error:
                 if known:
-                    warnings.warn(f"{error}; {len(known)} requests of it end", stacklevel=2)
+                    warnings.warn(f"{error}; its {len(known)} requests end", stacklevel=2)
         for own in known:
             with suppress(RequestError):
                 engine.abort(own)
@@ -79,13 +80,13 @@ def _serve(engine: PrefillEngine, about: dict[str, Any], channel: Channel, known
                     known[own], left_of[own] = name, params.n
                 except RemoteError:
                     raise
-                except Exception as error:  # of this request alone
+                except Exception as error:  # it concerns this request alone
                     channel.send({"refused": name, "why": f"{type(error).__name__}: {error}"})
                     if not isinstance(error, JllmError):
                         warnings.warn(f"a request is refused ({type(error).__name__}: {error})", stacklevel=2)
         for one in engine.step():
             if isinstance(one, Event) and one.id not in known:
-                continue  # text that came late: whoever goes on makes it again
+                continue  # late text, which the other process makes again
             if isinstance(one, Event):
                 event = [known[one.id], *one[1:4], _logprobs(one.logprobs)]
                 channel.send({"event": event, "completion": _plain(one.completion)})
@@ -109,40 +110,42 @@ def _asked(message: dict[str, Any]) -> tuple[list[int], SamplingParams, int]:
     except JllmError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise RemoteError(f"the other process says what is no message: {error!r}") from error
+        raise RemoteError(f"invalid message from the other process: {error!r}") from error
 
 
 def identity(engine: Engine) -> dict[str, Any]:
-    """Returns what two engines must have alike for the one to go on with what the other began."""
+    """Returns the values that must be equal in two engines for one to continue requests of the other."""
     return {"model": engine.fingerprint, "formats": list(engine.kv_formats)}
 
 
 class RemotePrefill:
-    """A PrefillEngine of another process, as Disaggregated needs it: submit, abort and step, with the same events and
-    handovers. A step waits a moment for news. RemoteError, from the constructor or a step, where the process cannot be
-    reached or has gone; its requests are then computed where they would have been decoded."""
+    """A PrefillEngine in another process, as Disaggregated needs it: submit, abort and step.
+
+    Events and handovers are the same, and a step waits a moment for them. The constructor or a step raises RemoteError
+    where the process cannot be reached or has gone. Its requests are then computed on the decoding engine.
+    """
 
     last_events: tuple[Event, ...] = ()
 
     def __init__(self, address: str):
         self._channel, self.address = connect(address, PATIENCE), address
         if not self._channel.waiting(PATIENCE):
-            raise RemoteError(f"{address} says nothing: it may be busy with another process")
+            raise RemoteError(f"{address} sends nothing: it may be busy with another process")
         hello, _ = self._channel.receive()
         try:
             self.sizes = EngineSizes(Limits(**hello.pop("limits")), hello.pop("max_pages"), ())
             self.identity = {name: hello[name] for name in ("model", "formats")}
         except (KeyError, TypeError, ValueError) as error:
-            raise RemoteError(f"{address} is no process that computes prompts: {error}") from None
+            raise RemoteError(f"{address} must be a process that runs serve_prefills: {error}") from None
         self.closed = False
         self.most_tokens = self.sizes.limits.num_pages * self.sizes.limits.page_size + 1
         self.slots = self.sizes.limits.max_slots
         self._known: dict[int, tuple[tuple[int, ...], SamplingParams, float]] = {}
         self._left: dict[int, int] = {}  # samples that have not ended
         self._next_id = 0
-        # A thread of its own sends: one that did both would wait here while the other process waits to be read.
+        # Another thread sends. With a single thread, both processes could wait for each other to read.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._unsent: BaseException | None = None  # why nothing more is sent
+        self._unsent: BaseException | None = None  # the error that ended sending
         self._sender = threading.Thread(target=self._send_all, daemon=True)
         self._sender.start()
 
@@ -151,19 +154,19 @@ class RemotePrefill:
         return bool(self._known)
 
     def check(self, prompt: Any, sampling: SamplingParams = SamplingParams()) -> Any:
-        """Returns token ids; RequestError where they need more pages than there are."""
+        """Returns token ids. Raises RequestError if the request needs more pages than there are."""
         limits = self.sizes.limits
         need = -(-(len(prompt) + sampling.max_new_tokens - 1) // limits.page_size)
-        if need > limits.num_pages == self.sizes.max_pages:  # with more pages than that, its context ends the request
+        if need > limits.num_pages == self.sizes.max_pages:  # with more pages, the context ends the request first
             raise TooLongError(f"{self.address} has {limits.num_pages} pages, and the request needs {need}")
         return prompt
 
     def submit(self, prompt: Any, sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None) -> int:
-        """As Engine.submit. A deadline holds where the request is decoded."""
+        """Queues a prompt as Engine.submit does. The decoding engine enforces a deadline."""
         self._check_open()
         name, self._next_id = self._next_id, self._next_id + 1
         given = {"id": name, "prompt": list(prompt), "sampling": _said(sampling), "priority": priority}
-        text = encoded(given)  # here, where the caller is told what is wrong with it
+        text = encoded(given)  # in this thread, so that its errors reach the caller
         self._known[name] = tuple(prompt), sampling, time.perf_counter()
         self._left[name] = sampling.n
         self._outbox.put(text)
@@ -185,7 +188,7 @@ class RemotePrefill:
         self._outbox.put(encoded({"forget": True}))
 
     def compile_ahead(self, samplings: Any = (), *, wait: bool = True) -> int:
-        """Returns the other process has its own steps."""
+        """Returns 0: the other process compiles its own steps."""
         return 0
 
     def warm_up(self) -> None:
@@ -201,7 +204,7 @@ class RemotePrefill:
             self._channel.close()
 
     def step(self) -> list[Any]:
-        """News of the other process, if there are some within a moment."""
+        """Returns news of the other process, if any comes within a moment."""
         self._check_open()
         try:
             news: list[Any] = []
@@ -217,10 +220,10 @@ class RemotePrefill:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise EngineClosed("this process computes no more prompts: it has gone, or was closed")
+            raise EngineClosed("the other process computes no more prompts: it has gone, or was closed")
 
     def _send_all(self) -> None:
-        """Sends until there is None. An error ends the connection, and the next step raises it."""
+        """Sends messages until None comes. An error ends the connection, and the next step raises it."""
         try:
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message)
@@ -232,7 +235,7 @@ class RemotePrefill:
     def _take(self, message: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Any]:
         if "event" in message:
             return [self._event(message)]
-        if "refused" in message:  # it begins, and goes on, where it is decoded
+        if "refused" in message:  # the whole request runs where it is decoded
             name = message["refused"]
             _, sampling, submitted = self._known[name]
             begun = tuple(Begun(i, (), (), {}, submitted, None, 0.0) for i in range(sampling.n))
@@ -276,7 +279,7 @@ class RemotePrefill:
 
 
 def _said(params: SamplingParams) -> dict[str, Any]:
-    """Fields that are not the default."""
+    """Returns the fields that differ from the default, as JSON values."""
     default = SamplingParams()
     found = {f.name: getattr(params, f.name) for f in fields(params)}
     found = {name: value for name, value in found.items() if value != getattr(default, name)}

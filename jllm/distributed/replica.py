@@ -1,4 +1,4 @@
-"""One of several engines with the same weights, and the thread that calls it; and a request that may change engines."""
+"""Runs one of several engines with the same weights in a thread, and keeps requests that may change engines."""
 
 import queue
 import time
@@ -19,24 +19,25 @@ from jllm.files.snapshot import Snapshot
 
 
 class Refused(NamedTuple):
-    """Tells what an engine was asked for a request, and could not do."""
+    """Reports a call for a request that an engine could not carry out."""
 
-    id: int  # of Replicas
+    id: int  # the request's id in Replicas
     error: BaseException
 
 
-# What a step made, under the ids of Replicas, or how it failed; or what it was asked for that failed.
+# The events of a step, under the ids of Replicas; or a call that failed; or the error of a step.
 News = tuple["Replica", list[Event] | Refused | BaseException]
 
 
 @dataclass
 class Sent:
-    """What the caller has been given of a sample, so that it comes once however often the sample begins."""
+    """Counts a sample's text and tokens that the caller has. So each token comes only once, even if the sample begins
+    again."""
 
     tokens: int = 0
     letters: int = 0
     first: float | None = None  # when the first token came
-    again_tokens: int = 0  # that are to come a second time, and are dropped
+    again_tokens: int = 0  # tokens that will come a second time, and are dropped
     again_letters: int = 0
 
     def begin_again(self) -> None:
@@ -57,32 +58,32 @@ class Sent:
 
 @dataclass(eq=False)
 class Request:
-    """One that has not ended, with all that it takes to begin it again."""
+    """A request that has not ended, with everything that it takes to begin it again."""
 
     id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams  # with its seed
     snapshot: Snapshot | Handover | None
-    share: bool  # whether other requests may have what is in it
+    share: bool  # whether other requests may use the snapshot's K and V
     submitted: float
     left: set[int]  # samples that have not ended
     priority: int = 0
     deadline: float | None = None  # seconds, from `submitted` on
-    tokens: int = 0  # that are still to be computed, at most
+    tokens: int = 0  # most tokens that are still to be computed
     moved: bool = False  # whether it has begun again
     unwanted: bool = False  # whether it was aborted
-    awaited: bool = False  # whether a caller waits for its beginning, and is told there how that fails
+    awaited: bool = False  # whether a caller waits for its beginning, and gets its error
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
 
     def urgency(self) -> dict[str, Any]:
-        """Returns how an engine is to be asked for it now."""
+        """Returns the priority and the rest of the deadline, for an engine that begins it now."""
         deadline = self.deadline
         if deadline is not None:
             deadline = max(0.0, self.submitted + deadline - time.perf_counter())
         return {"priority": self.priority, "deadline": deadline}
 
     def begin_again(self) -> None:
-        """Makes it one that begins in another engine: what was sent of it comes no second time."""
+        """Makes it begin again in another engine. Text and tokens that were sent are not sent again."""
         self.moved, self.awaited = True, False
         for sent in self.sent.values():
             sent.begin_again()
@@ -108,26 +109,27 @@ class Request:
         return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
 
     def ends_of_forks(self, with_text: bool) -> list[Event]:
-        """Of those that are left, where the request begins again: they do not, since their tokens began in another."""
+        """Returns the ends of unfinished forks when the request begins again. Forks cannot begin again: their first
+        tokens came from another sample."""
         return [self.end(sample, "error", with_text) for sample in sorted(self.left) if sample >= self.sampling.n]
 
 
 class Replica:
-    """What its engine is asked for is done in one thread, between two steps. What these make goes to `news`."""
+    """Calls one engine in one thread, between two steps. The results go to `news`."""
 
     def __init__(self, name: str, engine: Engine, news: "queue.SimpleQueue[News]"):
-        self.name, self.engine, self.failed = name, engine, False  # the name of where it runs
+        self.name, self.engine, self.failed = name, engine, False  # `name` is the name of its place
         limits = engine.sizes.limits
-        self.load = Load(limits.page_size, limits.num_pages)  # which the others may read at any time
-        self._ids: dict[int, int] = {}  # of the engine, by those of Replicas
-        self._names: dict[int, int] = {}  # the other way
+        self.load = Load(limits.page_size, limits.num_pages)  # other threads may read it at any time
+        self._ids: dict[int, int] = {}  # ids in the engine, by ids in Replicas
+        self._names: dict[int, int] = {}  # ids in Replicas, by ids in the engine
         self._news, self._stepping, self._closing = news, False, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
-        """Begins a request. What that raises, in the thread, is news too."""
+        """Begins a request. Its error in the thread is news too."""
         done = self._ask(partial(self._submit, request), request)
-        if request.unwanted:  # where it was before, which did not come to it
+        if request.unwanted:  # it was aborted in an engine that did not get to it
             self.abort(request)
         return done
 
@@ -139,8 +141,8 @@ class Replica:
         self._ask(abort, request)
 
     def fork(self, request: Request, sample: int) -> int:
-        """Returns Engine.fork. The new sample is the request's before it can have an event, whoever takes that
-        meanwhile."""
+        """Returns Engine.fork. The new sample joins the request before it can have an event, whichever thread takes
+        that."""
 
         def fork() -> int:
             index = self.engine.fork(self._ids.get(request.id, -1), sample)
@@ -154,23 +156,23 @@ class Replica:
         return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
 
     def forget(self, request: Request) -> None:
-        """Once it has ended."""
+        """Forgets a request that has ended."""
         with suppress(EngineClosed):
             self._ask(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
 
     def named(self, events: Iterable[Event]) -> list[Event]:
-        """Returns events of the engine, under the ids of Replicas; those of forgotten requests are dropped."""
+        """Returns events of the engine under the ids of Replicas. Drops events of forgotten requests."""
         return [event._replace(id=self._names[event.id]) for event in events if event.id in self._names]
 
     def close(self, reason: str) -> None:
-        """Closes the engine, once all that it was asked for before has been done. Raises what closing it raises."""
+        """Closes the engine, once all earlier calls are done. Raises the error of closing it."""
         self._closing = True
         done = self._thread.submit(self.engine.close, reason)
         self._thread.shutdown()
         done.result()
 
     def _ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
-        """Has the thread do something. What it raises is the Future's, and news where it was for a request."""
+        """Runs `work` in the thread. Its error goes to the Future, and to the news if it was for a request."""
         try:
             done = self._thread.submit(work)
         except RuntimeError as error:  # close() is under way
@@ -197,7 +199,7 @@ class Replica:
             self._thread.submit(self._step)
 
     def _step(self) -> None:
-        """One step; and the next one, after whatever it was asked for meanwhile."""
+        """Runs one step, then queues the next one behind the calls that came meanwhile."""
         if self._closing:
             return
         try:
@@ -205,9 +207,9 @@ class Replica:
                 self._news.put((self, events))
             self._stepping = self.engine.has_work
             if self._stepping:
-                with suppress(RuntimeError):  # close() is under way, and has the thread take nothing more
+                with suppress(RuntimeError):  # close() is under way, and the thread takes no more work
                     self._thread.submit(self._step)
         except BaseException as error:
-            with suppress(Exception):  # which it does itself where its step fails
-                self.engine.close("what follows its step failed")
+            with suppress(Exception):  # the engine has closed itself if its step failed
+                self.engine.close("the work after its step failed")
             self._news.put((self, error))

@@ -1,4 +1,4 @@
-"""Engines with the same weights, one a device or a mesh of devices, behind the surface of one."""
+"""Runs several engines with the same weights, one a device or a mesh of devices, behind the interface of one."""
 
 import itertools
 import queue
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """Serves requests by one engine a device, or a mesh of devices, each with all the weights, and is used as an Engine
+    """Serves requests by one engine a device, or a mesh of devices, each with all the weights. It is used as an Engine
     is.
 
-    A request goes where, with it, the fewest tokens are still to be computed: tokens of its prompt that the prefix
-    cache there should have don't count. Each engine steps in a thread of its own while it has work; step() waits until
-    one has news. When a step fails for good, that engine's requests begin again on the others, with the seeds that they
-    had: what step() had returned of them comes no second time, and but for near ties the tokens are the same. Samples
-    that fork() made end with "error" then, and so does a request that an engine could not begin or abort. step() raises
-    only when the last engine has failed.
+    Each request goes to the engine with the least remaining work. Prompt tokens that the prefix cache there should have
+    don't count. Each engine steps in its own thread while it has work; step() waits until one has news.
+
+    When a step fails for good, that engine's requests begin again on the others with the same seeds. Text already
+    returned is not repeated. Except for near ties, the tokens are the same. Samples that fork() made then end with
+    "error". So does a request that an engine could not begin or abort. step() raises only when the last engine has
+    failed.
 
     Threads: as with an Engine.
     """
@@ -52,12 +53,15 @@ class Replicas:
         make: Callable[..., Engine] = Engine,
         **options: Unpack[EngineKeywords],
     ):
-        """devices: one for each engine, or where the model is on a mesh a mesh of as many for each; or how many engines
-        there are to be, and None for all that fit. `make` makes an engine of the model in its place and of the options,
-        which are those of each. Raises ConfigError as find_placements does, and for a trace, which is of one engine."""
+        """Makes an engine on each of `devices`, with the same options.
+
+        `devices` has one device for each engine, or one mesh if the model is on a mesh. It may also be the number of
+        engines; None means as many as fit. `make` makes each engine. Raises ConfigError as find_placements does, and
+        for a trace, which belongs to one engine.
+        """
         placements = find_placements(devices, model.config)
         if options.get("trace") is not None:
-            raise ConfigError("a trace is of one engine: leave it out with replicas")
+            raise ConfigError("a trace records one engine: leave it out with replicas")
         self._begin_empty(model.tokenizer is not None)
         try:
             given = with_drafter(options, model)
@@ -68,7 +72,7 @@ class Replicas:
             raise
 
     def _begin_empty(self, has_text: bool) -> None:
-        """Without an engine."""
+        """Sets the fields of an instance without engines."""
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._requests: dict[int, tuple[Request, Replica]] = {}
@@ -85,17 +89,17 @@ class Replicas:
 
     @property
     def sizes(self) -> EngineSizes:
-        """Returns one engine's; all have the same options, and on like devices the same sizes."""
+        """Returns the sizes of one engine. All have the same options, and on equal devices the same sizes."""
         return self._all[0].engine.sizes
 
     @property
     def slots(self) -> int:
-        """Returns samples that can run at once, on all devices together."""
+        """Returns how many samples can run at once, on all devices together."""
         return sum(replica.engine.slots for replica in self._all)
 
     @property
     def most_tokens(self) -> int:
-        """As Engine.most_tokens, of the engine that has the fewest: a sample may run on any."""
+        """Returns the least Engine.most_tokens of all engines: a sample may run on any."""
         return min(replica.engine.most_tokens for replica in self._all)
 
     @property
@@ -104,11 +108,11 @@ class Replicas:
 
     @property
     def last_events(self) -> tuple[Event, ...]:
-        """Returns what step() had not returned at the close, as an Engine has it."""
+        """Returns the events that step() had not returned at the close, as Engine.last_events does."""
         return self._last
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
-        """As Engine.compile_ahead, on all devices at once."""
+        """Compiles steps as Engine.compile_ahead does, on all devices at once."""
         samplings, alive = list(samplings), self._alive()
 
         def compile_one(replica: Replica) -> int:
@@ -118,16 +122,17 @@ class Replicas:
             return max(threads.map(compile_one, alive))
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. It has to
-        fit the engine with the fewest pages, since it may run on any."""
+        """Returns the prompt's token ids, or raises the error that submit would raise. The request has to fit the
+        engine with the fewest pages, since it may run on any."""
         while True:
             least = min(self._alive(), key=lambda replica: replica.engine.sizes.limits.num_pages)
-            with suppress(EngineClosed):  # it fails just now, and another one knows as well
+            with suppress(EngineClosed):  # it is failing right now, and another engine can check as well
                 return least.engine.check(prompt, sampling)
 
     @property
     def guides(self) -> Guides:
-        """As Engine.guides; all engines of this process have them in common, and the last one is always here."""
+        """Returns Engine.guides. All engines of this process share them, and the last engine is always in this
+        process."""
         return self._alive()[-1].engine.guides
 
     def submit(
@@ -138,7 +143,7 @@ class Replicas:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """As Engine.submit. Priorities are those among the requests of one engine."""
+        """Queues a prompt as Engine.submit does. Priorities order the requests of one engine."""
         ids = self.check(prompt, sampling)
         check_urgency(priority, deadline)
         return self._begin(ids, sampling, priority, deadline)[0]
@@ -152,12 +157,12 @@ class Replicas:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """As Engine.resume."""
+        """Continues from a snapshot as Engine.resume does."""
         check_urgency(priority, deadline)
         ids = [int(token) for token in snapshot.tokens]
         name, done = self._begin(ids, sampling, priority, deadline, snapshot, share, awaited=True)
         try:
-            with suppress(EngineClosed):  # its engine has just failed, and step() begins it on another
+            with suppress(EngineClosed):  # its engine has just failed, and step() begins it again on another
                 done.result()
         except BaseException:
             with self._lock:
@@ -170,11 +175,11 @@ class Replicas:
         return name
 
     def fork(self, request_id: int, sample: int = 0) -> int:
-        """As Engine.fork."""
+        """Forks a sample as Engine.fork does."""
         return self._call("fork", request_id, sample)
 
     def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
-        """As Engine.snapshot; any of the engines resumes it."""
+        """Returns Engine.snapshot; any of the engines can resume it."""
         return self._call("snapshot", request_id, sample)
 
     def _call(self, method: str, request_id: int, sample: int) -> Any:
@@ -187,21 +192,22 @@ class Replicas:
             raise RequestError(f"request {request_id} is not running now: {why}") from None
 
     def abort(self, request_id: int) -> None:
-        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        """Ends all samples of a request; their events follow with their tokens so far. Raises RequestError for an
+        unknown or finished request."""
         with self._lock:
             request, replica = self._find(request_id)
             request.unwanted = True
             replica.abort(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; what runs goes on."""
+        """Forgets all cached prefixes; running requests continue."""
         for replica in self._alive():
-            with self._lock:  # in which requests are routed
+            with self._lock:  # routing holds it too
                 replica.load.forget_prefixes()
             replica.engine.reset_prefix_cache()
 
     def step(self) -> list[Event]:
-        """Waits until an engine has something new, or for wake(), and returns what all have. After an exception all
+        """Waits until an engine has news, or for wake(), and returns the events of all. After an exception all engines
         are closed, and last_events has the ends of all requests."""
         self._check_open()
         events: list[Event] = []
@@ -221,33 +227,33 @@ class Replicas:
             raise
 
     def wake(self) -> None:
-        """Has a step() that waits return (from any thread), or the next one, if with nothing."""
+        """Ends a step() that waits in any thread. Otherwise the next step() returns, even without events."""
         self._news.put((self._all[0], []))
 
     def run(self) -> Iterator[Event]:
-        """Yields steps until nothing is left; yields events as they come."""
+        """Yields events as they come, and steps until nothing is left."""
         while self.has_work:
             yield from self.step()
 
     def metrics(self) -> dict[str, Any]:
-        """As Engine.metrics, of all together: means over steps are those of one engine. Besides `replicas`, how many
-        there are, and `replicas_failed`."""
+        """Returns Engine.metrics of all engines together; means over steps are of one engine. Adds `replicas`, their
+        number, and `replicas_failed`."""
         found = Metrics.joined([replica.engine.measured() for replica in self._all]).as_dict()
         return found | {"replicas": len(self._all), "replicas_failed": sum(replica.failed for replica in self._all)}
 
     def reset_metrics(self) -> None:
-        """As Engine.reset_metrics, on all."""
+        """Resets the metrics of all engines, as Engine.reset_metrics does."""
         for replica in self._alive():
             replica.engine.reset_metrics()
 
     def close(self, reason: str = "it was closed") -> None:
-        """Closes all engines, and ends all requests (see last_events). To close again is no mistake. Raises, once all
-        of that is done, what went wrong meanwhile."""
+        """Closes all engines, and ends all requests (see last_events). Closing again does nothing. Raises the first
+        error of closing, once everything is closed."""
         for error in self._close(reason, "abort"):
             raise error
 
     def _close(self, reason: str, ended: str) -> list[Exception]:
-        """Returns what went wrong; the rest is done all the same. `ended`: the finish reason of what is left."""
+        """Closes everything, and returns the errors. `ended` is the finish reason of unfinished samples."""
         with self._lock:
             if self._closed is not None:
                 return []
@@ -276,11 +282,11 @@ class Replicas:
             raise EngineClosed(f"these engines take no more work: {self._closed}")
 
     def _alive(self) -> list[Replica]:
-        """Returns the engines that take work. EngineClosed if there are none."""
+        """Returns the engines that take work. Raises EngineClosed if there are none."""
         self._check_open()
         alive = [replica for replica in self._all if not replica.engine.closed]
         if not alive:
-            raise EngineClosed("these engines take no more work: all have failed, and step() says how")
+            raise EngineClosed("these engines take no more work: all have failed, and step() raises the reason")
         return alive
 
     def _find(self, request_id: int) -> tuple[Request, Replica]:
@@ -307,7 +313,7 @@ class Replicas:
         share: bool = False,
         awaited: bool = False,
     ) -> tuple[int, Future]:
-        if sampling.seed is None:  # drawn here, so that it is the same wherever the request runs
+        if sampling.seed is None:  # it is drawn here, so that every engine uses the same one
             sampling = replace(sampling, seed=secrets.randbits(32))
         with self._lock:
             self._check_open()
@@ -327,21 +333,21 @@ class Replicas:
         return best.submit(request)
 
     def _hear(self, replica: Replica, news: list[Event] | Refused | BaseException) -> list[Event]:
-        """Takes in what an engine has to say; returns what step() does of it."""
+        """Takes in the news of an engine, and returns the events that step() returns of it."""
         if isinstance(news, Refused):
             return self._refuse(replica, news)
         return self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
 
     def _refuse(self, replica: Replica, refused: Refused) -> list[Event]:
-        """Ends a request of which an engine could not do what it was asked for; the ends of its samples."""
+        """Ends a request after a failed call, and returns the ends of its samples."""
         with self._lock:
             request, where = self._requests.get(refused.id, (None, None))
             if request is None or where is not replica:
-                return []  # it has ended, or goes on elsewhere
-            if replica.engine.closed:  # and all else there ends with it
+                return []  # it has ended, or runs elsewhere
+            if replica.engine.closed:  # all its requests move
                 return self._move(replica, refused.error)
             if request.awaited:
-                return []  # whoever waits for it ends it
+                return []  # the waiting caller ends it
             self._drop(*self._requests.pop(request.id))
             warnings.warn(
                 f"request {request.id} ends: {replica.name} failed at it ({_line(refused.error)})",
@@ -351,13 +357,13 @@ class Replicas:
             return [request.end(sample, "error", self._has_text) for sample in sorted(request.left)]
 
     def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
-        """Returns events of an engine, as step() returns them."""
+        """Returns events of an engine as step() returns them."""
         found = []
         with self._lock:
             for event in events:
                 request, where = self._requests.get(event.id, (None, None))
                 if request is None or where is not replica or event.sample not in request.left:
-                    continue  # it goes on elsewhere, or had ended before it began again
+                    continue  # it runs elsewhere, or had ended before it began again
                 event = request.take(event)
                 done = min(len(event.token_ids), request.tokens)
                 request.tokens -= done
@@ -375,8 +381,8 @@ class Replicas:
             replica.forget(request)
 
     def _move(self, replica: Replica, error: BaseException) -> list[Event]:
-        """Begins the requests of an engine that failed again on the others, and returns the ends of those that cannot.
-        Raises the error if there are no others."""
+        """Begins the requests of a failed engine again on the others. Returns the ends of samples that cannot begin
+        again. Raises the error if there are no others."""
         with self._lock:
             known, replica.failed = replica.failed, True
             mine = [request for request, where in self._requests.values() if where is replica]
@@ -388,7 +394,7 @@ class Replicas:
             forked = [end for r in mine for end in r.ends_of_forks(self._has_text)]
             ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
             mine = [request for request in mine if request.left]
-            what = f"what ran there, {len(mine)} requests, begins again elsewhere"
+            what = f"each of its {len(mine)} requests begins again elsewhere"
             warnings.warn(f"{replica.name} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)
             for request in mine:
                 request.begin_again()
@@ -398,7 +404,7 @@ class Replicas:
 
 @contextmanager
 def _noted(failed: list[Exception]) -> Iterator[None]:
-    """Goes on behind a block that raises; `failed` has what."""
+    """Adds an exception of its block to `failed`, and continues behind the block."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a prompt and its parameters must satisfy before they may wait for a slot."""
+"""Checks a prompt and its parameters before they may wait for a slot."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Array  # text, or token ids
 
 
 def token_ids(prompt: Prompt, tokenizer: "Tokenizer | None") -> list[int]:
-    """Returns a prompt as token ids: text is encoded, ids are taken as they are, those of arrays as integers."""
+    """Returns a prompt as token ids: text is encoded, lists are taken as they are, arrays become lists of integers."""
     if isinstance(prompt, Array):
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
             what = f"an array of {prompt.dtype} and shape {list(prompt.shape)}"
@@ -45,7 +45,7 @@ def token_ids(prompt: Prompt, tokenizer: "Tokenizer | None") -> list[int]:
 
 
 def fitted(params: SamplingParams, length: int, most: int) -> SamplingParams:
-    """Returns params with as many new tokens as have room behind `length` tokens, where `most` are all that fit."""
+    """Returns params with max_new_tokens cut to the room behind `length` tokens, if at most `most` tokens fit."""
     tokens = max(1, min(params.max_new_tokens, most - length))
     return params if tokens == params.max_new_tokens else replace(params, max_new_tokens=tokens)
 
@@ -53,7 +53,8 @@ def fitted(params: SamplingParams, length: int, most: int) -> SamplingParams:
 def check_request(
     ids: Sequence[int], params: SamplingParams, config: LlamaConfig, has_tokenizer: bool, most: int | None = None
 ) -> None:
-    """Raises RequestError, in one line, for what this model cannot serve. `most` tokens fit the page pool."""
+    """Raises RequestError, in one line, for a request that this model cannot serve. At most `most` tokens fit the page
+    pool."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling must be SamplingParams, not {params!r}")
     named = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
@@ -76,12 +77,14 @@ def check_request(
 
 
 def _are_ints(tokens: Collection[object]) -> bool:
-    """Returns whether there are some, and all of Python's own kind, as nearly all are: known without a look at each."""
+    """Returns whether there are tokens and all have the type int, as nearly all prompts' do. It runs no Python code for
+    each."""
     return set(map(type, tokens)) == {int}
 
 
 def check_urgency(priority: int, deadline: float | None, config: LlamaConfig | None = None) -> None:
-    """RequestError for what is no priority, or no deadline, or one where processes share the model of this config."""
+    """Raises RequestError for an invalid priority or deadline, and for any deadline if processes share the model of
+    `config`."""
     if not isinstance(priority, Integral) or isinstance(priority, bool):
         raise RequestError(f"priority must be an integer, not {priority!r}")
     number = isinstance(deadline, Real) and not isinstance(deadline, bool)

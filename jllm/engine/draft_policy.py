@@ -1,4 +1,4 @@
-"""Whether a step verifies drafts, by what that was measured to cost and to gain; tokens are the same either way."""
+"""Decides whether a step verifies drafts, by their measured cost and gain; tokens are the same either way."""
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from jllm.step.buckets import Bucket
 
 @dataclass
 class DraftCounts:
-    """What became of drafts since the engine was made, or its metrics were reset."""
+    """Counts drafts since the engine was made, or its metrics were reset."""
 
     segments: int = 0  # short segments that had rows for drafts
-    tokens: int = 0  # that these advanced their sequences by
+    tokens: int = 0  # tokens by which these advanced their sequences
     offered: Counter[int] = field(default_factory=Counter)  # by depth: segments that had a draft of this depth
     accepted: Counter[int] = field(default_factory=Counter)  # by depth: segments whose draft of this depth was accepted
 
     def as_dict(self) -> dict[str, object]:
-        """For Engine.metrics: the mean of tokens a segment, and the share of each depth's drafts that were accepted."""
+        """Returns the mean of tokens a segment, and each depth's share of accepted drafts, for Engine.metrics."""
         depths = sorted(self.offered)
         return {
             "draft_segments": self.segments,
@@ -30,12 +30,14 @@ class DraftCounts:
 
 
 class Drafting:
-    """Chooses between steps of one row a sequence and those with drafts. With prompts to compute, or more decodes than
-    `most_decodes`, there are none. `always`: drafts wherever they can be; else where they paid lately.
+    """Chooses between steps of one row a sequence and steps with drafts.
 
-    A step with drafts pays if it makes more tokens a second: the mean of its tokens a segment is more than its time
-    over that of a plain step, both medians over some steps of about as many decodes. What lost is tried again for a few
-    steps now and then, in case the text has changed, as often as costs LOSS of the time.
+    With prompts to compute, or more decodes than `most_decodes`, there are no drafts. `always`: drafts wherever
+    possible; otherwise only where they paid lately.
+
+    A step with drafts pays if it makes more tokens a second. That is, its mean of tokens a segment exceeds the ratio of
+    its time to a plain step's. Both times are medians over some steps of about as many decodes. The losing choice is
+    tried again for a few steps now and then, in case the text has changed. These trials cost about LOSS of the time.
     """
 
     TRIALS, LOSS, LONGEST = 4, 0.015, 1024
@@ -45,11 +47,11 @@ class Drafting:
         self.counts = DraftCounts()
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=2 * self.TRIALS))
         self._gains: deque[float] = deque(maxlen=2 * self.TRIALS)
-        self._left = 0  # steps before the next trial; below 0 in one
-        self._drafted = False  # whether the newest step that was read verified drafts
+        self._left = 0  # steps before the next trial; negative within one
+        self._drafted = False  # whether the newest read step verified drafts
 
     def rows(self, decodes: int, prompts: bool) -> int:
-        """Returns the most rows that each of these decodes may have in the step that is planned now."""
+        """Returns the most rows that each of these decodes may have in the next planned step."""
         if prompts or not 0 < decodes <= self.most_decodes:
             return 1
         return self.tree.size if self.always or self._pays(decodes) else 1
@@ -62,23 +64,23 @@ class Drafting:
             return False
         tokens, cost = sum(self._gains) / max(1, len(self._gains)), median(drafted) / median(plain)
         self._left -= 1
-        if self._left < -self.TRIALS:  # a trial is over, with a first step in which nothing was drafted
+        if self._left < -self.TRIALS:  # a trial is over; its first step had no drafts yet
             self._left = min(self.LONGEST, int((self.TRIALS + 1) * abs(cost - tokens) / self.LOSS))
         return (tokens > cost) == (self._left >= 0)
 
     def _times(self, decodes: int, rows: int) -> deque[float]:
-        """Returns seconds of the last steps of about this size."""
+        """Returns the seconds of recent steps of about this size."""
         return self._seconds[(decodes - 1).bit_length(), rows]
 
     def observe(self, bucket: Bucket, advanced: list[tuple[int, int]], seconds: float | None) -> None:
-        """Takes in a step without prompts that was read: for each decode its drafts and the tokens that it advanced
-        by; and the step's time, None where it is not known."""
+        """Takes in a read step without prompts: for each decode its drafts and the tokens that it advanced by, and the
+        step's time (None: unknown)."""
         if seconds is not None and advanced:
             self._times(len(advanced), bucket.rows).append(seconds)
         begins, self._drafted = not self._drafted, bucket.rows > 1
         if bucket.rows == 1 or not advanced:
             return
-        if not begins:  # before the first such step, nothing was drafted
+        if not begins:  # the first such step had no drafts yet
             self._gains.append(sum(tokens for _, tokens in advanced) / len(advanced))
         counts = self.counts
         for drafts, tokens in advanced:
@@ -90,6 +92,6 @@ class Drafting:
 
 
 def drafting_of(options: EngineOptions, limits: Limits) -> Drafting | None:
-    """Returns what decides about drafts in an engine of these options; None without a drafter."""
+    """Returns the Drafting of an engine with these options; None without a drafter."""
     drafter = drafter_of(options)
     return None if drafter is None else Drafting(drafter.tree, limits.most_short, always=options.drafts is not None)

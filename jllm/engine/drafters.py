@@ -1,4 +1,4 @@
-"""The engine's option `speculate` as a drafter: by name, from a file, or as it is."""
+"""Finds the drafter for the engine's option `speculate`: by name, from a file, or as it is."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,15 +16,15 @@ from jllm.speculative.tree import Tree, chain
 if TYPE_CHECKING:
     from jllm.model.model import Model
 
-SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # those of the bundled model
+SHIPPED = Path(__file__).parents[1] / "assets" / "fairytale" / "drafters"  # drafters of the bundled model
 FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safetensors"}
-WITHOUT_WEIGHTS: Mapping[str, Callable[..., Drafter]] = {"ngram": NGram}  # take `drafts`, if it is given
+WITHOUT_WEIGHTS: Mapping[str, Callable[..., Drafter]] = {"ngram": NGram}  # these take `drafts`, if it is given
 NAMES = (*WITHOUT_WEIGHTS, *KINDS, *(f"{kind}:PATH" for kind in KINDS), "copy:SCHEME")
-DRAFTS = 4  # of a copy, by default
+DRAFTS = 4  # the default of a copy
 
 
 def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
-    """Returns engine options whose `speculate` is a drafter, if it is a name. Raises as find_drafter does."""
+    """Returns engine options in which a name in `speculate` is replaced by its drafter. Raises as find_drafter does."""
     name = options.get("speculate")
     if not isinstance(name, str):
         return dict(options)
@@ -32,10 +32,12 @@ def with_drafter(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
 
 
 def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafter:
-    """Returns the drafter that a name stands for: "ngram", "draft:DIRECTORY", "medusa:FILE" or "eagle:FILE", without a
-    path those that are shipped with the bundled model; or "copy:SCHEME", the model itself as quantized by a scheme.
-    drafts: how many it makes in a chain; None leaves that to it. Raises ConfigError for a name, a number or a file that
-    is none, or does not fit the model."""
+    """Returns the drafter of a name.
+
+    Names are "ngram", "draft:DIRECTORY", "medusa:FILE" and "eagle:FILE". Without a path they mean the bundled model's
+    drafters. "copy:SCHEME" is the model itself, quantized by a scheme. `drafts` is the length of the chain; None is the
+    drafter's default. Raises ConfigError for an invalid name, number or file, or one that does not fit the model.
+    """
     kind, colon, path = name.partition(":")
     if drafts is not None:
         check_drafts(drafts, name)
@@ -50,8 +52,8 @@ def find_drafter(name: str, model: "Model", drafts: int | None = None) -> Drafte
 
 
 def copy_of(model: "Model", scheme: str, tree: Tree) -> QuantizedCopy:
-    """Returns the drafter "copy:SCHEME" of a target. Raises DrafterError for a scheme that is not known or does not
-    fit, or a target that is quantized itself."""
+    """Returns the drafter "copy:SCHEME" of a target. Raises DrafterError for an unknown scheme, one that does not fit,
+    or a quantized target."""
     try:
         return QuantizedCopy(quantize(model.params, scheme, config=model.config), tree)
     except QuantizationError as error:

@@ -1,4 +1,4 @@
-"""The engine: requests go in, events come out, from any thread. What a step is stands in loop.py."""
+"""Defines the engine: requests go in, events come out, from any thread. loop.py has the steps."""
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class Engine:
     """Serves requests by continuous batching.
 
-    submit() queues a prompt, step() advances everything by one merged step and returns what is new, run() steps until
-    nothing is left. `model` has config, params and tokenizer; options are those of EngineOptions. `device` makes what
-    runs the steps, `scheduler` what plans them, and `loop` what does one after the other: experiments put others in
-    their place. `beside` is a part of the loop that does something beside its steps.
+    submit() queues a prompt, and step() advances everything by one merged step and returns the news. run() steps until
+    nothing is left. `model` has config, params and tokenizer; EngineOptions has the options. `device` makes the
+    object that runs the steps. `scheduler` makes the one that plans them, and `loop` the one that drives both.
+    Experiments replace them. `beside` is a part of the loop that works beside its steps.
 
     Threads: one thread steps, with step() or run(); a second one inside step() gets EngineBusy. All other methods may
-    be called from any thread, while a step runs too: they wait for its end, in the order of the calls.
+    be called from any thread, even during a step. They wait for its end, in the order of the calls.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Returns whether it takes no more work."""
+        """Returns whether the engine takes no more work."""
         return self._closed is not None
 
     @property
     def sizes(self) -> EngineSizes:
-        """Returns the options made definite: limits, and the compiled sizes."""
+        """Returns the limits and the compiled sizes, with all defaults filled in."""
         return self._device.sizes
 
     @property
     def slots(self) -> int:
-        """Returns samples that can run at once."""
+        """Returns how many samples can run at once."""
         return self.sizes.limits.max_slots
 
     @property
     def most_tokens(self) -> int:
-        """Returns most tokens that one sample may have, its prompt included: the model's context, or what the pool
-        holds."""
+        """Returns the most tokens that one sample may have, with its prompt: the model's context, or fewer if the pool
+        is smaller."""
         return self.sizes.most_tokens(self._config.context)
 
     @property
@@ -95,34 +95,37 @@ class Engine:
 
     @property
     def kv_formats(self) -> tuple[str, str]:
-        """Returns the names of the formats that K and V are stored in."""
+        """Returns the names of the formats of K and V."""
         k, v = self._device.formats
         return k.name, v.name
 
     @property
     def fingerprint(self) -> str:
-        """Returns the fingerprint of the model: engines with the same one go on with each other's requests."""
+        """Returns the fingerprint of the model. Engines with equal ones can continue each other's requests."""
         return self._device.fingerprint
 
     @property
     def guides(self) -> Guides:
-        """Compiles guides, and keeps those that were asked for last. Any thread may use it at any time."""
+        """Returns the object that compiles guides and caches recent ones. Any thread may use it at any time."""
         return self._loop.guides
 
     @property
     def last_events(self) -> tuple[Event, ...]:
-        """Returns what step() had not returned when the engine closed: each sample that was left has its completion
-        there, with finish_reason "error" where a step failed, or else "abort". Nothing while the engine is open."""
+        """Returns the events that step() had not returned when the engine closed; none while it is open.
+
+        Each unfinished sample has its completion there. Its finish_reason is "error" if a step failed, otherwise
+        "abort".
+        """
         return self._last
 
     @in_turn
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         """Compiles every bucket in threads, with progress on stderr; returns how many there are.
 
-        Each bucket for requests like `samplings` (all of them together). A request that asks for more (on a mesh also a
-        temperature or filters) waits, while others run, until the programs for it are compiled in the background.
-        Without wait it returns once the largest bucket is there, and steps do with the buckets that there are until the
-        rest is. metrics() has seconds, programs and hits of the persistent cache.
+        Each bucket serves requests like `samplings` (all of them together). A request that asks for more waits, while
+        others run. It starts once its programs are compiled in the background. (On a mesh, temperature and filters
+        count too.) With wait=False it returns once the largest bucket is compiled. Steps then use the compiled buckets
+        until the rest is ready. metrics() has seconds, programs and hits of the persistent cache.
         """
         self._check_open()
         variant = self._loop.gate.wants(list(samplings))
@@ -138,9 +141,10 @@ class Engine:
     ) -> int:
         """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
 
-        Requests of lower priority values are served first, equal ones as they come, and what runs is not stopped for
-        what waits (scheduler.py says who starves). In the first step after `deadline` seconds all of its samples that
-        have not ended do, with finish_reason "deadline" and what they have."""
+        Requests of lower priority values are served first, equal ones in the order of arrival. Waiting requests never
+        stop running ones (scheduler.py explains who starves). The first step after `deadline` seconds ends all
+        unfinished samples, with finish_reason "deadline" and the tokens that they have.
+        """
         ids = tuple(self.check(prompt, sampling))
         check_urgency(priority, deadline, self._config)
         with self._turns.take():
@@ -171,7 +175,7 @@ class Engine:
         return self._next_id - 1
 
     def _add(self, seqs: list[Sequence], guided: int, priority: int, deadline: float | None) -> list[Live]:
-        """Adds the samples of a new request, of which all begin as the first one does."""
+        """Adds the samples of a new request, which all begin like the first one."""
         with self._loop.all_or_none() as added:
             for seq in seqs:
                 seq.origin, seq.common = None if seq is seqs[0] else seqs[0], len(seq.prompt)
@@ -183,7 +187,7 @@ class Engine:
 
     @in_turn
     def take_in(self, given: Handover, *, priority: int = 0, deadline: float | None = None) -> int:
-        """Goes on with a request that another engine has let go; returns its id here."""
+        """Continues a request that another engine has handed over; returns its id here."""
         self._check_open()
         if isinstance(given.kv, Snapshot):
             self._device.check_snapshot(given.kv)
@@ -197,8 +201,8 @@ class Engine:
         return request_id
 
     def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
-        """Returns the prompt's token ids, if submit would take it; else the error that submit would raise. A guide is
-        compiled, which may take seconds."""
+        """Returns the prompt's token ids, or raises the error that submit would raise. Compiles a guide, which may take
+        seconds."""
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
         check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
@@ -212,9 +216,11 @@ class Engine:
 
     @in_turn
     def fork(self, request_id: int, sample: int = 0) -> int:
-        """Continues a running sample as one more sample of its request, from its tokens so far and with a key of its
-        own; returns the new sample's index. The two share full pages of what they have in common, and the new one gets
-        a copy of the page after these."""
+        """Continues a running sample as one more sample of its request; returns the new sample's index.
+
+        The new sample starts from the tokens so far and draws with its own key. The two share full pages of their
+        common tokens. The new sample gets a copy of the partial page after them.
+        """
         self._check_open()
         live = self._ledger.find(request_id, sample)
         seq = live.seq
@@ -229,8 +235,11 @@ class Engine:
 
     @in_turn
     def snapshot(self, request_id: int, sample: int = 0) -> Snapshot:
-        """Returns the KV cache of a running sample as a value on the host, and its tokens so far, prompt included (see
-        snapshot.py). Waits for the device. What waits for a slot has no K and V: a snapshot of length 0."""
+        """Returns the KV cache of a running sample as a value on the host (snapshot.py). It has the sample's tokens so
+        far, prompt included.
+
+        Waits for the device. A sample that waits for a slot has no K and V: its snapshot has length 0.
+        """
         self._check_open()
         seq = self._ledger.find(request_id, sample).seq
         length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
@@ -247,40 +256,47 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Queues a request, as submit() does, whose prompt is the snapshot's tokens, and whose K and V, as far as they
-        are in it (`kivi`: whole blocks), are taken as they are: edited ones too, so they are never shared but with
-        samples and forks of this request; unless `share` says that they are what these tokens give, and they may go to
-        the prefix cache. Returns its id. With the seed of the sample that was snapshot, its first sample goes on as
-        sample 0 would have, in its guide too if it had one; a guide begins here if it had none, or with
-        `replace(snapshot, guided=None)`. SnapshotError for one of other weights or another cache."""
+        """Queues a request that continues from a snapshot; returns its id. Takes options as submit() does.
+
+        Its prompt is the snapshot's tokens. Its K and V are used as they are (`kivi`: in whole blocks), even if you
+        edited them. Only samples and forks of this request share them. `share=True` promises that these tokens give
+        exactly this K and V. Then the prefix cache may keep them for other requests.
+
+        With the seed of the snapshot's sample, its first sample continues as sample 0 would have, in its guide too. A
+        guide begins here if the sample had none, or with `replace(snapshot, guided=None)`. Raises SnapshotError for a
+        snapshot of other weights or another cache.
+        """
         if not isinstance(snapshot, Snapshot):
-            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or snapshot.load, not {snapshot!r}")
+            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or load_snapshot, not {snapshot!r}")
         ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))
         if sampling.prompt_logprobs or sampling.counts_tokens:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         check_urgency(priority, deadline, self._config)
         known = jax.device_get(snapshot)
-        with self._turns.take():  # not before: a large schema, which is compiled above, does not hold up steps
+        with self._turns.take():  # compiling a large schema above must not hold up steps
             self._check_open()
             self._device.check_snapshot(snapshot)
             return self._submit(ids, sampling, priority, deadline, known, private=not share)
 
     @in_turn
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; what runs goes on."""
+        """Forgets all cached prefixes; running requests continue."""
         self._scheduler.sharing.clear()
 
     @in_turn
     def abort(self, request_id: int) -> None:
-        """Ends all samples of a request; their events follow with what they had. Unknown or finished: RequestError."""
+        """Ends all samples of a request; their events follow with their tokens so far. Raises RequestError for an
+        unknown or finished request."""
         self._check_open()
         self._loop.cut(self._ledger.request(request_id), "abort")
 
     def step(self) -> list[Event]:
-        """Dispatches the next step, reads the one before, and returns what is new (an empty list at times). Text of
-        many tokens is made while the next step runs, and comes with it. After an exception the engine is closed, and
-        last_events has the ends of all requests."""
+        """Dispatches the next step, reads the one before, and returns the events, sometimes none.
+
+        Text of many tokens is made while the next step runs, and comes with it. After an exception the engine is
+        closed, and last_events has the ends of all requests.
+        """
         with self._turns.take(to_step=True):
             self._check_open()
             try:
@@ -292,31 +308,31 @@ class Engine:
             except DeviceLost as lost:
                 self._close(str(lost), "error")
                 raise self._refusal() from lost
-            except BaseException as error:  # above all Ctrl-C: half a step may be done, and it is unknown which half
+            except BaseException as error:  # mostly Ctrl-C: a part of a step may be done, and it is unknown which
                 interrupted = isinstance(error, KeyboardInterrupt)
                 what = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {first_line(error)})"
                 self._close(f"a step {what} half-way", "abort" if interrupted else "error")
                 raise
 
     def run(self):
-        """Steps until nothing is left; yields events as they come."""
+        """Yields events as they come, and steps until nothing is left."""
         while self.has_work:
             yield from self.step()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
+        """Returns counters, gauges, and percentiles of times in seconds (see metrics.Metrics) as plain data."""
         return self.measured().as_dict()
 
     @in_turn
     def measured(self) -> Metrics:
-        """Returns what metrics() tells, as a record of its own: those of several engines can be joined."""
+        """Returns the metrics as a record, which can be joined with those of other engines."""
         waiting, programs, drafting = len(self._loop.gate.waiting), self._device.programs, self._loop.drafting
         drafts = None if drafting is None else drafting.counts
         return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._ledger.counts, self._ledger.times, drafts))
 
     @in_turn
     def reset_metrics(self) -> None:
-        """Counters and times begin anew, after a warm-up say; what runs goes on."""
+        """Resets counters and times, for example after a warm-up; running requests continue."""
         self._ledger.reset_metrics()
         if self._loop.drafting is not None:
             self._loop.drafting.counts = DraftCounts()
@@ -324,12 +340,12 @@ class Engine:
 
     @in_turn
     def close(self, reason: str = "it was closed") -> None:
-        """Drops the device state and ends all requests (see last_events); later calls raise EngineClosed, but to close
-        again is no mistake."""
+        """Drops the device state and ends all requests (see last_events). Later calls raise EngineClosed, but closing
+        again does nothing."""
         self._close(reason, "abort")
 
     def _close(self, reason: str, ended: str) -> None:
-        """`ended`: the finish reason of what is left."""
+        """Closes the engine. `ended` is the finish reason of unfinished samples."""
         if self._closed is not None:
             return
         self._closed = reason

@@ -1,14 +1,14 @@
-"""Which requests the scheduler sees: those whose steps are compiled. Only those that ask for more wait for a compiler.
+"""Lets only requests whose steps are compiled through to the scheduler; others wait for a compiler.
 
-A request that asks for more than the programs at hand can do (log-probabilities, penalties) waits outside while theirs
-are compiled in the background, and those that ask for less overtake it. Then it takes its place by its arrival.
-Where nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
+A request may ask for more than the compiled programs can do (log-probabilities, penalties). It waits outside while its
+programs are compiled in the background, and requests that ask for less overtake it. Then it takes its place by its
+arrival. If nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
 
-On a mesh steps that draw in fewer ways are programs of their own (Draws). Only those that were compiled ahead are used:
-what is compiled for requests as they come draws in all ways.
+On a mesh, steps that draw in fewer ways are separate programs (Draws). Only those compiled ahead are used: programs
+compiled for requests as they come draw in all ways.
 
-Several processes that share a model each have a compiler, and must take the same programs: there all requests go in at
-once, and their first steps wait (Programs.in_step).
+Several processes that share a model each have a compiler, and must take the same programs. So all requests go in at
+once there, and their first steps wait (Programs.in_step).
 """
 
 import logging
@@ -28,30 +28,30 @@ from jllm.model.sampling import Draws
 from jllm.programs.programs import Programs
 from jllm.step.state import Variant
 
-SLOW = 2.0  # seconds that requests wait, after which the log says so
+SLOW = 2.0  # seconds that requests wait, before the log reports it
 LOG = logging.getLogger(__name__)
 PATIENCE = 0.05  # seconds that a step waits for the compiler where there is nothing else to do
 
 
 class Gate:
-    """Stands before one scheduler."""
+    """Admits sequences to one scheduler once their steps are compiled."""
 
     def __init__(self, programs: Programs, scheduler: Scheduler, *, by_draws: bool = False):
         self._programs, self._scheduler, self._by_draws = programs, scheduler, by_draws
-        self._inside: Counter[Variant] = Counter()  # what unfinished sequences ask for, each for itself
-        self.waiting: dict[Sequence, Variant] = {}  # what each asks for, in the order of arrival
-        self._since, self._told = 0.0, False  # when the first of them came, and whether the log has it
+        self._inside: Counter[Variant] = Counter()  # how many unfinished sequences ask for each variant
+        self.waiting: dict[Sequence, Variant] = {}  # by sequence, the variant that it asks for, in the order of arrival
+        self._since, self._told = 0.0, False  # when the first of them came, and whether it was logged
 
     @property
     def inside(self) -> Variant:
-        """Returns what steps of the sequences inside may have to do."""
+        """Returns the variant that steps of the sequences inside may need."""
         return reduce(or_, self._inside, Variant(draws=Draws.GREEDY if self._by_draws else Draws.FILTERED))
 
     def need(self, plan: StepPlan) -> Variant:
-        """Returns what a step has to do: of penalties and guides what any sequence inside asks for, else what its own
-        ask for."""
+        """Returns the variant that a step needs. Penalties and guides count if any sequence inside asks for them, other
+        features if the step's own sequences do."""
         inside, sampled = self.inside, []
-        if inside.breadth or self._by_draws:  # else there is no need to ask each
+        if inside.breadth or self._by_draws:  # otherwise it need not look at each
             sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
         return replace(
             self.wants(sampled),
@@ -61,11 +61,12 @@ class Gate:
         )
 
     def wants(self, samplings: Collection[SamplingParams]) -> Variant:
-        """Returns the step that serves all of these at once."""
+        """Returns the variant that serves all of these at once."""
         return variant_for(samplings, by_draws=self._by_draws)
 
     def add(self, seq: Sequence) -> None:
-        """A new sequence, which goes in at once where its steps can. RequestError when it could never run."""
+        """Adds a new sequence, which goes in at once if its steps can run. Raises RequestError if it could never
+        run."""
         self._scheduler.arrive(seq)
         wants = self.wants([seq.params])
         if self._may_enter(wants):
@@ -76,19 +77,19 @@ class Gate:
             self.waiting[seq] = wants
 
     def open(self) -> list[tuple[Sequence, BaseException]]:
-        """Lets in those whose steps are compiled by now, and has those of the others compiled; returns those whose
-        steps cannot be, and why."""
+        """Lets in the sequences whose steps are compiled by now, and starts to compile the missing steps of others.
+        Returns sequences whose steps cannot be compiled, and the errors."""
         if not self.waiting:
             return []
         failed, errors = [], self._programs.take_failures()
-        refused: dict[Variant, Variant] = {}  # of this pass: what was asked for, perhaps by many, and what is compiled
+        refused: dict[Variant, Variant] = {}  # in this pass: the variant asked for, and the one compiled for it
         for seq, wants in list(self.waiting.items()):
             if wants not in refused:
                 if self._may_enter(wants):
                     del self.waiting[seq]
                     self._let_in(seq, wants)
                     continue
-                before = (asked for asked, wanted in refused.items() if wanted not in errors)  # it runs beside these
+                before = (asked for asked, wanted in refused.items() if wanted not in errors)  # wants runs beside these
                 refused[wants] = reduce(or_, before, self.inside | wants | Variant())
                 if refused[wants] not in errors:
                     self._programs.prepare(refused[wants])
@@ -98,7 +99,7 @@ class Gate:
         return failed
 
     def _tell(self) -> None:
-        """Logs what waits long, once, and that it does no more."""
+        """Logs once that requests have waited long, and once that they wait no longer."""
         seconds = time.perf_counter() - self._since
         if self.waiting and not self._told and seconds > SLOW:
             what = ", ".join(sorted({name for wants in self.waiting.values() for name in _asked(wants)}))
@@ -108,8 +109,8 @@ class Gate:
         self._told = self._told or seconds > SLOW
 
     def wait(self) -> None:
-        """For the compiler, where there is nothing else to do: not for long where requests may come for which all was
-        compiled ahead."""
+        """Waits for the compiler if there is nothing else to do. The wait is short if requests may come whose programs
+        were compiled ahead."""
         if self.waiting:
             self._programs.wait(PATIENCE if self._programs.ahead else None)
 
@@ -139,5 +140,5 @@ class Gate:
 
 
 def _asked(variant: Variant) -> list[str]:
-    """Returns what a variant has beyond plain steps, by the names of its fields."""
+    """Returns the names of the fields that a variant has beyond plain steps."""
     return [field.name for field in fields(variant) if getattr(variant, field.name) is True] or ["sampling"]

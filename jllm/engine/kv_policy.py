@@ -1,11 +1,11 @@
-"""Who gets which pages of the KV pool, and when: the protocol of KV policies, and the default one.
+"""Defines the protocol of KV policies, which decide who gets which pages and when, and the default policy.
 
-The scheduler asks; a policy owns nothing but its pool. It changes `pages` and `expected` of sequences and nothing else
-of them: the page table, the step and the kernels know no policy. Others are in jllm/kv_policies. What options are given
-has no pool. A scheduler makes a pool, and the policy over it; both anew once the device was lost.
+The scheduler asks; a policy owns only its pool. Of a sequence it changes only `pages` and `expected`. The page table,
+the step and the kernels depend on no policy. jllm/kv_policies has other policies. The policy in the options has no
+pool. A scheduler makes a pool, and the policy over it; after the loss of a device it makes both again.
 
-A sequence may come to admission with pages that it shares with others (PagePool.share), full ones, at the head of
-seq.pages, whose tokens count as computed: a policy takes what is missing behind them.
+A sequence may come to admission with shared pages (PagePool.share). These are full pages at the head of seq.pages, and
+their tokens count as computed. The policy adds the missing pages behind them.
 """
 
 from collections.abc import Iterable
@@ -22,56 +22,65 @@ from jllm.errors import ConfigError, TooLongError
 
 @runtime_checkable
 class Policy(Protocol):
-    """What the scheduler asks about memory. One object for each page pool, but for that which options are given."""
+    """Answers the scheduler's questions about memory. There is one object for each page pool; the one in the options
+    has none."""
 
     def make_pool(self, num_pages: int, page_size: int) -> PagePool:
-        """Returns a pool such as the policy needs, all of it free."""
+        """Returns a pool of the kind that the policy needs, all of it free."""
 
     def over(self, pool: PagePool) -> Self:
-        """Returns the policy that hands out the pages of a pool of make_pool. This one stays as it is. What it was
-        made of is shared: a predictor goes on learning."""
+        """Returns a policy that hands out the pages of a pool of make_pool. This policy stays as it is. Both share
+        their parts, so a predictor keeps what it has learned."""
 
     def check(self, length: int, max_length: int) -> None:
-        """TooLongError when a sequence of `length` tokens, alone, could never run to max_length."""
+        """Raises TooLongError if a sequence of `length` tokens, alone, could never run to max_length."""
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
-        """Takes the pages that seq begins with. False, and nothing is taken, when it must wait: then for a running one
-        to end; with none running, seq gets what it needs. What was admitted isn't the reason for a preemption in the
-        very next step."""
+        """Allocates the pages that seq needs to start, and returns True.
+
+        Returns False, and allocates nothing, if seq must wait until a running sequence ends. If nothing runs, it always
+        succeeds. An admitted sequence never causes a preemption in the next step.
+        """
 
     def admissible(self, waiting: Iterable[Sequence], running: List[Sequence], tokens: int) -> tuple[int, bool]:
-        """About how many tokens of those that wait, in order, could be admitted now, up to `tokens`; and
-        whether it is for want of pages that there are fewer. Takes nothing."""
+        """Returns about how many tokens of waiting sequences, in order, could be admitted now, up to `tokens`. Also
+        returns whether too few pages are the limit. Allocates nothing."""
 
     def grow(self, seq: Sequence, pages: int, spare: int, room: int) -> list[tuple[int, int]]:
-        """Takes `pages` more pages for the next tokens of seq, as far as they are available, and more on top if it
-        likes, as long as `spare` stay available. Where all pages of seq are full of tokens, it may move it to others,
-        if the page table has `room` for the changes: it then returns copies (from, to) for all pages of seq but some
-        first ones that stay, and the scheduler frees the old ones in time. Else it returns none."""
+        """Allocates `pages` more pages for the next tokens of seq, as far as they are available.
+
+        It may allocate more as long as `spare` pages stay available. If all pages of seq are full, it may move seq to
+        others. The page table must have `room` for the changes. Then it returns copies (from, to) for the pages of seq.
+        Some first pages may stay, without a copy. The scheduler frees the old pages in time. Otherwise it returns no
+        copies.
+        """
 
     def cause(self, seq: Sequence) -> str:
         """Returns why seq needs a page that it lacks: a word for the counts of preemptions."""
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
-        """Whom to preempt for `pages` pages: one of `running`, never the first if there are others. It has the first of
-        all that run and then those of the highest priority value, in the order of arrival."""
+        """Returns the sequence of `running` to preempt for `pages` pages, never the first if there are others.
+
+        `running` has the first of all running sequences. The others have the highest priority value, and are in the
+        order of arrival.
+        """
 
     def observe(self, seq: Sequence) -> None:
-        """seq has ended."""
+        """Takes note that seq has ended."""
 
     def release(self, seq: Sequence) -> None:
-        """Gives back all pages of seq."""
+        """Frees all pages of seq."""
 
 
 class OnDemand:
-    """Pages as tokens come (PagedAttention): most requests at once, at the price of preemption.
+    """Allocates pages as tokens come (PagedAttention): it runs the most requests at once, but may preempt.
 
-    Admission asks for room for the whole prompt and its first decode, though chunks take their pages one by one: a
-    prompt that fits only in part would be preempted and computed again. Beyond that one page for each running sequence
-    to grow into and `watermark`, a share of the pool, stay available, but for a sequence alone.
+    Admission asks for room for the whole prompt and its first decode, though chunks take their pages one by one. A
+    prompt that fits only in part would be preempted and computed again. Beyond that, one page for each running sequence
+    to grow into stays available, and `watermark`, a share of the pool. A sequence alone needs neither.
     """
 
-    pool: PagePool  # where there is one: see over
+    pool: PagePool  # set by `over`
 
     def __init__(self, *, watermark: float = 0.0):
         self.watermark = checked_share("watermark", watermark)
@@ -85,7 +94,7 @@ class OnDemand:
         return made
 
     def check(self, length: int, max_length: int) -> None:
-        pool, need = self.pool, self.pool.pages_for(max_length - 1)  # the last token never gets KV
+        pool, need = self.pool, self.pool.pages_for(max_length - 1)  # the last token never gets K and V
         if need > pool.num_pages:
             raise TooLongError(
                 f"{length} prompt tokens and {max_length - length} new ones need {need} pages of {pool.page_size}, "
@@ -96,10 +105,13 @@ class OnDemand:
         return "prefill" if seq.computed < seq.prefill_end else "decode"
 
     def victim(self, running: List[Sequence], pages: int) -> Sequence:
-        """Returns the cheapest that frees enough by itself: with the fewest tokens to recompute, and of equals the
-        newest. Whoever is preempted, the pages that it frees and the tokens that it loses are in proportion, so the
-        smallest loss is that which frees no more than what is wanted. The oldest of all requests is never taken once it
-        runs, and no other is admitted before it while it waits: so it ends, and then the next is the oldest."""
+        """Returns the cheapest sequence that frees enough by itself: the fewest tokens to recompute, among equals the
+        newest.
+
+        Freed pages and lost tokens are in proportion. So a sequence that frees no more than needed loses the least. The
+        oldest request is never preempted once it runs, and no other is admitted before it. So it ends, and the next
+        becomes the oldest.
+        """
         others = running[1:] or running
         if len(others) == 1:
             return others[0]
@@ -122,12 +134,11 @@ class OnDemand:
         return found, False
 
     def _keep(self, running: List[Sequence]) -> int:
-        """Returns pages that stay available to those that run when one more is admitted."""
+        """Returns how many pages stay available to running sequences when one more is admitted."""
         return len(running) + int(self.watermark * self.pool.num_pages) if running else 0
 
     def _begins(self, seq: Sequence, running: List[Sequence]) -> int:
-        """Returns pages that admission asks for, those included that seq shares: room for all that it prefills and a
-        decode."""
+        """Returns the pages that admission asks for, shared ones included: room for the whole prefill and a decode."""
         return self.pool.pages_for(min(seq.length + 1, seq.max_length - 1))
 
     def _frees(self, seq: Sequence) -> int:
@@ -146,7 +157,7 @@ class OnDemand:
 
 
 def checked_share(name: str, value: float, *, open_at_0: bool = False) -> float:
-    """Returns the value, a number from 0 to 1 without the 1, nor the 0 where that end is open. Raises ConfigError."""
+    """Returns the value, a number in [0, 1), or in (0, 1) with open_at_0. Raises ConfigError for any other."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 <= float(value) < 1 or (open_at_0 and not value):
         raise ConfigError(f"{name} must be a number in {'(' if open_at_0 else '['}0, 1), not {value!r}")
@@ -156,7 +167,7 @@ def checked_share(name: str, value: float, *, open_at_0: bool = False) -> float:
 PAGED = OnDemand()
 
 
-KV_POLICIES = {  # what options take by name, and where it is: the engine itself imports none of jllm/kv_policies
+KV_POLICIES = {  # policies by name, and their modules: the engine itself imports none of jllm/kv_policies
     "paged": "jllm.engine.kv_policy:OnDemand",
     "reserve": "jllm.kv_policies.reserve:Reserve",
     "extent": "jllm.kv_policies.extent:Extent",
@@ -164,7 +175,7 @@ KV_POLICIES = {  # what options take by name, and where it is: the engine itself
 
 
 def policy_of(policy: str | Policy) -> Policy:
-    """Returns the policy that an option gives, by its name or as an object. Raises ConfigError for neither."""
+    """Returns the policy of an option, given by name or as an object. Raises ConfigError for anything else."""
     if isinstance(policy, str) and policy in KV_POLICIES:
         module, name = KV_POLICIES[policy].split(":")
         return getattr(import_module(module), name)()

@@ -1,4 +1,4 @@
-"""What an engine has done, as plain data: counters, and histograms of times from which percentiles are read."""
+"""Counts an engine's work as plain data: counters, and histograms of times that give percentiles."""
 
 import math
 from collections import Counter
@@ -19,21 +19,21 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def nearest_rank(p: float, count: int) -> int:
-    """Returns which of `count` values in ascending order, from 1, is the p-th percentile: the least that at least p %
-    of all do not exceed."""
-    return max(1, math.ceil(p * count / 100 - 1e-9 * count))  # 99.9 % of 5000 are 4995, but 4995.000000000001 in floats
+    """Returns the rank, from 1, of the p-th percentile among `count` ascending values: the least value that at least p
+    % of all do not exceed."""
+    return max(1, math.ceil(p * count / 100 - 1e-9 * count))  # 99.9 % of 5000 is 4995, but 4995.000000000001 in floats
 
 
 @dataclass
 class Histogram:
-    """Non-negative values in buckets each a given ratio wide, so that its size is bounded however many come.
+    """Counts non-negative values in buckets, each a given ratio wide, so that its size is bounded.
 
-    Count, sum, least and largest are exact. A percentile is that of the nearest rank, off by at most half a bucket:
+    Count, sum, least and largest are exact. A percentile is by nearest rank, with an error of at most half a bucket:
     0.5 % of itself.
     """
 
     WIDTH = math.log(1.01)
-    LEAST = 1e-7  # what is less is counted as this: a tenth of a microsecond
+    LEAST = 1e-7  # seconds; smaller values count as this one
 
     count: int = 0
     total: float = 0.0
@@ -48,13 +48,13 @@ class Histogram:
         self._buckets[math.floor(math.log(max(value, self.LEAST)) / self.WIDTH)] += times
 
     def __add__(self, other: "Histogram") -> "Histogram":
-        """Of the values of both."""
+        """Returns the histogram of the values of both."""
         least, largest = min(self.least, other.least), max(self.largest, other.largest)
         both = self._buckets + other._buckets
         return Histogram(self.count + other.count, self.total + other.total, least, largest, both)
 
     def percentile(self, p: float) -> float | None:
-        """Returns the value at the p-th percentile, 0 < p <= 100; None while there is none."""
+        """Returns the value at the p-th percentile, 0 < p <= 100; None if there are no values."""
         if not 0 < p <= 100:
             raise ValueError(f"a percentile must be in (0, 100], not {p}")
         rank, seen = nearest_rank(p, self.count), 0
@@ -66,7 +66,7 @@ class Histogram:
         return None
 
     def summary(self) -> dict[str, float | int | None]:
-        """Returns count, mean, p50 .. p99 and max; None for what no value has come to say."""
+        """Returns count, mean, p50 .. p99 and max; each is None without values, except count."""
         some = self.count > 0
         found: dict[str, float | int | None] = {"count": self.count, "mean": self.total / self.count if some else None}
         found |= {f"p{p}": self.percentile(p) for p in PERCENTILES}
@@ -75,50 +75,50 @@ class Histogram:
 
 @dataclass
 class RequestCounts:
-    """Since the engine was made, or its metrics were reset."""
+    """Counts since the engine was made, or its metrics were reset."""
 
-    requests: int = 0  # submitted
-    requests_finished: int = 0  # aborted ones left out
+    requests: int = 0  # submitted requests
+    requests_finished: int = 0  # without aborted ones
     requests_aborted: int = 0  # by abort(), by their deadline, or since the engine closed before their end
-    prompt_tokens: int = 0  # of submitted requests, once a request however many samples it has
-    prefill_tokens: int = 0  # prompt tokens computed: recomputed ones again, and for each sample
+    prompt_tokens: int = 0  # of submitted requests, once a request, however many samples it has
+    prefill_tokens: int = 0  # computed prompt tokens of each sample; recomputed ones count again
     output_tokens: int = 0
     steps: int = 0
-    tokens: int = 0  # that steps were asked for: decodes, with rows for drafts, and prompt tokens
-    rows: int = 0  # that steps computed: the sizes of their buckets
+    tokens: int = 0  # tokens that steps had to compute: decodes, with rows for drafts, and prompt tokens
+    rows: int = 0  # rows that steps computed: the sizes of their buckets
     device_errors: int = 0
     pages_peak: int = 0  # most pages in use at once
 
 
 @dataclass
 class Times:
-    """Seconds, of each sample that has come so far."""
+    """Times in seconds of all samples so far."""
 
     first_token: Histogram = field(default_factory=Histogram)  # from submission
-    inter_token: Histogram = field(default_factory=Histogram)  # from a token of a sample to its next, as they were read
-    end_to_end: Histogram = field(default_factory=Histogram)  # from submission to the end, aborted ones left out
+    inter_token: Histogram = field(default_factory=Histogram)  # between reads of a sample's tokens
+    end_to_end: Histogram = field(default_factory=Histogram)  # from submission to the end, without aborted samples
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """All that Engine.metrics() tells, at one moment."""
+    """All metrics of an engine at one moment."""
 
     running: int
     waiting: int
-    pages_free: int  # those included that only the prefix cache holds
+    pages_free: int  # includes pages that only the prefix cache holds
     pages_used: int
     pages_total: int
     page_size: int  # tokens
-    fragmentation: float  # share of pages_free outside of their longest run; 0 where a policy needs no runs
-    empty_tokens: int  # tokens that the pages of samples have room for and do not hold
-    cached_pages: int  # that the prefix cache keeps, of free pages and of used ones
-    sharing: PrefixCounts  # what was found computed already
-    compiled_steps: int  # different ones that this engine needed
-    compiled: Compiled  # ahead of requests, behind their steps, and at a step's first use
-    scheduled: ScheduleCounts  # what the scheduler counted
+    fragmentation: float  # share of pages_free outside of their longest run; 0 if a policy needs no runs
+    empty_tokens: int  # free token places in the pages of samples
+    cached_pages: int  # pages that the prefix cache keeps, free and used ones
+    sharing: PrefixCounts  # tokens that did not need computing
+    compiled_steps: int  # number of different steps that this engine needed
+    compiled: Compiled  # programs compiled ahead of requests, in the background, and at a step's first use
+    scheduled: ScheduleCounts  # the scheduler's counts
     counts: RequestCounts
     times: Times
-    drafts: DraftCounts | None  # with a drafter
+    drafts: DraftCounts | None  # None without a drafter
 
     @classmethod
     def of(
@@ -130,7 +130,8 @@ class Metrics:
         times: Times,
         drafts: DraftCounts | None,
     ) -> Self:
-        """As things stand now. outside: sequences that wait for programs to be compiled."""
+        """Returns the metrics of this moment. `outside` is the number of sequences that wait for programs to be
+        compiled."""
         pool, sharing = scheduler.pool, scheduler.sharing
         return cls(
             running=len(scheduler.running),
@@ -153,19 +154,22 @@ class Metrics:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Of several engines: counts and peaks are added up, times are those of all samples."""
+        """Returns the metrics of several engines: counts and peaks are added up, and times cover all samples."""
         free = sum(part.pages_free for part in parts)
         scattered = sum(part.fragmentation * part.pages_free for part in parts) / max(1, free)
         return replace(_added(parts), page_size=parts[0].page_size, fragmentation=scattered)
 
     @property
     def slack(self) -> float:
-        """Returns the share of computed rows that only fill up a bucket."""
+        """Returns the share of padding among computed rows."""
         return (self.counts.rows - self.counts.tokens) / self.counts.rows if self.counts.rows else 0.0
 
     def memory(self) -> dict[str, Any]:
-        """Returns what became of the page pool. Means are over planned steps. Shares are of the pages in use;
-        fragmentation_mean is of the pages that neither a sample nor the prefix cache holds."""
+        """Returns counts and means of the page pool.
+
+        Means are over planned steps. wasted_share is of the pages in use. fragmentation_mean is of the pages that
+        neither a sample nor the prefix cache holds.
+        """
         s = self.scheduled
         steps, used = max(1, s.steps), s.page_steps * self.page_size
         return {
@@ -173,7 +177,7 @@ class Metrics:
             "preemptions_by_cause": dict(s.preempted_by),
             "recomputed_tokens": s.recomputed,
             "drains": s.drains,  # steps that waited for a read because pages were short
-            "outgrown": s.outgrown,  # times that a sample turned out longer than predicted when it needed a page
+            "outgrown": s.outgrown,  # times that a sample that needed a page was longer than predicted
             "moves": s.moved,
             "copied_pages": s.copied_pages,
             "running_peak": s.running_peak,
@@ -184,7 +188,7 @@ class Metrics:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns one level of counters and gauges, and a table of each kind of time in seconds; fit for json.dumps."""
+        """Returns one level of counters and gauges, and a table of each kind of time in seconds, fit for json.dumps."""
         parts = ("compiled", "scheduled", "sharing", "counts", "times", "drafts")
         gauges: Mapping[str, Any] = {k: v for k, v in vars(self).items() if k not in parts}
         times = {f"{name}_s": histogram.summary() for name, histogram in vars(self.times).items()}

@@ -1,4 +1,4 @@
-"""Whether a model can be served as an engine's options say, as far as its weights and devices tell."""
+"""Checks whether a model can be served with an engine's options, by its weights and devices."""
 
 from functools import partial
 
@@ -15,19 +15,19 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 
 def check_model(params: Params, config: LlamaConfig, options: EngineOptions) -> None:
-    """ConfigError for options that this model cannot be served with."""
+    """Raises ConfigError for options that this model cannot be served with."""
     if options.kernels == DETERMINISTIC:
         _check_one_order(params, config)
     if options.compile_processes and config.mesh is not None:
         raise ConfigError(
-            "compile_processes trace steps of one device, and this model is spread over several: leave them out"
+            "compile_processes trace steps of one device, and this model is sharded over several: leave them out"
         )
     if has_processes(config):
         _check_alike(options)
 
 
 def _check_alike(options: EngineOptions) -> None:
-    """ConfigError for what each of several processes that share a model would decide by what it alone sees."""
+    """Raises ConfigError for options that each of several processes sharing a model would decide differently."""
     if options.num_pages is None:
         raise ConfigError("processes share this model, and each would see other free memory: give num_pages")
     if options.speculate is not None and options.drafts is None:
@@ -35,8 +35,8 @@ def _check_alike(options: EngineOptions) -> None:
 
 
 def _check_one_order(params: Params, config: LlamaConfig) -> None:
-    """ConfigError for a weight that has one scale for all rows of a step, or whose products have no one order of sums
-    here."""
+    """Raises ConfigError for a weight with one scale for all rows of a step. Raises it also for a weight without a
+    deterministic matmul here."""
     seen, stacked = set(), config.mesh is not None
     for name, w in [*linears(params).items(), (HEAD, params.embed if params.head is None else params.head)]:
         if isinstance(w, QuantizedWeight) and w.format.per_tensor and w.input_scale is None:
@@ -52,4 +52,4 @@ def _check_one_order(params: Params, config: LlamaConfig) -> None:
         try:
             jax.eval_shape(partial(linear, backend=DETERMINISTIC), row, of)
         except NotImplementedError as error:
-            raise ConfigError(f"deterministic=True has no product for {name}: {error}") from None
+            raise ConfigError(f"deterministic=True has no matmul for {name}: {error}") from None

@@ -1,4 +1,4 @@
-"""Sizes of an engine, checked against the model before anything is allocated."""
+"""Defines the options of an engine, and checks its sizes against the model before anything is allocated."""
 
 import os
 from collections.abc import Mapping
@@ -22,46 +22,43 @@ from pallas_kernels.backends import DETERMINISTIC, OF_MODELS
 from pallas_kernels.formats.kv_formats import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
-MAX_SLOTS = 16  # by default
-MOST_PROCESSES = 64  # that trace: each is a Python with JAX
-MOST_DRAFTS = MOST_NODES // 2  # in a chain
+MAX_SLOTS = 16  # the default
+MOST_PROCESSES = 64  # tracing processes: each is a Python with JAX
+MOST_DRAFTS = MOST_NODES // 2  # drafts in a chain
 _POLICY = "it belongs to a KV policy now, so give kv_policy="
-GONE = {  # options that were here, and what takes their place
+GONE = {  # removed options, and their successors
     "acceptance": "drafts are accepted only where they equal the request's own sample, so leave it out",
     "length_predictor": f"{_POLICY}Predicted(predictor) or Extent(predictor) (jllm/kv_policies)",
     "admission_quantile": f"{_POLICY}Predicted(predictor, quantile=...) (jllm/kv_policies)",
     "watermark": f"{_POLICY}OnDemand(watermark=...) (jllm/kv_policies)",
     "extent_overflow": f"{_POLICY}Extent(overflow=...) (jllm/kv_policies)",
 }
-MOST_DRAFT_ROWS = 256  # of a step with drafts: with more, a GPU no longer waits for weights, and drafts cannot pay
+MOST_DRAFT_ROWS = 256  # rows of a step with drafts: with more, a GPU is bound by compute, and drafts cannot pay
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the caller may choose; None means a default that depends on the model and the device."""
+    """The options of an engine; None means a default that depends on the model and the device."""
 
     max_slots: int = MAX_SLOTS  # sequences that run at once
     page_size: int = 16  # tokens a KV page
-    num_pages: int | None = None  # pages in the pool; default: every slot's whole context, as far as memory goes
+    num_pages: int | None = None  # pages in the pool; default: every slot's whole context, or as many as fit
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
-    # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32", or one as an object, or two, of K and V; default: the model's
-    # dtype.
+    # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32", or an object, or two for K and V; default: the model's dtype.
     kv_cache: KVCache | None = None
     buckets: tuple[Bucket, ...] | None = None  # compiled sizes; default: make_buckets
-    backend: str | None = None  # of the kernels: one of OF_MODELS; default: chosen for the device
+    backend: str | None = None  # backend of the kernels, one of OF_MODELS; default: chosen for the device
     deterministic: bool = False  # a row's bits do not depend on how many rows are computed with it (docs/sampling.md)
     kv_policy: str | Policy = "paged"  # who gets pages when: a name or an object of jllm/kv_policies
     prefix_cache: bool = True  # pages outlive their requests, for others that begin alike (engine/prefix_cache.py)
-    # Speculative decoding: drafts that a step verifies, and that change no token (jllm/speculative).
+    # Speculative decoding: a step verifies drafts, which change no token (jllm/speculative).
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
-    drafts: int | None = None  # that a step verifies of each sequence; default: some, where they pay
-    hooks: Hooks | None = None  # functions of the caller's own inside the steps
+    drafts: int | None = None  # drafts of each sequence in a step; default: some, where they pay
+    hooks: Hooks | None = None  # the caller's functions inside the steps
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
-    compile_processes: int = 0  # that trace steps compiled ahead, beside this one (tracing.py)
-    progress: bool | None = None  # say on standard error what is being compiled; default: where that is a terminal
-    trace: Sink | None = (
-        None  # where to record the schedule: a file, or a list that takes the records (engine/trace.py)
-    )
+    compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
+    progress: bool | None = None  # whether standard error shows compilation; default: only a terminal does
+    trace: Sink | None = None  # the file, or the list, that records the schedule (engine/trace.py)
 
     def __post_init__(self):
         for name in ("max_slots", "num_pages", "max_step_tokens"):
@@ -124,12 +121,12 @@ class EngineOptions:
         return found
 
     def make_policy(self) -> Policy:
-        """Returns the KV policy; one by name is new each time, and so is what it learns."""
+        """Returns the KV policy. A policy given by name is new each time, and so is everything that it learns."""
         return policy_of(self.kv_policy)
 
 
 def check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
-    """ConfigError for a number of drafts that has no meaning."""
+    """Raises ConfigError for an invalid number of drafts."""
     if speculate is None:
         raise ConfigError("drafts has no meaning without speculate: leave it out")
     if not isinstance(drafts, Integral) or isinstance(drafts, bool) or not 0 < int(drafts) <= MOST_DRAFTS:
@@ -139,7 +136,7 @@ def check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
 
 
 class EngineKeywords(TypedDict, total=False):
-    """EngineOptions as keyword arguments, by which editors and type checkers know them; None stands for the default."""
+    """EngineOptions as keyword arguments, for editors and type checkers; None stands for the default."""
 
     max_slots: int | None
     page_size: int | None
@@ -161,8 +158,8 @@ class EngineKeywords(TypedDict, total=False):
 
 
 def make_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Returns EngineOptions from keyword arguments; None stands for the default. Raises ConfigError for a name that is
-    not one of them."""
+    """Returns EngineOptions from keyword arguments; None stands for the default. Raises ConfigError for an unknown
+    name."""
     names = [f.name for f in fields(EngineOptions)]
     for name in given:
         if name in GONE:
@@ -173,14 +170,15 @@ def make_options(given: Mapping[str, Any]) -> EngineOptions:
 
 
 def drafter_of(options: EngineOptions) -> Drafter | None:
-    """Returns the drafter that the options have; a name was made into one before (drafters.with_drafter)."""
+    """Returns the drafter in the options. Raises ConfigError for a name, which drafters.with_drafter must replace
+    first."""
     if isinstance(options.speculate, str):
         raise ConfigError(f"speculate={options.speculate!r} is a name: give the drafter that it stands for")
     return options.speculate
 
 
 def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) -> EngineSizes:
-    """Fills in defaults; affordable_pages is what the device's memory can hold."""
+    """Fills in defaults; affordable_pages is how many pages the device's memory can hold."""
     P, S = options.page_size, options.max_slots
     whole = -(-config.context // P)
     num_pages = options.num_pages or max(S, min(S * whole, affordable_pages))

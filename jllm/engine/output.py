@@ -1,4 +1,4 @@
-"""From sampled tokens to text: incremental detokenization, stop strings, and what may be shown already."""
+"""Turns sampled tokens into text: incremental detokenization, stop strings, and which text may be shown already."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -9,23 +9,23 @@ from jllm.files.tokenizer import StreamDecoder
 class OutputText:
     """The output of one sequence as it grows.
 
-    Text that may still turn out to be the beginning of a stop string is held back, and so are the tokens that produced
-    it."""
+    Text that may turn out to begin a stop string is held back. So are the tokens that produced it.
+    """
 
     def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
         self.decoder, self._finished = decoder, False
         self.stops = tuple(stops)
-        self._longest = max((len(s) - 1 for s in self.stops), default=0)  # text that may have to be held back
-        self.text_can_be_late = decoder is not None and not self.stops  # nothing but what is shown depends on its text
+        self._longest = max((len(s) - 1 for s in self.stops), default=0)  # most letters that may be held back
+        self.text_can_be_late = decoder is not None and not self.stops  # its text decides only what is shown
         self.tokens: list[int] = []
         self.text = ""
-        self.stopped = False  # a stop string was found; the text is cut before it, and so are tokens wholly behind
+        self.stopped = False  # a stop string was found; it is cut off, with all later tokens
         self._ends: list[int] = []  # per token, the length of the text once all of its bytes are decoded
         self._shown_text = 0
         self._shown_tokens = 0
 
     def push(self, token: int) -> None:
-        """Appends one token; sets `stopped` when its text completes a stop string."""
+        """Appends one token; sets `stopped` if its text completes a stop string."""
         self.tokens.append(token)
         if self.decoder is not None:
             self._grow(self.decoder.push(token))
@@ -39,14 +39,14 @@ class OutputText:
             self.push(token)
 
     def finish(self) -> None:
-        """Flushes bytes that were waiting for the rest of a character; once, however often it is called."""
+        """Flushes bytes that wait for the rest of a character. Further calls do nothing."""
         if self.decoder is not None and not self.stopped and not self._finished:
             self._finished = True
             self._grow(self.decoder.finish())
             self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
 
     def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
-        """Returns text and tokens that are certain by now and were not taken before."""
+        """Returns text and tokens that are certain by now and were not returned before."""
         if self.decoder is None:
             return "", self.pass_on()
         held = 0 if final or self.stopped or not self._longest else self._held_back()
@@ -61,7 +61,7 @@ class OutputText:
         return text, tokens
 
     def pass_on(self) -> tuple[int, ...]:
-        """Returns the tokens that were not taken before, where there is no decoder."""
+        """Returns the tokens that were not returned before. Requires that there is no decoder."""
         tokens = tuple(self.tokens[self._shown_tokens :])
         self._shown_tokens += len(tokens)
         return tokens
@@ -82,14 +82,14 @@ class OutputText:
         self.text = self.text[:at]
         keep = sum(end <= at for end in self._ends)
         if keep < len(self._ends) and (self._ends[keep - 1] if keep else 0) < at:
-            # The stop begins inside of a token, or of a character's tokens: they stay, since they made text.
+            # The stop begins within a token, or within a character's tokens: they stay, since they made text.
             inside = self._ends.count(self._ends[keep])
             self._ends[keep : keep + inside] = [at] * inside
             keep += inside
         del self.tokens[keep:], self._ends[keep:]
 
     def _held_back(self) -> int:
-        """Returns length of the longest end of the text that begins a stop string."""
+        """Returns the length of the longest suffix of the text that begins a stop string."""
         for n in range(min(self._longest, len(self.text)), 0, -1):
             if any(s.startswith(self.text[-n:]) for s in self.stops):
                 return n

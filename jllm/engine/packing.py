@@ -1,4 +1,4 @@
-"""A plan of the scheduler as the packed buffer that the device reads."""
+"""Packs the scheduler's plan into the buffer that the device reads."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ from jllm.model.sampling import STOP_IDS, Penalties, Sampling
 from jllm.programs.packed_step import Layout
 from jllm.step.batch import PromptChunk, fill_batch
 
-# What users set and the device acts on; other fields of SamplingParams are the host's.
+# Fields of SamplingParams that the device uses; the host uses the others.
 NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}
 
 

@@ -1,9 +1,8 @@
-"""What sequences hold of the page pool, and what the device's page table has of it.
+"""Keeps the pages that sequences hold, and the part of them that the device's page table has.
 
-Drafts: where a short segment has more than one row, a decode gets rows beside its newest token's as far as their pages
-are there: pages for all that unread steps may have advanced it, for the rows, and for the token after them, so that the
-next step can always follow. Drafts take pages that are left over, and give them back before a sequence waits for a page
-or is preempted.
+Drafts: if a short segment has several rows, a decode gets extra rows as far as their pages exist. Unread steps may have
+advanced it by several tokens. It needs pages for these tokens, for the rows, and for one token after them. So the next
+step can always follow. Drafts use spare pages. They give them back before a sequence waits for a page or is preempted.
 """
 
 from jllm.engine.kv_policy import Policy
@@ -14,29 +13,31 @@ from jllm.programs.sizes import Limits
 
 
 class PageTables:
-    """The scheduler's half that hands out slots and pages. It renews the given policy with each pool."""
+    """The scheduler's half that hands out slots and pages. It makes a new policy with each pool."""
 
     def __init__(self, limits: Limits, policy: Policy, prefix_cache: bool):
         self.limits, self.policy = limits, policy
         self.sharing = Sharing(prefix_cache, limits.block)
         self.counts = ScheduleCounts()
         self.running: list[Sequence] = []
-        self.dispatched = -1  # newest step planned
+        self.dispatched = -1  # the newest planned step
 
     def _renew(self) -> None:
-        """A pool in which all is free."""
+        """Makes a pool in which everything is free."""
         self.pool = self.policy.make_pool(self.limits.num_pages, self.limits.page_size)
         self.policy = self.policy.over(self.pool)
         self.sharing.renew(self.pool)
         self.returns = 0  # how often pages were given back
         self.free_slots = list(range(self.limits.max_slots - 1, -1, -1))
-        self.empty = 0  # tokens that the pages of sequences have room for and do not hold
-        self.retired: list[tuple[int, list[int]]] = []  # (step that copies them to elsewhere, pages)
+        self.empty = 0  # free token places in the pages of sequences
+        self.retired: list[tuple[int, list[int]]] = []  # (step that copies these pages elsewhere, pages)
 
     def _grow(self, seq: Sequence, tokens: int, parts: PlanParts, others: int = 0) -> int:
-        """Take the pages that seq's first `tokens` need and put them into the page table, as far as the policy and the
-        room for changes go, leaving a page and a change to each of `others` others; returns how many of the tokens that
-        are not computed have their page."""
+        """Allocates pages for seq's first `tokens`, and puts them into the page table.
+
+        It goes as far as the policy and the room for changes allow. A page and a change stay for each of `others`
+        sequences. Returns how many uncomputed tokens have their page.
+        """
         room = self.limits.max_deltas - len(parts.deltas) - others
         need, have = self.pool.pages_for(tokens), len(seq.pages)
         if need > have:
@@ -60,8 +61,8 @@ class PageTables:
         seq.mapped += len(new)
 
     def _lend(self, seq: Sequence, tokens: int, spare: int, parts: PlanParts) -> bool:
-        """Returns whether the first tokens of seq have pages in the page table, or now get them, at most `spare` new
-        ones."""
+        """Takes at most `spare` pages so that the first tokens of seq have pages in the page table. Returns whether
+        they have."""
         need = self.pool.pages_for(min(tokens, seq.max_length - 1))
         missing, changes = max(0, need - len(seq.pages)), max(0, need - seq.mapped)
         if missing > max(0, spare) or changes > self.limits.max_deltas - len(parts.deltas):
@@ -73,7 +74,7 @@ class PageTables:
         return True
 
     def _return_borrowed(self) -> bool:
-        """Gives back pages that were taken for drafts and that no unread step may write; whether there were any."""
+        """Frees pages that were taken for drafts and that no unread step may write. Returns whether there were any."""
         found = False
         for seq in self.running if self.limits.short_rows > 1 else ():
             seq.borrowed = min(seq.borrowed, len(seq.pages) - self.pool.pages_for(seq.reach))
@@ -88,7 +89,7 @@ class PageTables:
         return found
 
     def _free_retired(self, step: int) -> None:
-        """Gives back pages that were copied by steps up to this one."""
+        """Frees pages that were copied by steps up to this one."""
         while self.retired and self.retired[0][0] <= step:
             self.pool.free(self.retired.pop(0)[1])
             self.returns += 1

@@ -1,4 +1,4 @@
-"""What the scheduler decides: its limits, the plan of a step, and counts of what happened."""
+"""Defines the scheduler's output: the plan of a step, and counts of events."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,40 +9,45 @@ from jllm.engine.sequence import Sequence
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
-    """Returns page table changes that a step may ask for: of each slot those of a short segment that ends with a page
-    for the token after it, of each prompt chunk its pages, the first and the last of which it may fill in part."""
+    """Returns the most page table changes that a step may ask for.
+
+    Each slot may change the pages of a short segment, which ends with a page for the token after it. Each prompt chunk
+    may change its pages, of which the first and the last may be partial.
+    """
     return max_slots * (1 + -(-(short_rows + 1) // page_size)) + -(-max_step_tokens // page_size)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
+    """Tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
 
     seq: Sequence
     start: int
     tokens: tuple[int, ...]
-    final: bool  # the last known token is in it
+    final: bool  # it has the last known token
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step. Each decode computes the KV of its slot's newest token and of the drafts in its other rows, if it has
-    more than one, and samples. The host knows the index of its first row as an interval: it ends at
-    seq.computed + seq.ahead - rows, and begins at seq.computed - 1. No row at or past max_length - 1 is written.
+    """One step.
 
-    Copies come first, all at once (no page is both read and written), and after all steps that were dispatched before.
-    Rarely a plan has page table changes and nothing else.
+    Each decode computes the K and V of its slot's newest token, and of the drafts in its other rows. Then it samples.
+    The host knows the index of its first row as an interval. The interval begins at seq.computed - 1, and ends at
+    seq.computed + seq.ahead - rows. No row at or past max_length - 1 is written.
+
+    Copies come first, all at once (no page is both read and written), and after all earlier steps. Rarely a plan has
+    only page table changes.
     """
 
     step: int
     decodes: tuple[Sequence, ...]
-    rows: tuple[int, ...]  # of each decode, 1 .. Q
+    rows: tuple[int, ...]  # rows of each decode, 1 .. Q
     chunks: tuple[Chunk, ...]
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
-    loads: tuple[Sequence, ...] = ()  # whose snapshot goes to their first pages before all copies
-    skips: tuple[tuple[Sequence, int], ...] = ()  # admitted ones with the number of first tokens that no step computes
-    preempted: tuple[Sequence, ...] = ()  # since the plan before
+    loads: tuple[Sequence, ...] = ()  # sequences whose snapshot goes to their first pages before all copies
+    skips: tuple[tuple[Sequence, int], ...] = ()  # (admitted sequence, first tokens that no step computes)
+    preempted: tuple[Sequence, ...] = ()  # since the previous plan
 
     @property
     def prompt_tokens(self) -> int:
@@ -50,7 +55,7 @@ class StepPlan:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Decodes, prompt tokens and chunks that a compiled size must have room for."""
+        """Returns decodes, prompt tokens and chunks that a compiled size must have room for."""
         return len(self.decodes), self.prompt_tokens, len(self.chunks)
 
     @property
@@ -61,7 +66,7 @@ class StepPlan:
 
 @dataclass
 class PlanParts:
-    """The parts of the next plan that several hands add to."""
+    """The parts of the next plan, to which several methods add."""
 
     chunks: list[Chunk] = field(default_factory=list)
     deltas: list[tuple[int, int, int]] = field(default_factory=list)
@@ -74,35 +79,36 @@ class PlanParts:
         return not (self.chunks or self.deltas or self.copies or self.loads)
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Pages to copy (from, to). Copies happen all at once: what is itself to be copied is still where it was."""
+        """Adds pages to copy (from, to). Copies happen all at once, so a page that another copy overwrites is still
+        unchanged."""
         for source, target in pairs:
             self.copies[target] = self.copies.get(source, source)
 
 
 @dataclass
 class ScheduleCounts:
-    """What happened since the scheduler was made, or its counts were reset."""
+    """Counts events since the scheduler was made, or its counts were reset."""
 
     added: int = 0
     admitted: int = 0  # readmissions included
     preempted: int = 0
-    preempted_by: Counter[str] = field(default_factory=Counter)  # what wanted a page: see kv_policy.Policy.cause
+    preempted_by: Counter[str] = field(default_factory=Counter)  # by why a page was needed: kv_policy.Policy.cause
     finished: int = 0
-    recomputed: int = 0  # tokens of those admitted again whose KV was lost, by preemption or with the device
+    recomputed: int = 0  # tokens of readmitted sequences whose K and V were lost, by preemption or with the device
     drains: int = 0  # times that a shortage of pages had to wait for the step in flight
     outgrown: int = 0  # times that a sequence that needed a page was longer than predicted
-    moved: int = 0  # of these, how often it moved to a longer extent
-    copied_pages: int = 0  # on the device: by moves and for sequences that share a partial page
+    moved: int = 0  # times that such a sequence moved to a longer extent
+    copied_pages: int = 0  # pages copied on the device, by moves and for shared partial pages
     running_peak: int = 0  # most sequences that ran at once
-    # Sums over planned steps, for means:
+    # These are sums over planned steps, for means:
     steps: int = 0
     running_steps: int = 0
     page_steps: int = 0  # pages in use
-    empty_steps: int = 0  # tokens that pages of running sequences had room for and did not hold
+    empty_steps: int = 0  # free token places in pages of running sequences
     fragmentation: float = 0.0  # PagePool.fragmentation
 
     def planned(self, pool: PagePool, running: int, copies: int, empty: int) -> None:
-        """Counts one more step, of `running` sequences, with `copies` pages to copy and room for `empty` tokens."""
+        """Counts one more step, of `running` sequences, with `copies` pages to copy and `empty` free token places."""
         self.steps += 1
         self.copied_pages += copies
         self.running_peak = max(self.running_peak, running)

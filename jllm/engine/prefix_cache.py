@@ -1,14 +1,13 @@
-"""Pages that outlive their sequences, found again by the tokens that they hold.
+"""Keeps pages that outlive their sequences, and finds them by the tokens that they hold.
 
-K and V of a token depend on the tokens before it and on nothing else that could differ within one engine (one set of
-weights, one KV format), so a full page is known by its tokens and by the page before it. The cache is the tree of
-these chains: a page's key is its parent and its tokens. A dict hashes it and compares it, so tokens that merely hash
-alike are never taken for one another.
+K and V of a token depend only on the tokens before it: an engine has one set of weights and one KV format. So a full
+page is identified by its tokens and by the page before it. The cache is the tree of these chains: a page's key is its
+parent and its tokens. A dict hashes the key and compares it, so different tokens with equal hashes are never confused.
 
-The cache has a reference to each of its pages (PagePool.share). A page without any other is idle, and given
-back when the pool is short: the least recently used first, and no parent before its children, since a page without
-those before it cannot be found. Whoever holds a cached page holds its ancestors, or pages of the same tokens instead
-and none that is cached below (see insert); so below an idle page all are idle, and every idle page can be given back.
+The cache has a reference to each of its pages (PagePool.share). A page without any other reference is idle, and evicted
+when the pool is short. The least recently used page goes first. No parent goes before its children, since a page cannot
+be found without the pages before it. A sequence that uses a cached page also uses all pages before it. (Exception: see
+`insert`.) So if a page is idle, all its descendants are idle, and every idle page can be evicted.
 """
 
 from bisect import bisect_left, insort
@@ -23,21 +22,21 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache has of a sequence's beginning."""
+    """The cached part of a sequence's beginning."""
 
     pages: tuple[int, ...] = ()  # full ones, in order
-    source: int | None = None  # a page whose first tokens are those that follow: to be copied, not shared
-    tokens: int = 0  # that all of these hold
+    source: int | None = None  # a page whose first tokens come next: to be copied, not shared
+    tokens: int = 0  # tokens that all of these hold
 
 
 @dataclass
 class PrefixCounts:
-    """What came of a cache, or of several that followed one another: see sharing.Sharing."""
+    """Counts the results of one cache, or of several in a row (reuse.Sharing)."""
 
     lookups: int = 0  # sequences that were admitted
-    hits: int = 0  # that found some of their beginning in the cache
+    hits: int = 0  # sequences that found some of their beginning in the cache
     hit_tokens: int = 0  # tokens that were not computed, since they were in the cache
-    forked_tokens: int = 0  # the same, since another sequence or a snapshot had them
+    forked_tokens: int = 0  # tokens that were not computed, since another sequence or a snapshot had them
     pages_kept: int = 0
     pages_evicted: int = 0
 
@@ -49,16 +48,17 @@ class _Node:
     tokens: Tokens
     page: int
     parent: "_Node | None"
-    used: int = 0  # when, by the cache's clock
-    idle: bool = False  # the cache's is the page's only reference
+    used: int = 0  # time of the last use, by the cache's clock
+    idle: bool = False  # only the cache holds the page
     children: dict[Tokens, "_Node"] | None = None  # most pages have none
-    sorted: list[Tokens] | None = None  # keys of children, ascending, once the closest was looked for
+    sorted: list[Tokens] | None = None  # keys of children, ascending, once a lookup needed the closest
 
 
 class PrefixCache:
-    """A pool's evictor (pages.Evictor). Costs are in pages looked at, times the logarithm of how many there are."""
+    """A pool's evictor (pages.Evictor). A call costs the number of pages that it looks at, times a logarithm of all
+    pages."""
 
-    LEAST_PART = 4  # a page is copied for a part of its tokens no smaller than one in LEAST_PART
+    LEAST_PART = 4  # a page is copied if at least 1 / LEAST_PART of its tokens match
 
     def __init__(self, pool: PagePool, counts: PrefixCounts | None = None):
         self.pool = pool
@@ -71,7 +71,7 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Returns pages that it holds."""
+        """Returns how many pages it holds."""
         return len(self._nodes)
 
     @property
@@ -83,8 +83,8 @@ class PrefixCache:
         return sum(self._nodes[page].idle for page in pages)
 
     def lookup(self, tokens: Tokens) -> Match:
-        """Returns the longest cached beginning of `tokens`, without the last one: its logits are wanted, so it is
-        computed. Takes nothing yet, see `take`."""
+        """Returns the longest cached prefix of `tokens`, without the last token, which is computed for its logits.
+        Holds no page yet, see `take`."""
         size, most = self.pool.page_size, len(tokens) - 1
         node = self._root
         pages: list[int] = []
@@ -100,20 +100,20 @@ class PrefixCache:
         return Match(tuple(pages), part.page, at + common)
 
     def take(self, match: Match) -> None:
-        """One more holder for the pages of a match that was just looked up, its source included: free that once the
-        copy is dispatched."""
+        """Holds the pages of a match that was just looked up, its source included. Free the source once its copy is
+        dispatched."""
         self.pool.share(match.pages if match.source is None else (*match.pages, match.source))
 
     def insert(self, tokens: Tokens, pages: list[int], *, leaving: bool = False) -> None:
-        """Keeps those of a sequence's pages that `tokens`, its first ones, fill. They must have been read.
+        """Keeps the pages of a sequence that `tokens`, its first ones, fill. The tokens must have been read.
 
-        Where the cache has another page of the same tokens (two computed them at a time), the sequence's own is not
-        kept. Pages after such a one are kept only if they have no holder but a sequence that is leaving, i.e. is about
-        to free them: otherwise they would be held while the cached page before them is idle.
+        Two sequences may have computed the same tokens. If the cache has another page of them, the sequence's own is
+        not kept. The pages after it are then kept only if `leaving`, and if no other sequence holds them. Otherwise a
+        sequence would hold them while the cached page before them is idle.
         """
         size, node, ours, new = self.pool.page_size, self._root, True, []
         for i, page in enumerate(pages[: len(tokens) // size]):
-            child = self._nodes.get(page) if ours else None  # as long as the way here led over its pages
+            child = self._nodes.get(page) if ours else None  # only while all pages before it are the sequence's own
             if child is None:
                 key = tokens[i * size : (i + 1) * size]
                 child = node.children.get(key) if node.children else None
@@ -130,7 +130,7 @@ class PrefixCache:
         self.counts.pages_kept += len(new)
 
     def evict(self, pages: int) -> None:
-        """Gives back at least `pages` pages, or all idle ones."""
+        """Frees at least `pages` pages, or all idle ones."""
         evicted: list[int] = []
         while len(evicted) < pages and self._leaves:
             used, page = heappop(self._leaves)
@@ -142,7 +142,7 @@ class PrefixCache:
         self.pool.free(sorted(evicted))
 
     def clear(self) -> None:
-        """Forgets everything: the weights have changed, say. What sequences hold stays theirs."""
+        """Forgets everything, for example because the weights have changed. Sequences keep their pages."""
         pages = sorted(self._nodes)
         self._nodes, self._leaves, self._idle = {}, [], 0
         self._root = _Node((), -1, None)
@@ -151,17 +151,17 @@ class PrefixCache:
     def holds(self, page: int) -> bool:
         return page in self._nodes
 
-    # The pool tells of pages that several hold
+    # Calls from the pool
 
     def on_share(self, page: int) -> None:
-        """A page with one holder has two now."""
+        """Takes note that a page with one holder has two now."""
         node = self._nodes.get(page)
         if node is not None and node.idle:
             node.idle = False
             self._idle -= 1
 
     def on_single(self, page: int) -> None:
-        """The last reference to this page but one has gone: what is left is the cache's, if the page is cached."""
+        """Takes note that a page has one holder left: the cache, if the page is cached."""
         node = self._nodes.get(page)
         if node is not None:
             node.idle = True
@@ -208,14 +208,14 @@ class PrefixCache:
 
 
 def _closest(node: _Node, tokens: Tokens) -> tuple[_Node | None, int]:
-    """Returns the child whose page begins with most of `tokens`, and how many that are."""
+    """Returns the child whose page shares the longest prefix with `tokens`, and that prefix's length."""
     if not node.children:
         return None, 0
     if node.sorted is None:
         node.sorted = sorted(node.children)
     at = bisect_left(node.sorted, tokens)
     best, most = None, 0
-    for key in node.sorted[max(at - 1, 0) : at + 1]:  # those who share most stand next to it
+    for key in node.sorted[max(at - 1, 0) : at + 1]:  # the longest shared prefixes are its neighbours
         common = next((i for i, (a, b) in enumerate(zip(key, tokens)) if a != b), min(len(key), len(tokens)))
         if common > most:
             best, most = node.children[key], common

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: sampling parameters, completions, events."""
+"""Defines the input and output of the engine: sampling parameters, completions, events."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _suggests_names[C](cls: type[C]) -> type[C]:
-    """Returns a dataclass whose constructor answers an unknown keyword with the field that it may stand for. What it
-    accepts is as it was, for editors too."""
+    """Returns a dataclass whose constructor names the likely field in the error for an unknown keyword. Its signature
+    stays the same, for editors too."""
     made: Any = cls
     init, names = made.__init__, [f.name for f in fields(made)]
 
@@ -39,10 +39,10 @@ def _suggests_names[C](cls: type[C]) -> type[C]:
 class SamplingParams:
     """How to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
-    seed None is drawn once a request and reported in the completion. logprobs n asks for the chosen token's
-    log-probability and the n most likely ones (of the raw logits). logit_bias maps token ids to addends. guide is what
-    the text must look like (docs/sampling.md): no token is drawn that it does not allow, and it ends by an end token. A
-    string of stop that is one special token stops at its id, since no text shows it.
+    seed None draws a seed once a request, and the completion has it. logprobs n asks for log-probabilities of the
+    chosen token and the n most likely ones. (They are of the raw logits.) logit_bias maps token ids to addends. guide
+    restricts the form of the text (docs/sampling.md). Only tokens that it allows are drawn, and the text ends by an end
+    token. A stop string that is one special token stops at its id, since no text shows it.
     """
 
     temperature: float = 1.0
@@ -111,7 +111,7 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """Returns whether a penalty asks which tokens there were."""
+        """Returns whether a penalty depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -121,8 +121,8 @@ class SamplingParams:
 
     @property
     def draws(self) -> "Draws":
-        """Returns what it takes to draw this request's tokens."""
-        from jllm.model.sampling import Draws  # imports jax, which --help does without
+        """Returns how this request's tokens are drawn."""
+        from jllm.model.sampling import Draws  # imports jax, which --help does not need
 
         if self.temperature == 0:
             return Draws.GREEDY
@@ -134,7 +134,7 @@ def _is_int(x) -> bool:
 
 
 def _is_real(x: Any) -> bool:
-    """Returns a number that float32, the type of parameters on the device, can hold."""
+    """Returns whether x is a number that float32, the dtype of parameters on the device, can hold."""
     return isinstance(x, Real) and not isinstance(x, bool) and bool(abs(x) < 3e38)  # type: ignore[operator]
 
 
@@ -151,7 +151,7 @@ class TokenLogprob:
 class Timings:
     """Seconds on a monotonic clock, counted from submission."""
 
-    first_token: float | None  # None when no token came
+    first_token: float | None  # None if no token came
     total: float  # until its last token was read, or it was aborted
     prompt_tokens: int
     output_tokens: int  # tokens kept in the completion
@@ -159,28 +159,33 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample. token_ids hold neither the prompt nor the end token, stop id or stop text. A token inside of
-    which the stop text begins is one of them, whole."""
+    """One finished sample.
+
+    token_ids have neither the prompt nor the end token, stop id or stop text. If the stop text begins within a token,
+    that token is included as a whole.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None  # None without a tokenizer
-    finish_reason: str  # "stop", "length", "abort", "deadline", or "error": logits not finite, or a step that failed or
-    # did not compile
+    # "stop", "length", "abort", "deadline", or "error": logits were not finite, or a step failed or did not compile
+    finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None
-    prompt_logprobs: tuple[float, ...] | None  # one a prompt token after the first
+    prompt_logprobs: tuple[float, ...] | None  # one for each prompt token after the first
     timings: Timings
     seed: int = 0  # the seed that was used, drawn if none was given
-    prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 where the token was the most likely one
-    prompt_best: tuple[tuple[int, float], ...] | None = None  # with them: the most likely token, and its logprob
+    prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 if the token was the most likely one
+    prompt_best: tuple[tuple[int, float], ...] | None = None  # with prompt_logprobs: the most likely token, its logprob
 
 
 class Event(NamedTuple):
-    """What a step made of one sample: the new text and tokens, and the completion once it is finished. A tuple, since
-    each token makes one: a frozen dataclass takes three times as long."""
+    """A step's news of one sample: the new text and tokens, and the completion once it is finished.
 
-    id: int  # what submit returned
+    It is a tuple, since each token makes one, and a frozen dataclass takes longer to make.
+    """
+
+    id: int  # the id that submit returned
     sample: int  # 0 .. n-1
     text: str = ""
     token_ids: tuple[int, ...] = ()
     completion: Completion | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, where they were asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, if the request asks for them

@@ -1,8 +1,8 @@
-"""What a sequence begins with instead of computing it: pages that the prefix cache has, pages of the sequence that it
-continues, or a snapshot that was given with it.
+"""Reuses the beginning of a sequence instead of computing it.
 
-Full pages are shared: whoever holds them only reads them. Of a page that the sequence would write to, it gets a copy of
-its own (copy on write); its last token is always computed, since its logits are wanted.
+It comes from pages in the prefix cache, from the sequence that this one continues, or from its snapshot. Full pages are
+shared: their holders only read them. If a sequence would write to a page, it gets its own copy (copy on write). Its
+last token is always computed, since its logits are needed.
 """
 
 from collections.abc import Iterator
@@ -17,21 +17,24 @@ from jllm.engine.sequence import Sequence
 class ReusedPrefix:
     """The first `tokens` of a sequence, from elsewhere."""
 
-    pages: tuple[int, ...] = ()  # full ones of others, to be shared
-    source: int | None = None  # a page of another, to be copied for the tokens that follow
+    pages: tuple[int, ...] = ()  # full pages of other holders, to be shared
+    source: int | None = None  # another holder's page, to be copied for the next tokens
     tokens: int = 0
-    snapshot: bool = False  # they are in the sequence's snapshot instead, which goes to pages of its own
-    cached: bool = False  # they are the prefix cache's
+    snapshot: bool = False  # the tokens are in the sequence's snapshot instead, which goes to its own pages
+    cached: bool = False  # the pages are the prefix cache's
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Returns pages of others."""
+        """Returns the pages of other holders."""
         return self.pages if self.source is None else (*self.pages, self.source)
 
 
 class Sharing:
-    """Reused prefixes of one scheduler's sequences. `keep`: pages outlive their sequences, in a prefix cache. `block`:
-    tokens of which prefixes are whole multiples, where K and V of newer ones are not in the pages (kv_formats.Kivi)."""
+    """Finds reused prefixes for one scheduler's sequences.
+
+    `keep`: a prefix cache keeps pages beyond their sequences. `block`: prefixes are whole multiples of this many
+    tokens, where the pages lack K and V of newer ones (kv_formats.Kivi).
+    """
 
     def __init__(self, keep: bool, block: int = 1):
         self.block = block
@@ -40,7 +43,7 @@ class Sharing:
         self.cache: PrefixCache | None = None
 
     def renew(self, pool: PagePool) -> None:
-        """A new pool, and with it an empty cache."""
+        """Takes a new pool, with an empty cache."""
         self.pool = pool
         self.cache = pool.evictor = PrefixCache(pool, self.counts) if self.keep else None
 
@@ -51,24 +54,24 @@ class Sharing:
 
     @property
     def num_pages(self) -> int:
-        """Returns pages that are kept, in use now or not."""
+        """Returns how many pages are kept, in use or not."""
         return 0 if self.cache is None else self.cache.num_pages
 
     def clear(self) -> None:
-        """Forgets what is kept."""
+        """Forgets all kept pages."""
         if self.cache is not None:
             self.cache.clear()
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Returns whether the sequence that this one continues is about to compute what both begin with."""
+        """Returns whether the sequence that this one continues will soon compute their common beginning."""
         origin = seq.origin
         if origin is None or not _may_skip(seq) or origin.slot is None or origin.finished or not origin.prefilling:
             return False
         return known_tokens(origin) < min(seq.common, seq.length - 1)
 
     def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
-        """Yields what seq could begin with, best first. If it is alone, the last one leaves it all pages of the
-        pool."""
+        """Yields prefixes that seq could begin with, best first. If seq is alone, the last one leaves it all pages of
+        the pool."""
         if seq.snapshot is not None and not self._continues(seq).tokens:
             yield ReusedPrefix(tokens=self.whole(min(seq.snapshot.length, seq.length - 1)), snapshot=True)
             return
@@ -79,26 +82,26 @@ class Sharing:
                 best = ReusedPrefix(match.pages, match.source, match.tokens, cached=True)
         best = self._cut(best, self.whole(best.tokens))
         yield best
-        if best.source is not None:  # that page is held besides seq's own until it is copied
+        if best.source is not None:  # this page is held besides seq's own until it is copied
             size = self.pool.page_size
             full = next(n for n in range(len(best.pages), -1, -1) if self.whole(n * size) == n * size)
             yield self._cut(best, full * size)
-        if alone and best.pages:  # where they lie, they may leave no run of pages that is long enough
+        if alone and best.pages:  # the shared pages may leave no run of pages that is long enough
             yield ReusedPrefix()
 
     def take(self, seq: Sequence, reused: ReusedPrefix) -> None:
-        """Gives seq the pages that it shares, and holds the one to be copied."""
+        """Gives seq its shared pages, and holds the page to be copied."""
         self.pool.share(reused.held)
         seq.pages = list(reused.pages)
         seq.computed, seq.cached = reused.tokens, len(reused.pages) * self.pool.page_size
 
     def give_back(self, seq: Sequence, reused: ReusedPrefix) -> None:
-        """The reverse of take."""
+        """Undoes take."""
         self.pool.free(reused.held)
         seq.pages, seq.computed, seq.cached = [], 0, 0
 
     def begin(self, seq: Sequence, reused: ReusedPrefix) -> None:
-        """seq was admitted with this: it gets the pages that will hold these tokens, if it has not got them by now."""
+        """Begins an admitted sequence with this prefix: allocates pages for its tokens, as far as seq lacks them."""
         missing = self.pool.pages_for(reused.tokens) - len(seq.pages)
         if missing > 0:
             pages = self.pool.allocate(missing)
@@ -111,13 +114,13 @@ class Sharing:
         counts.forked_tokens += reused.tokens - found
 
     def on_first_token(self, seq: Sequence) -> None:
-        """The first token since seq was admitted has been read, and so has all that it prefilled."""
+        """Caches the pages that seq has prefilled, once its first token since admission is read."""
         if self.cache is not None and not seq.private:
             self.cache.insert(seq.tokens[: self.whole(seq.prefill_end)], seq.pages)
 
     def on_release(self, seq: Sequence) -> None:
-        """seq is about to free its pages, and nothing writes them any more."""
-        # Logits that are not finite may come from K and V that are not.
+        """Caches the pages of seq just before it frees them. No step writes them any more."""
+        # If logits are not finite, K and V may not be either.
         if self.cache is not None and not seq.private and seq.finish_reason != "error":
             self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, leaving=True)
 
@@ -126,13 +129,13 @@ class Sharing:
         return tokens - tokens % self.block
 
     def _cut(self, reused: ReusedPrefix, tokens: int) -> ReusedPrefix:
-        """Returns its first tokens alone."""
+        """Returns the prefix of the first `tokens` alone."""
         full, part = divmod(tokens, self.pool.page_size)
         pages = (*reused.pages, reused.source)
         return replace(reused, pages=reused.pages[:full], source=pages[full] if part else None, tokens=tokens)
 
     def _continues(self, seq: Sequence) -> ReusedPrefix:
-        """Returns what seq can have of the sequence that it continues, as long as that one holds its pages."""
+        """Returns the prefix from the sequence that seq continues, while that one holds its pages."""
         origin = seq.origin
         if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
             return ReusedPrefix()
@@ -142,12 +145,14 @@ class Sharing:
 
 
 def _may_skip(seq: Sequence) -> bool:
-    """Returns whether seq asks for nothing that only computing a token gives: its log-probability in a prompt, its
-    count for penalties, which the device takes from the chunks."""
+    """Returns whether seq needs no result of computing its prompt: no log-probabilities, and no penalty counts, which
+    the device takes from chunks."""
     return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
 
 
 def known_tokens(seq: Sequence) -> int:
-    """Returns tokens known to the host whose K and V are in seq's pages once all dispatched steps have run: the newest
-    token's are not, and a token that the host has not read may have ended seq on the device."""
+    """Returns how many known tokens have K and V in seq's pages once all dispatched steps have run.
+
+    The host knows the newest token too, but it has no K and V yet. An unread token may have ended seq on the device.
+    """
     return min(seq.computed, seq.length - 1)

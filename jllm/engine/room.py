@@ -1,4 +1,5 @@
-"""What an engine takes of a device's memory: how many pages fit, and which options would, before allocating."""
+"""Estimates the device memory that an engine takes before it allocates: how many pages fit, and which options would
+fit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,9 +24,9 @@ from jllm.speculative.tree import chain
 from jllm.step.buckets import Bucket
 from jllm.step.state import make_slots
 
-CPU_CACHE_BYTES = 1 << 30  # of pages by default, where memory is shared with other programs, or its size is unknown
-SHARE = 0.95  # of what is free that pages, slots and a step take by default: the rest is for what is not reckoned here
-KV_FORMATS = ("int8-g8", "int4-g32")  # those that are proposed, the more accurate one first
+CPU_CACHE_BYTES = 1 << 30  # default bytes of pages if other programs share the memory, or its size is unknown
+SHARE = 0.95  # the share of free memory for pages, slots and a step; the rest is for uses not counted here
+KV_FORMATS = ("int8-g8", "int4-g32")  # proposed formats, the more accurate one first
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Need:
 
     pool: int
     slots: int
-    step: int  # about, of the largest one
+    step: int  # an estimate of the largest step
 
     @property
     def total(self) -> int:
@@ -42,13 +43,14 @@ class Need:
 
 
 def sizes_for(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> EngineSizes:
-    """Returns the options made definite for a device with `free` bytes beside the weights: by default as many pages as
+    """Returns the engine's sizes for a device with `free` bytes beside the weights. The default is as many pages as
     fit, but at least one a slot."""
     return _reckon(options, config, params.dtype, free)[0]
 
 
 def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free: int | None) -> None:
-    """NoRoomError where the pages and the largest step take more than is free, naming options that would fit."""
+    """Raises NoRoomError if the pages and the largest step take more than is free. Its message names options that would
+    fit."""
     if free is None:
         return
     sizes, need = _reckon(options, config, params.dtype, free)
@@ -66,7 +68,7 @@ def check_room(options: EngineOptions, config: LlamaConfig, params: Params, free
 
 
 def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int | None) -> tuple[EngineSizes, Need]:
-    """Returns sizes, with as many pages by default as fit, and what they take."""
+    """Returns the sizes and the bytes that they take. The default is as many pages as fit."""
     page = page_bytes(config, dtype, options.kv_cache, options.page_size) + _draft_bytes(options, config, dtype)
     buckets = resolve(options, config, 0).buckets
     step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
@@ -80,7 +82,7 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
 
 
 def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int:
-    """Returns bytes that a drafter's pools have for a page."""
+    """Returns the bytes of one page in a drafter's pools."""
     drafter = drafter_of(options)
     if drafter is None:
         return 0
@@ -94,16 +96,18 @@ def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pag
     formats, rows = parse_kv_cache(options.kv_cache, config, dtype), 1 if drafter is None else drafter.tree.size
     tails = dtype, options.max_slots, options.page_size, rows
     found += tree_bytes(jax.eval_shape(lambda: make_tails(config, formats, *tails)))
-    if drafter is not None:  # its memory
+    if drafter is not None:  # the drafter's memory
         sizes = {"num_pages": 1, "page_size": options.page_size, "max_tokens": max(1, max_pages) * options.page_size}
         found += tree_bytes(jax.eval_shape(lambda: drafter.init(config, dtype, slots=options.max_slots, **sizes)[1]))
-    tree = chain(0) if drafter is None else drafter.tree  # each of its nodes has a mask while guides are asked for
+    tree = chain(0) if drafter is None else drafter.tree  # each node has a mask while requests use guides
     return found + 4 * options.max_slots * (tree.size * words(config.vocab_size) + coming_tokens(tree))
 
 
 def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: int, room: int) -> int:
-    """Returns the most pages of `page` bytes that `room` bytes hold together with the slots, whose tables have an entry
-    for each page, but for no more than the whole context has."""
+    """Returns the most pages of `page` bytes that fit into `room` bytes together with the slots.
+
+    A slot's table has an entry for each page, up to the pages of the whole context.
+    """
     entries, whole = 4 * options.max_slots, -(-config.context // options.page_size)
     room -= _slot_bytes(options, config, dtype, 0)
     return max(0, room // (page + entries), (room - entries * whole) // page)
@@ -112,11 +116,11 @@ def _affordable(options: EngineOptions, config: LlamaConfig, dtype: Any, page: i
 def _options_that_fit(
     options: EngineOptions, config: LlamaConfig, params: Params, free: int, sizes: EngineSizes
 ) -> Iterator[str]:
-    """Yields each a change of one option that makes the engine fit, with what it takes then."""
+    """Yields changes of one option that make the engine fit, each with the bytes that it then takes."""
     dtype, limits = params.dtype, sizes.limits
 
     def total(changes: Mapping[str, Any], free: int = free) -> int | None:
-        """Returns the least that the engine takes with the changes, None where it does not fit."""
+        """Returns the least bytes that the engine takes with the changes; None if it does not fit."""
         try:
             need = _reckon(replace(options, **changes), config, dtype, 0)[1].total
         except ConfigError:
@@ -149,7 +153,7 @@ def _options_that_fit(
 
 
 def _clipped(buckets: tuple[Bucket, ...], name: str, most: int, slots: int) -> tuple[Bucket, ...]:
-    """Buckets given by the caller as they would be for fewer slots, or for fewer tokens in a step."""
+    """Returns the caller's buckets, cut to fewer slots or fewer tokens in a step."""
     if name == "max_slots":
         clipped = [Bucket(min(b.decodes, most), b.tokens, min(b.chunks, most)) for b in buckets]
     else:
@@ -158,7 +162,7 @@ def _clipped(buckets: tuple[Bucket, ...], name: str, most: int, slots: int) -> t
 
 
 def _saved(params: Params, scheme: str) -> int:
-    """Returns bytes that a scheme takes off the weights; 0 where it does not fit them."""
+    """Returns the bytes by which a scheme shrinks the weights; 0 if it does not fit them."""
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     try:
         return tree_bytes(plain) - tree_bytes(quantize(plain, scheme))

@@ -1,27 +1,27 @@
-"""Which tokens the next step computes: admission, chunked prefill, page tables, preemption by recompute.
+"""Plans which tokens the next step computes: admission, chunked prefill, page tables, preemption by recompute.
 
-Pure host code over integers; which pages a sequence gets, and who must give up its own, is a policy's (kv_policy.py),
-and page_tables.py puts them where the device finds them. The loop that drives it:
+It is pure host code over integers. A policy (kv_policy.py) decides which pages a sequence gets, and which sequence is
+preempted. page_tables.py puts pages where the device finds them. The loop drives it:
 
     plan = scheduler.schedule()         the plan counts as dispatched from here on
     dispatch it to the device; then, one step late, for the oldest unread step:
         on_tokens(seq, tokens, rows)    for each sequence that sampled in it; ignored once the sequence has ended
         finish(seq, reason)             where a token ended it: end token, stop text, max_length
-        step_read(step)                 releases what only that step kept
+        step_read(step)                 releases pages and slots that only that step kept
 
-schedule() returns None when nothing can be dispatched before the step in flight is read, or before a request comes:
-the loop reads what is unread and asks again. So a preemption drains first without a special case in the loop.
+schedule() returns None if nothing can be dispatched before the step in flight is read, or before a request comes. The
+loop then reads all unread steps and asks again. So a preemption drains first without a special case in the loop.
 
-Fairness: running sequences and waiting ones each stand in the order of priority, lower values first, and of arrival
-where these are equal; none is admitted before the first that waits. Every decode and the first prefill advance in every
-step, but for a few steps that many slots spend to fill the sizes that are compiled (see Scheduler). What waits preempts
-nothing; when pages are short, the policy chooses who gives up its own among those that run with the highest value,
-never the first that runs. So the oldest of all, which is the first in this order, progresses, or waits for those that
-run to end: with equal priorities every request ends. A request starves as long as enough of lower values keep coming.
+Fairness: running and waiting sequences are each ordered by priority, lower values first, then by arrival. No sequence
+is admitted before the first waiting one. Every decode and the first prefill advance in every step. (Exception: steps
+that many slots spend to fill compiled sizes, see Scheduler.) Waiting sequences preempt nothing. If pages are short, the
+policy chooses a victim among running sequences with the highest value, never the first that runs. So the first sequence
+in this order progresses, or waits only for running ones to end. With equal priorities every request ends. A request
+starves while enough requests of lower values keep coming.
 
-What a sequence begins with may exist already: in the prefix cache, in the sequence that it is a fork of, in a snapshot
-(reuse.py). When the policy is asked for more, seq.pages are full pages that it shares, with seq.cached tokens, and
-seq.computed counts those as well that the plan will bring to pages of its own (copies, loads).
+A sequence's beginning may exist already: in the prefix cache, in the sequence that it forks, in a snapshot (reuse.py).
+When the policy is asked for more pages, seq.pages are shared full pages with seq.cached tokens. seq.computed also
+counts tokens that the plan will copy or load into the sequence's own pages.
 """
 
 from bisect import insort
@@ -40,23 +40,26 @@ from jllm.programs.sizes import Limits
 
 
 class Scheduler(PageTables):
-    """prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without waste. While at least half
-    of the slots decode, or pages are too few for all prompts that wait and slots that are free, a step takes the
-    largest of these that prompts can fill, or waits up to PATIENCE steps for prompts that fill the smallest; otherwise,
-    and without sizes, it takes what there is.
+    """Plans steps for one engine.
 
-    decode_sizes are numbers of rows that a step without prompts can compute. Where a few decodes too many would take it
-    to the next, at most one in EXCESS, these sit out the step, in turn: fewer rows for nothing are worth the delay.
+    prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without padding. They matter while at
+    least half of the slots decode. They also matter while pages are too few for all waiting prompts and free slots.
+    Then a step takes the largest size that prompts can fill. If they fill none, it waits for more prompts, up to
+    PATIENCE steps. Otherwise, and without sizes, it takes all prompt tokens that there are.
 
-    policy is the KV policy (see kv_policy.py); by default pages on demand.
+    decode_sizes are numbers of rows that a step without prompts can compute. Slightly more sequences may decode than a
+    size holds, up to 1/EXCESS more. Then the extra ones skip this step, in turn. The delay costs less than padding to
+    the next size.
 
-    prefix_cache: pages outlive their sequences, for others that begin alike (see reuse.py).
+    policy is the KV policy (kv_policy.py); the default allocates pages as tokens come.
 
-    draft_rows tells how many rows a decode may have at most, of limits.short_rows, in a step of some decodes, with
-    prompts or without; by default all.
+    prefix_cache: pages outlive their sequences, for others that begin alike (reuse.py).
 
-    most_joining: prompt tokens, at most, of a step in which nobody prefills but sequences that come with their K and V:
-    so those that run hardly wait for them. None: as many as of others.
+    draft_rows returns the most rows of a decode in a step of some decodes, with or without prompts. The default is
+    limits.short_rows.
+
+    most_joining limits the prompt tokens of a step in which only sequences with their own K and V prefill. Then running
+    sequences hardly wait for them. None: no special limit.
     """
 
     PATIENCE = 8
@@ -76,22 +79,22 @@ class Scheduler(PageTables):
         super().__init__(limits, policy, prefix_cache)
         self.draft_rows, self.most_joining = draft_rows, most_joining
         self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
-        self.turn = 0  # round-robin offset of decodes that sit out
-        self.held = 0  # steps since prompts first waited for others to fill a step with
-        self.waiting: deque[Sequence] = deque()  # in the order of priority and arrival, as are those that run
+        self.turn = 0  # round-robin offset of decodes that skip a step
+        self.held = 0  # steps for which prompts have waited for others to fill a step with
+        self.waiting: deque[Sequence] = deque()  # in the order of priority and arrival, like `running`
         self.arrivals = 0  # sequences that were ever added
-        self.read = -1  # newest step read
+        self.read = -1  # the newest step that was read
         self._renew()
 
     def _renew(self) -> None:
         super()._renew()
-        self.refused: tuple[Sequence, int] | None = None  # who had to wait for pages, and when, by self.returns
+        self.refused: tuple[Sequence, int] | None = None  # a sequence that lacked pages, and self.returns then
         self.preempted: list[Sequence] = []  # since the last plan
         self.draining: list[Sequence] = []  # ended, but an unread step may still write their pages
 
     @property
     def unread(self) -> int:
-        """Returns steps dispatched and not read."""
+        """Returns how many steps are dispatched and not read."""
         return self.dispatched - self.read
 
     @property
@@ -101,23 +104,23 @@ class Scheduler(PageTables):
 
     @property
     def idle(self) -> bool:
-        """Returns nothing to do, now or after a read."""
+        """Returns whether there is nothing to do, now or after a read."""
         return not (self.waiting or self.active)
 
     def check(self, length: int, max_length: int) -> None:
-        """RequestError when a sequence of `length` tokens could never run to max_length."""
+        """Raises RequestError if a sequence of `length` tokens could never run to max_length."""
         if not 0 < length < max_length:
             raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
         self.policy.check(length, max_length)
 
     def arrive(self, seq: Sequence) -> None:
-        """Give a new sequence its place in the order of arrival. RequestError when it could never run to its
+        """Gives a new sequence its place in the order of arrival. Raises RequestError if it could never run to its
         max_length."""
         self.check(seq.length, seq.max_length)
         seq.arrival, self.arrivals = self.arrivals, self.arrivals + 1
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, in its place if it has arrived before (else it arrives now)."""
+        """Queues a new sequence, in its place if it has arrived before (otherwise it arrives now)."""
         if seq.arrival < 0:
             self.arrive(seq)
         self._queue(seq)
@@ -128,7 +131,7 @@ class Scheduler(PageTables):
         self.sharing.reset_counts()
 
     def schedule(self) -> StepPlan | None:
-        """Returns the next step, or None when there is nothing to dispatch now. The plan counts as dispatched."""
+        """Returns the next step, or None if there is nothing to dispatch now. The plan counts as dispatched."""
         room = self._make_room()
         if room is None:
             self.counts.drains += 1
@@ -136,7 +139,7 @@ class Scheduler(PageTables):
         decodes, short, prefills = room
         limits = self.limits
         prompts = bool(prefills or (self.waiting and self.free_slots))
-        rows = self._most_rows(len(decodes), True) if prompts else 1  # without any it is asked once, below
+        rows = self._most_rows(len(decodes), True) if prompts else 1  # without prompts it is called below
         budget = min(limits.max_step_tokens - len(decodes) * rows, limits.max_prompt_tokens)
         parts = PlanParts()
         self._map(short, parts)
@@ -149,7 +152,7 @@ class Scheduler(PageTables):
         return self._plan(decodes, self._rows(decodes, rows, parts), parts)
 
     def _nothing(self) -> StepPlan | None:
-        """There is nothing to dispatch now: a read or a request must come first."""
+        """Returns None: there is nothing to dispatch before a read or a request."""
         if self.running and not self.unread:
             raise AssertionError("nothing can run: a sequence at its max_length was read but not finished")
         return None
@@ -183,10 +186,12 @@ class Scheduler(PageTables):
         )
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]] | None:
-        """Returns (decodes, short, prefills): the sequences that decode now, those that prefill, and those among the
-        decodes and the oldest prefill whose next token has no page in the page table; after preempting until there is a
-        page for each of these. None: pages are short and a step is unread. Reading it may end a sequence, and the
-        tokens of one must be known before it is preempted."""
+        """Returns (decodes, short, prefills), after preempting until each sequence of `short` can have a page.
+
+        decodes are the sequences that decode now, prefills those that prefill. short are the decodes, and the oldest
+        prefill, whose next token has no page in the page table. Returns None if pages are short and a step is unread.
+        Reading it may end a sequence, and the tokens of a sequence must be known before it is preempted.
+        """
         size = self.pool.page_size
         if self.waiting and self.free_slots:
             self._return_borrowed()
@@ -207,29 +212,30 @@ class Scheduler(PageTables):
             self._preempt(self.policy.victim(self._expendable(), missing))
 
     def _expendable(self) -> list[Sequence]:
-        """Returns the first that runs, and those from which the policy chooses a victim: all others of the highest
+        """Returns the first running sequence, and the victims that the policy may choose: all others of the highest
         value."""
         first, *others = self.running
         return [first, *(s for s in others if s.priority == self.running[-1].priority)]
 
     def _decoding(self, prefills: list[Sequence]) -> list[Sequence]:
-        """Who decodes beside these. A sequence whose sampled tokens already reach max_length waits for its read."""
+        """Returns the sequences that decode beside these prefills. If a sequence's sampled tokens already reach
+        max_length, it waits for its read."""
         return [s for s in self.running if s.prefill_end <= s.computed < s.max_length - 1]
 
     def _map(self, short: list[Sequence], parts: PlanParts) -> None:
-        """A page for the next token of each, of those as well that may sit out this step."""
+        """Maps a page for the next token of each, even of sequences that may skip this step."""
         for left, seq in zip(range(len(short) - 1, -1, -1), short):
             self._grow(seq, seq.reach, parts, left)
 
     def _most_rows(self, decodes: int, prompts: bool) -> int:
-        """Returns the most rows of each decode in a step of these, and whether prompts come with them."""
+        """Returns the most rows of each decode in a step with these decodes, with or without prompts."""
         if decodes > self.limits.most_short:
             return 1
         most = self.limits.short_rows
         return most if self.draft_rows is None else min(most, self.draft_rows(decodes, prompts))
 
     def _rows(self, decodes: list[Sequence], most: int, parts: PlanParts) -> tuple[int, ...]:
-        """Returns rows of each decode: `most` where their pages are there or left over, else one."""
+        """Returns the rows of each decode: `most` if their pages exist or are spare, else one."""
         if most == 1:
             return (1,) * len(decodes)
         spare = 0 if self.waiting and self.free_slots else self.pool.num_available - len(self.running)
@@ -242,8 +248,8 @@ class Scheduler(PageTables):
         return tuple(rows)
 
     def _fill(self, prefills: list[Sequence], budget: int, decodes: int) -> int:
-        """Returns how many prompt tokens to take of at most budget, so that a step with `decodes` decodes has little
-        waste."""
+        """Returns how many prompt tokens to take, at most budget, so that a step with `decodes` decodes has little
+        padding."""
         if self.most_joining is not None and self._joins(prefills):
             return min(budget, self.most_joining)
         ready = sum(s.prefill_end - s.computed for s in prefills)
@@ -251,7 +257,7 @@ class Scheduler(PageTables):
             return budget
         coming, short = self.policy.admissible(islice(self.waiting, len(self.free_slots)), self.running, budget - ready)
         if not decodes or not ready + coming or (2 * decodes < self.limits.max_slots and not short):
-            self.held = 0  # whoever finds all of a prompt's pages shared is taken all the same
+            self.held = 0  # a sequence whose prompt is all in shared pages is admitted anyway
             return budget
         full = [n for n in self.prompt_sizes if n <= min(ready + coming, budget)]
         self.held = 0 if full else self.held + 1
@@ -261,12 +267,12 @@ class Scheduler(PageTables):
         return full[-1] if full else budget
 
     def _joins(self, prefills: list[Sequence]) -> bool:
-        """Returns whether nobody prefills but sequences that come with their K and V."""
+        """Returns whether only sequences that come with their K and V prefill."""
         few = all(s.prefill_end - s.computed < self.limits.block for s in prefills)
         return few and bool(prefills or (self.waiting and self.waiting[0].snapshot is not None))
 
     def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Returns the decodes without those few that would make the step a size larger."""
+        """Returns the decodes without the few that would make the step a size larger."""
         fits = max((size for size in self.decode_sizes if size <= len(decodes)), default=0)
         excess = len(decodes) - fits
         if not 0 < excess <= fits // self.EXCESS:
@@ -276,7 +282,7 @@ class Scheduler(PageTables):
         return turned[:fits]
 
     def _prefill(self, running: list[Sequence], budget: int, parts: PlanParts) -> None:
-        """Chunks of at most budget tokens: prefills that run first, then admissions, each in order."""
+        """Adds chunks of at most budget tokens: running prefills first, then admissions, each in order."""
         for seq in running:
             budget -= self._chunk(seq, budget, parts)
         while self.waiting and self.free_slots and budget and len(parts.chunks) < self.limits.max_chunks:
@@ -285,9 +291,11 @@ class Scheduler(PageTables):
             budget -= self._chunk(self.waiting.popleft(), budget, parts)
 
     def _admit(self, seq: Sequence, parts: PlanParts) -> bool:
-        """Gives seq a slot, the tokens that it need not compute, and what the policy gives it to begin with; False if
-        it must wait. Whom the policy refused is not looked at again before pages were given back. Those that run don't
-        wait for pages that are on their way here."""
+        """Admits seq with a slot, its reused prefix and its first pages; returns False if it must wait.
+
+        A refused sequence is not tried again before pages are freed. Running sequences don't wait for a snapshot that
+        is still on its way here.
+        """
         if self.running and seq.snapshot is not None and not seq.snapshot.ready:
             return False
         if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
@@ -307,7 +315,7 @@ class Scheduler(PageTables):
         self.sharing.begin(seq, reused)
         self.counts.recomputed += max(0, seq.lost - seq.computed)
         seq.lost = 0
-        if reused.source is not None:  # held until its copy has been dispatched
+        if reused.source is not None:  # it is held until its copy is dispatched
             parts.copy([(reused.source, seq.pages[len(reused.pages)])])
             self.retired.append((self.dispatched + 1, [reused.source]))
         if reused.snapshot:
@@ -321,7 +329,7 @@ class Scheduler(PageTables):
         self.counts.admitted += 1
 
     def _chunk(self, seq: Sequence, budget: int, parts: PlanParts) -> int:
-        """Append seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
+        """Appends seq's next chunk, as long as budget, pages and deltas allow; returns its length, perhaps 0."""
         if not budget or len(parts.chunks) == self.limits.max_chunks:
             return 0
         want = seq.prefill_end - seq.computed
@@ -332,8 +340,8 @@ class Scheduler(PageTables):
         return n
 
     def on_tokens(self, seq: Sequence, tokens: Collection[int], rows: int = 1) -> None:
-        """What a step made of seq, at least one token, read from the device; the step had `rows` rows for it. What
-        comes after the end of a sequence is surplus, and dropped."""
+        """Takes in the tokens that a step sampled for seq, at least one; the step had `rows` rows for it. Tokens after
+        the end of a sequence are dropped."""
         if seq.finish_reason is not None:
             return
         if not seq.in_flight:
@@ -349,8 +357,8 @@ class Scheduler(PageTables):
             self.sharing.on_first_token(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence that waits or runs. Its slot and pages stay taken until the last step that may write them
-        has been read."""
+        """Ends a sequence that waits or runs. It keeps its slot and pages until the last step that may write them is
+        read."""
         if seq.finished:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample} has already ended: {seq.finish_reason}")
         seq.finish_reason = reason
@@ -367,7 +375,7 @@ class Scheduler(PageTables):
             self._release(seq)
 
     def step_read(self, step: int) -> None:
-        """All outputs of this step have been taken in. Steps are read in order."""
+        """Takes note that all outputs of this step are taken in. Steps are read in order."""
         if not self.read + 1 == step <= self.dispatched:
             raise AssertionError(f"step {step} read after {self.read}, dispatched up to {self.dispatched}")
         self.read = step
@@ -377,8 +385,8 @@ class Scheduler(PageTables):
             self._release(seq)
 
     def reset(self) -> None:
-        """After a device error: what was in flight is lost and so is the pool. All that ran waits again, in its old
-        order, to be recomputed."""
+        """Recovers from a device error: steps in flight and the pool are lost. All running sequences wait again, in
+        their old order, to be recomputed."""
         for seq in reversed(self.running):
             self._requeue(seq)
             seq.slot, seq.pages, seq.mapped = None, [], 0
@@ -389,7 +397,7 @@ class Scheduler(PageTables):
         self._renew()
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take slot and pages from a running sequence of which nothing is in flight; it waits in its old place."""
+        """Takes slot and pages from a running sequence with nothing in flight; it waits in its old place."""
         if seq.in_flight:
             raise AssertionError(f"request {seq.request_id} sample {seq.sample}: a sampled token was never taken in")
         self.running.remove(seq)

@@ -1,16 +1,16 @@
-"""The schedule as a small trace: what each step computed and when, for replays and simulations without a device.
+"""Records the schedule as a small trace: what each step computed and when. Replays and simulations need no device.
 
 `Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. read_trace
 reads either. By "type":
 
-    engine   once, first: version, limits (plan.Limits), buckets, and the options that decide about memory
+    engine   once, first: version, limits (sizes.Limits), buckets, and the options that decide about memory
     request  a sample is added: request, sample, known (tokens that it begins with), max_length, t
     step     a step was read (or lost with its device: read is null): its number; decodes; keys, the tokens of KV that
              these read; chunks as [request, sample, start, tokens, final]; bucket as [decode rows, tokens, chunks];
              pages in use, copies, preempted as [request, sample]; planned, dispatched, read
     end      a sample is over: request, sample, output (tokens in all), reason, t
 
-Times are seconds since the trace began, on a monotonic clock. Steps stand in the order in which they ran.
+Times are seconds since the trace began, on a monotonic clock. Steps are in the order in which they ran.
 """
 
 import json
@@ -29,20 +29,20 @@ from jllm.step.buckets import Bucket
 
 VERSION = 1
 KINDS = ("engine", "request", "step", "end")
-LINES = 1024  # that wait in memory at most
+LINES = 1024  # most lines that wait in memory
 Record = dict[str, Any]
 Sink = str | os.PathLike | list
 
 
 class Recorder:
-    """Writes a trace; the engine calls it where something happens."""
+    """Writes a trace; the engine calls it at each event."""
 
     def __init__(self, sink: Sink, limits: Limits, buckets: tuple[Bucket, ...], options: Record):
         self._start = time.perf_counter()
         self._planned = 0.0
         self._steps: dict[int, Record] = {}  # dispatched and not read
         self._sink = sink
-        self._lines: list[str] = []  # that are not in the file yet
+        self._lines: list[str] = []  # lines that are not in the file yet
         sizes = [[b.decodes, b.tokens, b.chunks] for b in buckets]
         self._add({"type": "engine", "version": VERSION, "limits": asdict(limits), "ladder": sizes, **options})
         self.flush(mode="w")
@@ -52,7 +52,7 @@ class Recorder:
         self._add({"type": "request", **_name(seq), **about})
 
     def planning(self) -> None:
-        """The next step begins to be planned."""
+        """Takes note that planning of the next step begins."""
         self._planned = self._now()
 
     def dispatched(self, plan: StepPlan, bucket: Bucket, pages: int) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         self._add({**self._steps.pop(step), "read": self._now()})
 
     def lost(self) -> None:
-        """The device, and with it all that was in flight."""
+        """Records the loss of the device, with all steps in flight."""
         for step in sorted(self._steps):
             self._add(self._steps.pop(step))
 
@@ -83,14 +83,14 @@ class Recorder:
         self._add({"type": "end", **_name(seq), "output": len(seq.output), "reason": reason, "t": self._now()})
 
     def flush(self, mode: str = "a") -> None:
-        """Writes what waits to the file, which is open for no longer than that: engines are not always closed."""
+        """Writes waiting lines to the file. It opens the file only for that: engines are not always closed."""
         if isinstance(self._sink, list):
             return
         try:
             with open(self._sink, mode, encoding="utf-8") as file:
                 file.writelines(self._lines)
         except OSError as error:
-            raise OutputError(f"trace: {os.fspath(self._sink)} can't be written: {error.strerror}") from None
+            raise OutputError(f"trace: {os.fspath(self._sink)} cannot be written: {error.strerror}") from None
         self._lines.clear()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Recorder:
 
 
 def _plain(number: Any) -> Any:
-    """Returns a number of numpy's, which options may be, as Python's."""
+    """Returns a NumPy scalar, which options may be, as Python's number."""
     return number.item()
 
 
@@ -119,8 +119,8 @@ def _name(seq: Sequence) -> Record:
 
 
 def read_trace(source: Sink) -> list[Record]:
-    """Returns the records of a trace that is in a file or a list. Raises InputFileError, with the line's number, for
-    what is no trace."""
+    """Returns the records of a trace in a file or a list. Raises InputFileError, with the line's number, for anything
+    else."""
     name, number, records = "trace" if isinstance(source, list) else os.fspath(source), 0, []
     try:
         for number, record in enumerate(source if isinstance(source, list) else _lines(source), 1):

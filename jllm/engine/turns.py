@@ -1,4 +1,4 @@
-"""One caller at a time: whoever calls a method of an engine waits for its turn, in the order of the calls."""
+"""Lets one caller at a time into an engine: callers of its methods wait for their turn, in the order of the calls."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,18 +10,23 @@ from jllm.errors import EngineBusy
 
 
 class Turns:
-    """A lock that is fair: a thread that steps without a pause keeps others waiting no longer than one step. (After a
-    threading.Lock is released, the thread that had it is the likeliest to get it again.)"""
+    """A fair lock: a thread that steps without a pause keeps others waiting for at most one step.
+
+    (After a threading.Lock is released, the same thread is the likeliest to get it again.)
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._threads: dict[int, bool] = {}  # whether each is to step; the first one has the turn, the others wait
+        self._threads: dict[int, bool] = {}  # by thread, whether it steps; the first has the turn, the others wait
 
     @contextmanager
     def take(self, *, to_step: bool = False) -> Iterator[None]:
-        """Waits for the turn and holds it. EngineBusy for a thread that has it or waits for it already (the call of a
-        signal handler would wait for the one that it interrupts); and for a second one that wants it `to_step`, as the
-        two would share the events."""
+        """Waits for the turn and holds it.
+
+        Raises EngineBusy for a thread that has it or waits for it already: a signal handler's call would wait for the
+        call that it interrupts. Raises it also for a second thread with `to_step`, since the two would share the
+        events.
+        """
         me, queued = threading.get_ident(), False
         try:
             with self._changed:

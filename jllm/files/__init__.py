@@ -1,1 +1,1 @@
-"""All that is read from and written to a disk: configs, weights, tokenizers, snapshots, fingerprints."""
+"""Reads and writes all files of a model: configs, weights, tokenizers, snapshots, fingerprints."""

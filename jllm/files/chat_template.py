@@ -1,4 +1,4 @@
-"""Chat templates: finding the one of a checkpoint, and rendering it as transformers does (sandboxed jinja2)."""
+"""Finds a checkpoint's chat template, and renders it as transformers does (sandboxed jinja2)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from jllm.files.messages import Message, check_messages
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a JSON file; {} where there is no such file. Raises TokenizerError for anything else."""
+    """Returns the object in a JSON file; {} if there is no such file. Raises TokenizerError for any other content."""
     if not path.is_file():
         return {}
     try:
@@ -24,16 +24,16 @@ def read_json(path: Path) -> dict:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns first line of an error's message, or its type where it has none."""
+    """Returns the first line of an error's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def find_chat_template(directory: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
-    """Returns the chat template of a checkpoint directory by its name, None if it has none.
+    """Returns the chat template of a checkpoint directory by its name; None if it has none.
 
-    chat_template.jinja wins over chat_template.json, and that over `chat_template` in tokenizer_config.json (`config`).
-    The latter two hold a string, which is "default", or a list of {"name", "template"}. Templates of other names are
-    looked for in additional_chat_templates/NAME.jinja first.
+    chat_template.jinja wins over chat_template.json, and both win over `chat_template` in tokenizer_config.json
+    (`config`). The latter two hold a string, which is "default", or a list of {"name", "template"}. For other names,
+    additional_chat_templates/NAME.jinja wins over all of them.
     """
     file = directory / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.is_file():
@@ -54,7 +54,7 @@ def find_chat_template(directory: Path, config: Mapping[str, Any], name: str = "
 
 
 def variables_of(template: str) -> set[str]:
-    """Returns the names of the variables that a template looks at. Raises TokenizerError for a broken one."""
+    """Returns the names of the variables that a template reads. Raises TokenizerError for a broken template."""
     from jinja2 import TemplateSyntaxError, meta
 
     try:
@@ -69,16 +69,16 @@ def render_chat(
     special_tokens: Mapping[str, str],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Returns text of a conversation, ending where the assistant's answer begins (add_generation_prompt).
+    """Returns the text of a conversation, up to where the assistant's answer begins (add_generation_prompt).
 
-    special_tokens are visible to the template by name ("bos_token", "eos_token", ...). A template that does not know
-    the role developer gets such a message as one of the system, which it stands for. Raises TokenizerError for messages
-    that check_messages refuses, and for whatever the template itself refuses. tools: functions that the model may call,
-    each {"type": "function", "function": {"name", "description", "parameters"}}, of JSON values.
+    The template sees special_tokens by name ("bos_token", "eos_token", ...). If it does not support the role developer,
+    it gets such a message with the role system. `tools` are functions that the model may call. Each is {"type":
+    "function", "function": {"name", "description", "parameters"}}, of JSON values. Raises TokenizerError for messages
+    that check_messages or the template refuses.
     """
     import jinja2
 
-    # Plain values only: templates (code out of a download) see nothing of the caller's objects.
+    # Only plain values: templates (downloaded code) must not see the caller's objects.
     plain = check_messages(messages)
     if "developer" not in template:
         plain = [m | {"role": "system"} if m["role"] == "developer" else m for m in plain]
@@ -92,13 +92,14 @@ def render_chat(
 
 
 def _environment():
-    """The jinja2 environment of transformers' apply_chat_template."""
+    """Returns the jinja2 environment that transformers' apply_chat_template has."""
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}...{% endgeneration %} marks the assistant's text for training; here it is only its body."""
+        """Renders {% generation %}...{% endgeneration %} as its body: the tag only marks the assistant's text for
+        training."""
 
         tags = {"generation"}
 

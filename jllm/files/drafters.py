@@ -1,8 +1,8 @@
-"""Drafters with weights from files: a directory of a LLaMA, or one safetensors file of Medusa heads or an EAGLE head.
+"""Loads drafters with weights: a directory of a LLaMA, or one safetensors file of Medusa heads or an EAGLE head.
 
-A file has the leaves of Medusa.heads or Eagle.head as they are, by names such as "0.linear" or "layer.mlp.down". Its
-metadata are the kind, the tree as a JSON list of its nodes' parents, and two fingerprints of the target: of all its
-weights, and of its norms and biases, which its copies share that are quantized or in float16.
+A file has the leaves of Medusa.heads or Eagle.head, by names such as "0.linear" or "layer.mlp.down". Its metadata are
+the kind, the tree as a JSON list of its nodes' parents, and two fingerprints of the target. One is of all its weights.
+The other is of its norms and biases, which its quantized and float16 copies share.
 """
 
 import json
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from jllm.model.model import Model
 
 KINDS = {"draft": "a directory", "medusa": "a file", "eagle": "a file"}
-DRAFTS = 4  # of a draft model, by default
+DRAFTS = 4  # default number of drafts of a draft model
 
 
 def load_drafter(kind: str, path: str | Path, model: "Model", tree: Tree | None = None) -> Drafter:
-    """Returns a drafter for a model: "draft" from a directory (or Hub id) as jllm.load takes it, "medusa" or "eagle"
-    from a file. `tree` takes the place of the one that the file names; that of a draft model is a chain of four by
-    default.
+    """Loads a drafter for a model: "draft" from a directory (or Hub id) as jllm.load takes it, "medusa" or "eagle" from
+    a file.
 
-    Raises ConfigError (DrafterError) for a kind that is not known, a file that is damaged or none of that kind, or was
-    made for another model, and CheckpointError for a directory that is no model.
+    `tree` replaces the tree that the file names; the default of a draft model is a chain of four. Raises ConfigError
+    for an unknown kind. Raises DrafterError (a ConfigError) for a file that is damaged, of another kind, or made for
+    another model. Raises CheckpointError for a directory that is no model.
     """
     if kind == "draft":
         return _load_draft_model(path, model, chain(DRAFTS) if tree is None else tree)
@@ -48,7 +48,8 @@ def load_drafter(kind: str, path: str | Path, model: "Model", tree: Tree | None 
 
 
 def save_heads(path: str | Path, drafter: Medusa | Eagle, target: Params, *, dtype: Any = jnp.bfloat16) -> None:
-    """Writes heads that were made for a target, rounded to `dtype`. OutputError when the file cannot be written."""
+    """Writes heads that were made for a target, rounded to `dtype`. Raises OutputError if the file cannot be
+    written."""
     kind, leaves = ("medusa", drafter.heads) if isinstance(drafter, Medusa) else ("eagle", drafter.head)
     arrays = {name: np.asarray(leaf).astype(jnp.dtype(dtype)) for name, leaf in named(leaves).items()}
     made_for = {"target": of_params(target), "norms": of_norms(target)}
@@ -111,7 +112,7 @@ def _check_shapes(path: Path, shapes: Any, stored: dict[str, StoredTensor]) -> N
 
 
 def _check_target(path: Path, metadata: dict[str, str], params: Params) -> None:
-    """DrafterError unless the file was made for these weights, or those that these are a rounded copy of."""
+    """Raises DrafterError unless the file was made for these weights, or these are a rounded copy of its target."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
     rounded = params.dtype == jnp.float16 or any(isinstance(leaf, QuantizedWeight) for leaf in leaves)
     found = of_norms(params) if rounded else of_params(params)

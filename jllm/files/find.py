@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: where they are, which tensors they hold, and how new ones get their names."""
+"""Finds the files of a checkpoint directory and their tensors, and names new files once all are complete."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from jllm.files.stored_names import by_our_names
 from jllm.model.params import layer_prefix
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BLOCK = 64 << 20  # bytes that are read or written at a time
+BLOCK = 64 << 20  # bytes read or written at a time
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LAYER = re.compile(re.escape(layer_prefix(0)).replace("0", r"(\d+)"))
 
 
 def find_model(path_or_id: str | Path) -> Path:
-    """Returns a model's directory: a local one as it is, else the Hugging Face Hub's under that id, downloaded once and
-    cached.
+    """Returns a model's directory. A local directory is returned as it is. Any other name is a Hugging Face Hub id,
+    which is downloaded once and cached.
 
-    Raises CheckpointError, in one line, for what is neither, or cannot be had now (offline, gated, no such model).
+    Raises CheckpointError, in one line, for a name that is neither, or a model that cannot be downloaded now.
     """
     path, name = Path(path_or_id).expanduser(), str(path_or_id)
     if not name.strip():
@@ -50,7 +50,7 @@ def find_model(path_or_id: str | Path) -> Path:
         problem = (
             f"is not in the local cache, and the Hugging Face Hub cannot be reached ({error.__cause__ or 'offline'})"
         )
-    except Exception as error:  # whatever the network, the proxy or the disk may do
+    except Exception as error:  # the network, the proxy or the disk may raise anything
         problem = f"could not be downloaded: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     else:
         return Path(found)
@@ -58,8 +58,8 @@ def find_model(path_or_id: str | Path) -> Path:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises CheckpointError for a folder that only has a model within it, as one of the Hub's cache has, and for files
-    that Git LFS has not fetched."""
+    """Raises CheckpointError for a folder that only contains a model's folder, as in the Hub's cache. Raises it for
+    files that Git LFS has not fetched, too."""
     vocabulary = "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
     for file in (path / "config.json", path / vocabulary):
         if file.is_file():
@@ -76,8 +76,8 @@ def _check_folder(path: Path) -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a checkpoint directory by the names that Params has for them, whatever its files put
-    before them, from its one file or from the shards that its index lists."""
+    """Returns all tensors of a checkpoint directory by their names in Params, without prefixes that files add. It reads
+    the single file, or the shards that the index lists."""
     stored = _tensors_of(path)
     try:
         return by_our_names(stored)
@@ -92,7 +92,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     shards = [name for name in names if SHARD.fullmatch(name)]
     if WEIGHTS in names and shards:
         raise CheckpointError(f"{path}: has both {WEIGHTS} and {shards[0]}; which of them is the model? Remove one")
-    if INDEX in names:  # which may list the one file
+    if INDEX in names:  # it may list a single file
         return _sharded_tensors(path)
     if WEIGHTS in names:
         return read_header(path / WEIGHTS)
@@ -106,8 +106,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor] | None:
-    """Returns the tensors of the only index, or else of the only file, that is called neither as ours are nor as
-    adapters and originals are: AutoGPTQ's gptq_model-4bit-128g.safetensors, or model.fp16.safetensors."""
+    """Returns the tensors of the only index, or else of the only file, with an unusual name. Examples are AutoGPTQ's
+    gptq_model-4bit-128g.safetensors and model.fp16.safetensors. Files of adapters and original weights don't count."""
     if indices := [name for name in names if name.endswith(".safetensors.index.json")]:
         files = indices
     else:
@@ -121,7 +121,7 @@ def _of_another_name(path: Path, names: Sequence[str]) -> dict[str, StoredTensor
 
 
 def count_layers(stored: Iterable[str]) -> int:
-    """Counts the layers that these tensors are of, by their names."""
+    """Counts the layers of these tensors, by their names."""
     found = [int(match[1]) for match in map(LAYER.match, stored) if match]
     return 1 + max(found, default=-1)
 
@@ -158,9 +158,12 @@ def _sharded_tensors(path: Path, name: str = INDEX) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def all_or_nothing(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
-    """Files made through the yielded function get their names when all are complete; on an error before that, none is
-    left. The renaming is one step a file: if the machine dies between two, old and new files are mixed; no file of the
-    older checkpoint is removed before all new ones are in place."""
+    """Yields a function that creates files, which get their names once all are complete. An error before that leaves
+    none.
+
+    Each rename is one step: if the machine dies between two, old and new files are mixed. Files of the older checkpoint
+    are removed only once all new ones are in place.
+    """
     made_directory, made = not directory.exists(), []
     current, fate = directory, "nothing was saved"
 

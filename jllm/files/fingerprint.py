@@ -1,7 +1,7 @@
-"""Which weights these are, as a short text that is cheap to make: of the files of a checkpoint, or of Params.
+"""Fingerprints weights as a short text that is cheap to make, from the files of a checkpoint or from Params.
 
-The two are not comparable: files are hashed as they are stored, Params by their values. A fingerprint tells different
-models apart; it is no protection against an author who wants two to have the same.
+The two kinds are not comparable: files are hashed as stored, Params by their values. A fingerprint distinguishes
+models. It is no protection against an author who wants two models to have the same one.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ from jllm.parallel.mesh import ranks_of
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, unpacked
 
 PIECE = 16 << 10  # bytes read at a place
-PIECES = 4  # places of a tensor that are read, the first and the last bytes among them; smaller tensors are read whole
+PIECES = 4  # places of a tensor that are read, first and last bytes included; smaller tensors are read whole
 
 Sum = tuple[str, tuple[int, ...], jax.Array]  # a leaf's name, shape and checksum
 
 
 def of_files(folder: str | Path) -> str:
     """Returns the fingerprint of a checkpoint directory: names, dtypes and shapes of its tensors, and a sample of the
-    bytes of each. Neither the directory's name, nor how the tensors are distributed over files, nor config.json plays a
-    part.
+    bytes of each.
 
-    Reads at most 64 KiB of a tensor. Raises CheckpointError for files that are missing or damaged.
+    It does not depend on the directory's name, the split of tensors into files, or config.json. It reads at most 64 KiB
+    of a tensor. Raises CheckpointError for missing or damaged files.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(Path(folder)).items()):
@@ -52,9 +52,13 @@ def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
 
 
 def of_params(params: Params) -> str:
-    """Returns the fingerprint of weights in memory: the names and shapes of the leaves, and a checksum of all values of
-    each, made where they are. Equal values have equal fingerprints whichever dtype holds them: widening bfloat16 to
-    float32 changes nothing. Quantized weights are known by their codes, scales and zeros, however codes are packed."""
+    """Returns the fingerprint of weights in memory: names and shapes of the leaves, and a checksum of all values of
+    each.
+
+    The checksums are computed on the leaves' devices. Equal values have equal fingerprints in any dtype: widening
+    bfloat16 to float32 changes nothing. Quantized weights count by their codes, scales and zeros, however codes are
+    packed.
+    """
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]:
         coded = _is_quantized(leaf)
@@ -65,7 +69,7 @@ def of_params(params: Params) -> str:
 
 
 def of_shares(params: Params, config: LlamaConfig) -> str:
-    """Returns of_params of the whole weights, of those of the config's mesh, each value where it is."""
+    """Returns of_params of the whole weights, computed from their shards on the config's mesh."""
     specs = param_specs(replace(config, tie_embeddings=params.head is None))
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
     found: list[Sum] = []
@@ -80,9 +84,9 @@ def of_shares(params: Params, config: LlamaConfig) -> str:
 
 
 def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> list[Sum]:
-    """Returns names, shapes and checksums of the leaves of a whole weight [N, K], of its shares."""
+    """Returns names, shapes and checksums of the leaves of a whole weight [N, K], computed from its shards."""
     (N, K), own = shape, jax.vmap(unpacked)(w)
-    once = replace(at, first=at.first & (at.column == 0)[:, None])  # what parts of a row have alike
+    once = replace(at, first=at.first & (at.column == 0)[:, None])  # counts values that all parts of a row share
     found: list[Sum] = [(".values", (N, K), _share_sums(own.values, at, at.column, (K, 1)))]
     for name in ("scales", "zeros", "scale_steps"):  # [ranks, n], or by groups [ranks, G, n]
         leaf = getattr(own, name)
@@ -93,7 +97,7 @@ def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> l
             assert group is not None, "one scale a row otherwise"
             sums = _share_sums(leaf.swapaxes(1, 2), at, at.column // group, (1, N))
             found.append((f".{name}", (K // group, N), sums))
-    if own.columns is not None:  # of whole rows on each device, or of its own part
+    if own.columns is not None:  # each device has the order of whole rows, or of its own part
         order = own.columns[0] if own.columns.shape[1] == K else own.columns.reshape(-1)
         found.append((".columns", (K,), _checksum(order)))
     if own.input_scale is not None:
@@ -102,8 +106,11 @@ def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> l
 
 
 def of_model(params: Params, config: LlamaConfig) -> str:
-    """Returns the fingerprint of all that K and V depend on besides tokens and their own formats: the weights, their
-    dtype and formats, the config, and in how many parts inputs are quantized, if they are."""
+    """Returns the fingerprint of everything that K and V depend on besides tokens and their formats.
+
+    It covers the weights, their dtype and formats, and the config. If inputs are quantized, it covers in how many
+    parts.
+    """
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
     leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
     formats = [replace(leaf.format, double_quant=False) if _is_quantized(leaf) else None for leaf in leaves]
@@ -114,23 +121,23 @@ def of_model(params: Params, config: LlamaConfig) -> str:
 
 
 def of_function(params: Params, config: LlamaConfig) -> str:
-    """Returns the fingerprint of what a forward pass computes, on one device or a mesh: the weights' values, and the
-    config but for its dtype, its context and the tokens that it names."""
+    """Returns the fingerprint of a forward pass, on one device or a mesh. It covers the weights' values and the config,
+    without its dtype, context length and special tokens."""
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
     same = replace(config, dtype="", context=1, bos_id=None, eos_ids=())
     return hashlib.sha256(f"{weights} {same}".encode()).hexdigest()[:32]
 
 
 def of_norms(params: Params) -> str:
-    """Returns the fingerprint of a model's norms and biases alone, which quantizing its matrices leaves as they are."""
+    """Returns the fingerprint of a model's norms and biases alone, which quantizing its matrices does not change."""
     leaves, tree = jax.tree.flatten(params, is_leaf=_is_quantized)
     vectors = [None if _is_quantized(leaf) or leaf.ndim > 1 else leaf for leaf in leaves]
     return of_params(jax.tree.unflatten(tree, vectors))
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Returns a leaf's name in fingerprints. It stays as it was when a layer had no parts, since snapshots of caches
-    keep fingerprints of the weights that made them."""
+    """Returns a leaf's name in fingerprints, without the parts `attention` and `mlp`. Older versions had no such parts,
+    and snapshots keep fingerprints of the weights that made them."""
     name = jax.tree_util.keystr(path).replace(".attention.norm", ".attn_norm").replace(".mlp.norm", ".mlp_norm")
     return name.replace(".attention.", ".").replace(".mlp.", ".")
 
@@ -152,8 +159,11 @@ def _code_sums(w: QuantizedWeight) -> QuantizedWeight:
 
 @partial(jax.jit, static_argnames="strides")
 def _share_sums(parts: jax.Array, at: ShareIndices, column: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """Returns _checksum of a whole leaf, of its shares [ranks, n] or [ranks, n, k], whose columns begin at i32[ranks];
-    strides: the places from a row of the whole one to the next, and from a column."""
+    """Returns _checksum of a whole leaf from its shards [ranks, n] or [ranks, n, k].
+
+    `column` is where each shard's columns begin, i32[ranks]. `strides` are the distances between rows, and between
+    columns, of the whole leaf.
+    """
     bits = _bits(parts.reshape(*at.rows.shape, -1))
     inside = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2) + column.astype(jnp.uint32)[:, None, None]
     down, right = (jnp.uint32(stride) for stride in strides)
@@ -163,8 +173,8 @@ def _share_sums(parts: jax.Array, at: ShareIndices, column: jax.Array, strides: 
 
 @jax.jit  # leaves of one shape share a program
 def _checksum(x: jax.Array) -> jax.Array:
-    """Returns the sum mod 2^32 of all values' bits, each times an odd number of its own: any single change alters it,
-    and the order of the additions does not."""
+    """Returns the sum mod 2^32 of all values' bits, each times its own odd number. Any single change alters the sum,
+    and the order of additions does not."""
     place = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

@@ -1,4 +1,5 @@
-"""Estimates from shapes, before anything is allocated, whether a device has room for a model, and what would fit."""
+"""Estimates from shapes, before anything is allocated, whether a model fits a device, and which changes would make it
+fit."""
 
 import math
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 from jllm.step.buckets import Bucket
 
-SCHEMES = ("w8a16", "w4a16-g128")  # those that are proposed, the more accurate one first
-LEAST = Bucket(1, 256, 1)  # with weights that leave no room for such a step, nothing can be generated
+SCHEMES = ("w8a16", "w4a16-g128")  # proposed schemes, the more accurate one first
+LEAST = Bucket(1, 256, 1)  # the smallest step: nothing can be generated without room for it
 
 
 def would_fit(found: list[str], otherwise: str) -> str:
@@ -29,8 +30,11 @@ def would_fit(found: list[str], otherwise: str) -> str:
 
 
 def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
-    """Estimates the bytes that a step needs beside weights, cache and slots: the widest activations of a layer, the
-    residual stream, and three float32 copies of the logits of every row that samples (raw, masked, scratch)."""
+    """Estimates the bytes that a step needs beside weights, cache and slots.
+
+    It adds the widest activations of a layer, the residual stream, and the logits of every row that samples. There are
+    three float32 copies of the logits (raw, masked, scratch).
+    """
     E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
     qkv = (config.num_heads + 2 * config.num_kv_heads) * D
     widest = max(3 * F, 2 * qkv + config.num_heads * D)
@@ -46,10 +50,10 @@ def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: KVCache | None, page_s
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes that loading takes."""
+    """The bytes that loading takes."""
 
     total: int
-    passing: int = 0  # besides, for a while: the largest weight that is quantized, as it was
+    passing: int = 0  # temporary bytes on top: the largest weight before it is quantized
 
     @property
     def peak(self) -> int:
@@ -57,8 +61,8 @@ class WeightBytes:
 
 
 def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = None) -> WeightBytes:
-    """Counts the bytes of a model's weights in a dtype, with those quantized that a scheme names. Raises
-    QuantizationError for a scheme that does not fit the model."""
+    """Counts the bytes of a model's weights in a dtype, or quantized as a scheme asks. Raises QuantizationError for a
+    scheme that does not fit the model."""
     plain = abstract_params(config, dtype)
     if scheme is None:
         return WeightBytes(tree_bytes(plain))
@@ -71,9 +75,11 @@ def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = 
 def check_weights(
     folder: Path, config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int | None, stored: int | None = None
 ) -> None:
-    """NoRoomError where the weights of a model directory take more than the `free` bytes of a device, naming dtypes and
-    schemes that would leave room for a step as well. `stored`: bytes of weights that are quantized already, which
-    become codes of the same size."""
+    """Raises NoRoomError where the weights of a model directory take more than the `free` bytes of a device. Its
+    message names dtypes and schemes that would leave room for a step as well.
+
+    `stored` is the bytes of weights that are quantized already; their codes take as many.
+    """
     if free is None:
         return
     need = weight_bytes(config, dtype, scheme) if stored is None else WeightBytes(stored)
@@ -94,7 +100,7 @@ def _described(dtype: Any, scheme: Scheme | None) -> str:
 
 
 def _smaller(config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int) -> list[str]:
-    """Dtypes and schemes that make the weights fit, each with what it takes: the fewest changes first."""
+    """Returns dtypes and schemes that make the weights fit, with the bytes of each, the fewest changes first."""
     dtype = jnp.dtype(dtype)
     dtypes = [dtype] + [jnp.dtype("bfloat16")] * (dtype.itemsize > 2)
     found = []

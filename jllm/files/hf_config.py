@@ -26,18 +26,18 @@ from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig, RopeScaling
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
-_LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # on which both must agree
+_LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # both files must agree on these
 
 
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:
-    """Read a model's config.json, given the file or its directory.
+    """Reads a model's config.json, given the file or its directory.
 
-    A generation_config.json beside it overrides the begin and end token ids; its sampling defaults (temperature, top_k,
-    ...) are left alone: sampling is what the caller says. Raises ConfigError, also for more layers than the weights
-    have (`stored_layers`).
+    A generation_config.json beside it overrides the begin and end token ids. Its sampling defaults (temperature, top_k,
+    ...) are ignored, since the caller decides how to sample. Raises ConfigError, also if the config has more layers
+    than the weights (`stored_layers`).
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -53,9 +53,11 @@ def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaC
 
 
 def load_quantization(path: str | Path) -> dict[str, Any] | None:
-    """Returns what a model directory says about how its weights are quantized: `quantization_config` in config.json
-    (older files: `compression_config`), else a file beside it, as AutoGPTQ and AutoAWQ wrote them; None where there is
-    none. Raises ConfigError, also where both are there and contradict each other."""
+    """Returns a model directory's description of how its weights are quantized; None if there is none.
+
+    It is `quantization_config` in config.json (older files: `compression_config`), else a file beside it, as AutoGPTQ
+    and AutoAWQ wrote. Raises ConfigError, also if there are both and they contradict each other.
+    """
     file = Path(path) / "config.json"
     if not file.exists():
         return None
@@ -80,11 +82,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConfig:
-    """Returns a config from the dict of a Hugging Face config.json, in the older (`rope_theta`, `rope_scaling`,
-    `torch_dtype`) or the newer (`rope_parameters`, `dtype`) layout. `source` names the file in errors and warnings.
+    """Returns a config from the dict of a Hugging Face config.json.
 
-    Absent fields mean what they mean in transformers. How the weights are quantized is no part of it: load_quantization
-    reads that. Raises ConfigError for what is missing, malformed or unsupported; warns of unknown fields.
+    It reads the older layout (`rope_theta`, `rope_scaling`, `torch_dtype`) and the newer (`rope_parameters`, `dtype`).
+    `source` names the file in errors and warnings. Absent fields have the defaults of transformers. load_quantization
+    reads how the weights are quantized. Raises ConfigError for missing, malformed or unsupported fields. Warns of
+    unknown fields.
     """
     try:
         return _from_hf(raw, source)
@@ -135,13 +138,13 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
 
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the dict of a config.json that means `config`: `from_hf(to_hf(config)) == config`.
+    """Returns the dict of a config.json for `config`: `from_hf(to_hf(config)) == config`.
 
-    Written in the older layout, which every version of transformers reads. Raises ConfigError for a config that its
-    architecture cannot express (say, a Mistral with biases).
+    It has the older layout, which every version of transformers reads. Raises ConfigError for a config that its
+    architecture cannot express (for example a Mistral with biases).
     """
     if type(config) is not LlamaConfig:
-        raise ConfigError(f"config.json cannot say what a {type(config).__name__} is; it can for a LlamaConfig")
+        raise ConfigError(f"config.json cannot describe a {type(config).__name__}: give a LlamaConfig")
     if config.architecture not in FAMILIES:
         raise ConfigError(f"architecture {config.architecture!r} is not one of {', '.join(FAMILIES)}")
     raw: dict[str, Any] = {
@@ -210,7 +213,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
-    """Returns rotary base and scaling, of either layout; a value in the dict wins over one beside it, as in
+    """Returns rotary base and scaling, of either layout. A value in the dict wins over one beside it, as in
     transformers."""
     older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
     differing = [key for key in older if key in newer and older[key] != newer[key]]
@@ -242,7 +245,7 @@ def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, Rop
 
 
 def _rope_fields(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the dict of either layout, its kind under "rope_type", whichever of the two names the file has for it."""
+    """Returns the rope dict of either layout, with its kind under "rope_type", whichever name the file has for it."""
     fields = raw.get(key) or {}
     if not isinstance(fields, dict):
         raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")

@@ -1,4 +1,4 @@
-"""What each field of a Hugging Face config.json is to us: understood, harmless, refused unless neutral, or unknown."""
+"""Classifies the fields of a Hugging Face config.json: understood, harmless, refused unless neutral, or unknown."""
 
 # ruff: noqa: SIM905 (lists of names, one a line, would hide the rest)
 import math
@@ -13,7 +13,7 @@ from jllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers assumes for an architecture when config.json leaves it out."""
+    """The defaults of transformers for an architecture where config.json leaves a field out."""
 
     model_type: str
     context: int
@@ -34,7 +34,7 @@ _UNDERSTOOD = set(
     "architectures model_type dtype torch_dtype vocab_size hidden_size intermediate_size num_hidden_layers "
     "num_attention_heads num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings "
     "rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings bos_token_id eos_token_id "
-    "quantization_config compression_config".split()  # the last two: how weights are stored, which load_params.py reads
+    "quantization_config compression_config".split()  # the last two describe stored weights: load_params.py reads them
 )
 ROPE_FIELDS = set(
     "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
@@ -47,7 +47,7 @@ UNDERSTOOD_BY = {
     "Qwen3ForCausalLM": {"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
 }
 
-# Training, bookkeeping, and sampling defaults of old files: nothing of it changes a forward pass.
+# Training, bookkeeping, and sampling defaults of old files, which change no forward pass.
 _HARMLESS = set(
     "_name_or_path name_or_path transformers_version use_cache pad_token_id unk_token_id sep_token_id "
     "attention_dropout attn_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout hidden_dropout_prob resid_dropout "
@@ -62,7 +62,7 @@ _HARMLESS = set(
     "unsloth_fixed unsloth_version initializer_range".split()
 )
 
-# Fields of this or of related architectures that would change the result; null and these values mean "not used".
+# Fields of this and related architectures that would change the result. Null and these values mean "not used".
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
@@ -117,7 +117,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def read_architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
-    if not names:  # older files name the model type alone
+    if not names:  # older files have only the model type
         names = [name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")]
     if not isinstance(names, list) or not names:
         raise ConfigError(f"names no known architecture; supported are {', '.join(FAMILIES)}")
@@ -148,7 +148,7 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
 
 
 def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
-    """Returns the layer type that an architecture without a choice of them has everywhere."""
+    """Returns the one layer type of an architecture that has no choice of types."""
     windowed = architecture == "MistralForCausalLM" and raw.get("sliding_window", 4096) is not None
     return "sliding_attention" if windowed else "full_attention"
 
@@ -162,7 +162,7 @@ def read_integer(
     least: int = 0,
     most: int = MOST,
 ) -> int:
-    """Returns raw[key]; `default` where it is absent, `null` where it is null. Never below `least`, nor above
+    """Returns raw[key]; `default` if it is absent, `null` if it is null. Raises ConfigError below `least` or above
     `most`."""
     value = raw.get(key, default)
     if value is None and key in raw:

@@ -1,4 +1,4 @@
-"""A model as people hold it: config, weights and tokenizer together."""
+"""Loads a model: config, weights and tokenizer together."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,18 +35,23 @@ def load(
 ) -> Model:
     """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
 
-    dtype (a jax dtype or its name) is that of the weights; None means as stored, except that on a CPU, which has no
-    16-bit arithmetic, 16-bit weights are widened to float32. quantize is a scheme (jllm.quant.schemes): a preset's
-    name, a .toml or .json file, or a Scheme; weights are quantized one by one as they are read, unless it rotates them
-    (`w4a16-g64+rotate-all`): then all are read first, which takes twice their room. The preset "bf16" is a dtype. A
-    directory without a tokenizer gives a model that takes and yields token ids. mesh spreads the model over devices, a
-    jax.sharding.Mesh with the axis "model" or a number of devices: each weight is cut as it is read, and no device
-    holds more than its share and one weight, or where the scheme rotates a layer, or embedding and head.
-    activation_parts quantizes activations on one device as a mesh of that many devices does. Raises ConfigError for a
-    mesh that does not fit the model. eos_token_ids are the end tokens, in the place of all that the files name.
+    dtype (a jax dtype or its name) is the dtype of the weights. None means as stored. But a CPU has no 16-bit
+    arithmetic, so there None widens 16-bit weights to float32.
 
-    Raises NoRoomError, before anything is read, for weights that take more than memory() bytes, naming what would fit;
-    the device is asked by default.
+    quantize is a scheme (jllm.quant.schemes): a preset's name, a .toml or .json file, or a Scheme. The preset "bf16" is
+    a dtype. Weights are quantized one by one as they are read. A scheme that rotates them (`w4a16-g64+rotate-all`)
+    needs all weights first, which takes twice their room.
+
+    A directory without a tokenizer gives a model that takes and yields token ids. eos_token_ids replace all end tokens
+    that the files name.
+
+    mesh shards the model over devices: a jax.sharding.Mesh with the axis "model", or a number of devices. Each weight
+    is sharded as it is read. A device holds its shards and at most one whole weight. If the scheme rotates, it holds at
+    most a whole layer, or embedding and head. activation_parts quantizes activations on one device as a mesh of that
+    many devices does. Raises ConfigError for a mesh that does not fit the model.
+
+    Raises NoRoomError, before any weight is read, for weights that take more than memory() bytes. Its message names
+    changes that would fit. The default of memory asks the device.
     """
     scheme = None if quantize is None else find_scheme(quantize)
     wanted = _dtype(dtype, scheme)
@@ -83,8 +88,8 @@ def _checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def _dtype(dtype, scheme: Scheme | None) -> jnp.dtype | None:
-    """Returns the dtype that the arguments ask for, None if that is left to the checkpoint."""
-    is_dtype = scheme == PRESETS[PLAIN]  # a file of rules may be called bf16, too
+    """Returns the dtype that the arguments ask for; None leaves it to the checkpoint."""
+    is_dtype = scheme == PRESETS[PLAIN]  # a file of rules may also have the name bf16
     if dtype is None:
         return jnp.dtype("bfloat16") if is_dtype else None
     try:

@@ -1,5 +1,7 @@
-"""Hugging Face checkpoint directories -> Params, one tensor at a time: host memory never holds a second copy. The other
-way is save.py."""
+"""Loads Hugging Face checkpoint directories into Params, one tensor at a time, with no second copy in host memory.
+
+save.py writes them.
+"""
 
 import contextlib
 import math
@@ -32,8 +34,8 @@ from jllm.quant.schemes import Formats, Scheme
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
-PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # ends of the names of quantized weights' tensors
-LONG = 1 << 30  # bytes whose loading is sure to be worth a progress bar
+PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".values")  # suffixes of the names of quantized tensors
+LONG = 1 << 30  # bytes from which loading shows a progress bar
 
 
 def load_params(
@@ -43,15 +45,16 @@ def load_params(
     scheme: Scheme | None = None,
     free: int | None = None,
 ) -> Params:
-    """Read a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
+    """Reads a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
 
-    Every leaf is read, part by part, into one host buffer of its own shape, put on the device, and dropped before the
-    next: host memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is
-    there, so that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as
-    they are. All names and shapes are checked before any data is read. Raises CheckpointError for what is missing,
-    superfluous, misshapen or damaged, QuantizationError for a scheme that does not fit, and NoRoomError for weights
-    that take more than `free` bytes of each device (None: not known). With a mesh in the config every device gets its
-    share of a leaf as soon as that is there.
+    Every leaf is read, part by part, into one host buffer, put on the device, and dropped before the next. So host
+    memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is read, so
+    that the 16-bit model never exists whole. Weights that are stored quantized (quantization_config) stay as they are.
+    With a mesh in the config every device gets its shard of a leaf as soon as that is read. All names and shapes are
+    checked before any data is read.
+
+    Raises CheckpointError for missing, superfluous, misshapen or damaged tensors. Raises QuantizationError for a scheme
+    that does not fit. Raises NoRoomError for weights that take more than `free` bytes of each device (None: unknown).
     """
     path, dtype = Path(path), param_dtype(config, dtype)
     stored = stored_tensors(path)
@@ -64,7 +67,7 @@ def load_params(
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
     total = sum(tensor.nbytes for tensor in stored.values())
-    room = None if free is None else free * ranks_of(config)  # a little is on each device alike
+    room = None if free is None else free * ranks_of(config)  # replicated leaves are small
     check_weights(path, config, dtype, scheme, room, total if quantized else None)
     with _progress_bar(total) as advance:
         with _named(path):
@@ -81,7 +84,7 @@ def load_params(
             return host
 
         def placed(spec: LeafSpec, leaf: Any) -> Any:
-            """On its device, or its devices, before the next buffer is made."""
+            """Puts a leaf on its device or devices, and waits, before the next buffer is made."""
             shared = share(leaf, spec.entry, config, spec.weight or "")
             return jax.block_until_ready(shared if config.mesh is not None else jax.device_put(leaf))
 
@@ -100,7 +103,7 @@ def load_params(
 
 
 def _specs(config: LlamaConfig, *, head: bool) -> Params:
-    """Returns param_specs, with a head or without: a tied model has one where it is quantized apart from the
+    """Returns param_specs with or without a head. A tied model has a head if it is quantized apart from the
     embedding."""
     return param_specs(replace(config, tie_embeddings=not head))
 
@@ -108,7 +111,7 @@ def _specs(config: LlamaConfig, *, head: bool) -> Params:
 def _quantized_weights(
     path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredWeight], tuple[str, ...]]:
-    """Returns the weights that a checkpoint stores quantized, by name, and the names of its scales of K and V."""
+    """Returns a checkpoint's quantized weights by name, and the names of its scales of K and V."""
     raw = load_quantization(path)
     if raw is None:
         return {}, ()
@@ -197,7 +200,7 @@ def _check_tensors(
 
 
 def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int], object]) -> None:
-    """A tied model may store its head as well, but it has to be the embedding."""
+    """Raises CheckpointError unless the stored head of a tied model equals the embedding."""
     if _holds(head, embed, advance):
         return
     cut = "" if head.shape == embed.shape else f", and cut the tensor from {list(head.shape)} to {list(embed.shape)}"
@@ -208,8 +211,8 @@ def _check_tied(embed: StoredTensor, head: StoredTensor, advance: Callable[[int]
 
 
 def _holds(head: StoredTensor, embed: StoredTensor, advance: Callable[[int], object]) -> bool:
-    """Tells whether a head has the embedding's rows, as they are or rounded to either's dtype; more rows, of no token,
-    may follow."""
+    """Returns whether a head has the embedding's rows, as they are or rounded to either's dtype. Further rows, of no
+    token, may follow."""
     if head.dtype not in STORED_DTYPES or head.shape[1:] != embed.shape[1:] or head.shape < embed.shape:
         return False
     one, other = STORED_DTYPES[embed.dtype], STORED_DTYPES[head.dtype]

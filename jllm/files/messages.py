@@ -1,6 +1,6 @@
-"""Checks the messages of a chat, and gives them the one form that chat templates see.
+"""Checks the messages of a chat, and converts them to the form that chat templates take.
 
-The commands, the server and Tokenizer.chat take what this module takes.
+The commands, the server and Tokenizer.chat accept the messages that this module accepts.
 """
 
 import json
@@ -10,24 +10,24 @@ from typing import Any
 from jllm.errors import TokenizerError
 
 Message = Mapping[str, Any]
-TAKEN: Mapping[str, tuple[str, ...]] = {  # by role: fields that a template sees, beside role and content
+TAKEN: Mapping[str, tuple[str, ...]] = {  # by role, the fields that a template sees beside role and content
     "system": ("name",),
     "developer": ("name",),
     "user": ("name",),
     "assistant": ("name", "tool_calls"),
     "tool": ("name", "tool_call_id"),
 }
-LEFT_OUT = ("parsed",)  # a client's own reading of an answer's content, in an answer sent back
-LEFT_OUT_OF_CALLS = ("index", "parsed_arguments")  # a call's place in a stream, and such a reading of its arguments
+LEFT_OUT = ("parsed",)  # clients add the parsed content to an answer, and send it back
+LEFT_OUT_OF_CALLS = ("index", "parsed_arguments")  # clients add a call's place in a stream, and parsed arguments
 CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{}"}}'
 EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages with a known role, and with text as content. Raises TokenizerError, naming the field.
+    """Returns messages with a known role, and with text as content. Raises TokenizerError, which names the field.
 
-    Text parts are joined. Fields that are null or empty ask for nothing, and are left out. The arguments of tool calls,
-    which clients send as JSON in a string, become objects; a message of calls needs no content.
+    Text parts are joined. Fields that are null or empty are left out. The arguments of tool calls, which clients send
+    as JSON in a string, become objects. A message with calls needs no content.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise TokenizerError(f"messages must be a non-empty list like {EXAMPLE}")
@@ -48,7 +48,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _others(message: Message, role: str, where: str) -> dict[str, Any]:
-    """Returns the fields beside role and content that ask for something."""
+    """Returns the non-empty fields beside role and content."""
     found = {}
     for name, value in message.items():
         if name in ("role", "content", *LEFT_OUT) or value in (None, "", [], {}):
@@ -63,7 +63,7 @@ def _why(name: Any) -> str:
     return {
         "function_call": ": tool_calls are",
         "tool_calls": " there: tools are called by the assistant",
-        "tool_call_id": " there: it is of the role tool",
+        "tool_call_id": " there: it belongs to the role tool",
     }.get(name, "")
 
 
@@ -120,7 +120,7 @@ def check_only(
     left_out: Sequence[str] = (),
     error: Callable[[str], Exception] = TokenizerError,
 ) -> None:
-    """Raises an error for a field of an object that is none of `taken` and `left_out`, and asks for something."""
+    """Raises an error for a non-empty field of an object that is neither in `taken` nor in `left_out`."""
     for name, value in given.items():
         if name not in (*taken, *left_out) and value is not None and value != [] and value != {}:
             *most, last = taken
@@ -134,7 +134,7 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-FIELDS: Mapping[str, Callable[[Any, str], Any]] = {  # what checks each field of TAKEN
+FIELDS: Mapping[str, Callable[[Any, str], Any]] = {  # the check of each field of TAKEN
     "name": _text,
     "tool_calls": _calls,
     "tool_call_id": _text,
@@ -151,7 +151,7 @@ def _name(name: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as JSON has it, cut to 60 letters, or its type where JSON has no such value."""
+    """Returns a value as JSON, cut to 60 letters, or its type if JSON has no such value."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

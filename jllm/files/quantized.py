@@ -1,13 +1,13 @@
-"""Our own layout of quantized checkpoints.
+"""Reads and writes jllm's own layout of quantized checkpoints.
 
-A quantized weight is stored under its name (params.py) and that of each array of QuantizedWeight: say
-`model.layers.0.self_attn.qkv_proj.values`, `.scales`, and where it has them `.zeros`, `.scale_steps`, `.columns` and
-`.input_scale`, in the layouts of pallas_kernels/formats/weight_formats.py. Other tensors keep their Hugging Face names.
-config.json says
+A quantized weight is stored as one tensor for each array of QuantizedWeight, by the weight's name (params.py) and the
+array's: `model.layers.0.self_attn.qkv_proj.values`, `.scales`, and if it has them `.zeros`, `.scale_steps`, `.columns`
+and `.input_scale`. pallas_kernels/formats/weight_formats.py has the layouts. Other tensors keep their Hugging Face
+names. config.json has
 
     "quantization_config": {"quant_method": "jllm", "version": 1, "name": "w8a8", "rules": [["o_proj", "bf16"], ...]}
 
-with the rules of schemes.py. Safetensors has no 4-bit integers: two codes a byte are U8.
+with the rules of schemes.py. Safetensors has no 4-bit integers, so two codes a byte are stored as U8.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,15 @@ METHOD = "jllm"
 
 
 def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -> dict[str, Any]:
-    """Makes what config.json says of weights in these formats; `modules` are the model's (params.matrix_modules)."""
+    """Makes config.json's description of weights in these formats; `modules` are the model's
+    (params.matrix_modules)."""
     scheme = scheme_of(formats, modules)
     rules = [list(rule) for rule in scheme.rules]
     return {"quant_method": METHOD, "version": VERSION, "name": scheme.name, "rules": rules}
 
 
 def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
-    """Returns the stored tensors of a weight, by the name that they have in files."""
+    """Returns the stored tensors of a weight by their names in files."""
     found = {field.name: getattr(w, field.name) for field in fields(w) if field.name not in ("shape", "format")}
     return {f"{name}.{field}": array for field, array in found.items() if array is not None}
 
@@ -48,7 +49,7 @@ def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """Returns the importer of this layout (see importers/)."""
+    """Returns the quantized weights of a checkpoint in this layout; it is an importer (see importers/)."""
     if raw.get("version") != VERSION:
         raise CheckpointError(f"quantization_config: version {raw.get('version')!r} is not known; known is {VERSION}")
     modules = {name: spec.modules for name, spec in specs.items()}
@@ -85,7 +86,7 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
 
 
 def _abstract_weight(shape: tuple[int, int], fmt: WeightFormat, *, reordered: bool, fixed: bool) -> QuantizedWeight:
-    """Returns a QuantizedWeight of jax.ShapeDtypeStruct; `fixed`: with one scale of all inputs."""
+    """Returns a QuantizedWeight of jax.ShapeDtypeStruct. `fixed`: it has one scale of all inputs."""
     w = abstract_weight(jax.ShapeDtypeStruct(shape, jnp.float32), fmt)
     columns: Any = jax.ShapeDtypeStruct(shape[1:], jnp.int32)
     scale: Any = jax.ShapeDtypeStruct((1,), jnp.float32)

@@ -1,5 +1,7 @@
-"""What decides the results of a run besides its prompts or texts and its options, as flat JSON. What an interrupted run
-left is continued only by a run of the same identity. Only the functions that need JAX import it."""
+"""Identifies a run by everything that decides its results besides its prompts and options, as flat JSON.
+
+Only a run of the same identity continues an interrupted one. Only functions that need JAX import it.
+"""
 
 import hashlib
 import importlib.metadata
@@ -27,7 +29,8 @@ def of_machine() -> dict[str, str]:
 
 
 def of_model(model: str | Path) -> dict[str, str]:
-    """Returns a directory or Hub id by what is in its files, wherever they lie. Raises CheckpointError."""
+    """Returns the identity of a directory or Hub id by the content of its files, wherever they lie. Raises
+    CheckpointError."""
     from jllm.files import fingerprint
     from jllm.files.find import find_model
 
@@ -40,7 +43,7 @@ def of_model(model: str | Path) -> dict[str, str]:
 
 
 def of_scheme(scheme: "str | Path | Scheme") -> str:
-    """By its rules and rotation, whatever it is called. Raises QuantizationError."""
+    """Returns the identity of a scheme by its rules and rotation, whatever its name. Raises QuantizationError."""
     from jllm.quant.schemes import find_scheme
 
     found = find_scheme(scheme)
@@ -48,12 +51,12 @@ def of_scheme(scheme: "str | Path | Scheme") -> str:
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that only one has, or with another value."""
+    """Returns the keys that only one of the two has, or whose values differ."""
     return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """Returns a short text that differs where the parts do."""
+    """Returns a short hash of the parts."""
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)
@@ -61,13 +64,13 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def _of_files(folder: Path, names: Iterable[str]) -> str:
-    """By name and content, those that are there."""
+    """Returns a hash of the existing files' names and contents."""
     files = [folder / name for name in names]
     return digest(part for file in files if file.is_file() for part in (file.name.encode(), file.read_bytes()))
 
 
 def version_of(package: str) -> str:
-    """That which is installed, or "none"."""
+    """Returns the installed version of a package, or "none"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

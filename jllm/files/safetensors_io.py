@@ -1,7 +1,7 @@
-"""The safetensors file format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+"""Reads and writes safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 
-Read and written here with plain file calls, piece by piece: mapped pages would count as resident memory, and a damaged
-file should say what is wrong with it. Format: https://github.com/huggingface/safetensors#format
+It uses plain file calls, piece by piece. Mapped pages would count as resident memory, and a damaged file should give a
+clear error. Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -24,7 +24,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-CODES = {  # what quantized checkpoints hold besides
+CODES = {  # further dtypes of quantized checkpoints
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I8": np.dtype(np.int8),
@@ -35,14 +35,14 @@ CODES = {  # what quantized checkpoints hold besides
 }
 STORED = DTYPES | CODES
 NAMES = {dtype: name for name, dtype in STORED.items()}
-LFS = b"version https://git-lfs.github.com/spec/"  # how the stand-in begins that Git leaves for a large file
+LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of the pointer that Git leaves for a large file
 _MAX_HEADER = 100_000_000  # the format's own limit
-_PIECE = 16 << 20  # bytes read at a time when they must be converted
+_PIECE = 16 << 20  # bytes read at a time for a conversion
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: `nbytes` bytes from `offset` of file `path`."""
+    """The place of one tensor: `nbytes` bytes from `offset` of file `path`."""
 
     name: str
     path: Path
@@ -53,7 +53,8 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of a file by name. Raises CheckpointError unless they fill the file exactly, without gap or overlap."""
+    """Returns the tensors of a file by name. Raises CheckpointError unless they fill the file exactly, without gap or
+    overlap."""
     try:
         raw, length, size = _read_json(path)
         tensors = [_entry(path, 8 + length, name, entry) for name, entry in raw.items() if name != "__metadata__"]
@@ -77,7 +78,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Returns what the file says of itself beside its tensors. Raises CheckpointError for a file of another format."""
+    """Returns the metadata of a file. Raises CheckpointError for a file of another format."""
     try:
         found = _read_json(path)[0].get("__metadata__", {})
         return {str(key): str(value) for key, value in found.items()}
@@ -90,7 +91,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Returns the header, its length in bytes, and that of the whole file."""
+    """Returns the header, its length in bytes, and the length of the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -120,10 +121,10 @@ def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> Sto
 
 
 def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int], object] = lambda n: None) -> None:
-    """Read a tensor into the C-contiguous array `out`, whose shape is the tensor's, converting to its dtype.
+    """Reads a tensor into the C-contiguous array `out` of the same shape, and converts it to its dtype.
 
-    Converting holds at most one piece of the stored bytes besides `out`. `progress` is told the bytes read.
-    Raises CheckpointError when the file ends early or a value is out of the new dtype's range.
+    Converting holds at most one piece of the stored bytes besides `out`. `progress` is called with numbers of bytes
+    read. Raises CheckpointError if the file ends early or a value is out of the new dtype's range.
     """
     stored, flat = DTYPES[tensor.dtype], out.reshape(-1)
     narrower = ml_dtypes.finfo(out.dtype).maxexp < ml_dtypes.finfo(stored).maxexp
@@ -147,7 +148,7 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int],
 
 
 def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lambda n: None) -> np.ndarray:
-    """Returns a tensor of any dtype of `STORED`, bit for bit. Raises CheckpointError when the file ends early."""
+    """Returns a tensor of any dtype of `STORED`, bit for bit. Raises CheckpointError if the file ends early."""
     out = np.empty(tensor.shape, STORED[tensor.dtype])
     flat, step = out.reshape(-1), max(1, _PIECE // out.itemsize)
     with tensor.path.open("rb", buffering=0) as file:
@@ -159,7 +160,7 @@ def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lam
 
 
 def read_bytes(tensor: StoredTensor, start: int, count: int) -> bytes:
-    """Returns bytes start .. start + count of a tensor as they are stored. Raises CheckpointError when the file ends
+    """Returns bytes start .. start + count of a tensor as they are stored. Raises CheckpointError if the file ends
     early."""
     out = np.empty(count, np.uint8)
     with tensor.path.open("rb", buffering=0) as file:
@@ -178,7 +179,7 @@ def _read_exactly(file: Any, out: np.ndarray, tensor: StoredTensor) -> None:
 
 
 def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes arrays of dtypes in `STORED` by name. The file gets its name once it is complete; OutputError when it
+    """Writes arrays of dtypes in `STORED` by name. The file gets its name once it is complete. Raises OutputError if it
     cannot be written."""
     header = encode_header(((name, x.dtype, x.shape) for name, x in arrays.items()), metadata)
     partial_path = path.with_name(path.name + ".partial")
@@ -196,12 +197,12 @@ def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[s
 def encode_header(
     tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Returns the bytes before the data of a file that holds `tensors` (name, dtype, shape) one after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers asks for the format
+    """Returns the header bytes of a file that holds `tensors` (name, dtype, shape) one after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers requires the format
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    text += b" " * (-len(text) % 8)  # aligns the start of the data
     return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""Params -> Hugging Face checkpoint directories, one tensor at a time."""
+"""Saves Params as Hugging Face checkpoint directories, one tensor at a time."""
 
 import json
 import math
@@ -36,17 +36,20 @@ def save(
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a directory that `load_params` and transformers read: config.json, generation_config.json, and one
-    safetensors file, or several of at most `max_shard_bytes` (a larger tensor gets one of its own) with their index.
-    With `tokenizer`, a loaded model's, its files are copied, so that the directory loads as a model that takes text.
+    """Writes a directory that `load_params` and transformers read. Loading it gives the same bits.
 
-    Exact: loading gives the same bits. Quantized weights are stored as quantized.py says, which transformers does not
-    read. Streams tensor by tensor, into files that get their names at the end, once all are complete; then what a
-    checkpoint that was there before had more is removed. A failure before that (OutputError: a full disk, say) leaves
-    the directory as it was. Params on the config's mesh are put together leaf by leaf, so that each device holds its
-    share and one whole leaf; scales that were quantized themselves (`nf4-dq`) are stored as the float16 that they stand
-    for. Raises CheckpointError for params that do not fit the config, or that several processes share, ConfigError for
-    a config that its architecture cannot express, TokenizerError for a tokenizer whose files are gone.
+    It has config.json, generation_config.json and one safetensors file, or several with their index. Each of several
+    has at most `max_shard_bytes`; a larger tensor gets its own file. With `tokenizer`, a loaded model's, its files are
+    copied, so that the directory loads as a model that takes text. Quantized weights are stored as quantized.py
+    defines, which transformers does not read. Scales that were quantized themselves (`nf4-dq`) are stored as their
+    float16 values.
+
+    Tensors are written one by one, into files that get their names once all are complete. Then extra files of an older
+    checkpoint are removed. An earlier failure (OutputError, for example of a full disk) leaves the directory unchanged.
+    Params on the config's mesh are gathered leaf by leaf, so each device holds its shards and one whole leaf.
+
+    Raises CheckpointError for params that do not fit the config, or that several processes share. Raises ConfigError
+    for a config that its architecture cannot express, and TokenizerError for a tokenizer whose files are gone.
     """
     path = Path(path)
     copied = {} if tokenizer is None else _tokenizer_files(tokenizer)
@@ -96,7 +99,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Rows start .. start + shape[0] of a leaf, under the name that they have in files."""
+    """Rows start .. start + shape[0] of a leaf, with their name in files."""
 
     name: str
     leaf: jax.Array
@@ -111,13 +114,13 @@ class _Tensor:
         rows = self.shape[0]
         step = max(1, BLOCK * rows // max(1, self.nbytes))
         for start in range(0, rows, step):
-            # A copy, as a jax.Array keeps the host value that it was asked for: asking the leaves would pile them up.
+            # It copies first: a jax.Array caches its host value, and the leaves' host values would add up.
             block = jnp.copy(self.leaf[self.start + start : self.start + min(start + step, rows)])
             file.write(memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8)))
 
 
 def _leaves_to_store(params: Params, config: LlamaConfig) -> tuple[list[tuple[LeafSpec, Any]], np.dtype]:
-    """Lists the leaves to write, and the dtype of what is not quantized."""
+    """Returns the leaves to write, and the dtype of weights that are not quantized."""
     apart = params.head is not None and not weight_formats(params).keys().isdisjoint((EMBED, HEAD))
     wanted = param_specs(replace(config, tie_embeddings=config.tie_embeddings and not apart))
     specs = dict(jax.tree_util.tree_flatten_with_path(wanted)[0])
@@ -138,7 +141,7 @@ def _leaves_to_store(params: Params, config: LlamaConfig) -> tuple[list[tuple[Le
 
 
 def _tensors(spec: LeafSpec, leaf: Any, config: LlamaConfig) -> list[_Tensor]:
-    """Returns what is stored of a leaf, or of its shapes."""
+    """Returns the stored tensors of a leaf, or of its shapes."""
     leaf = whole(leaf, spec.entry, config, spec.shape)
     if isinstance(leaf, QuantizedWeight):
         assert spec.weight is not None, "only matrices are quantized"

@@ -1,15 +1,16 @@
-"""The KV cache of one sequence as a value: take it out of the pages, cut it, edit it, keep it in a file, put it into
-pages again, of this cache or of another one.
+"""Takes the KV cache of one sequence out of its pages as a value. It can be cut, edited, saved, or put into pages
+again.
 
-A snapshot holds K and V bit for bit as they are stored, scales included, as a cache of one page that is as long as
-the sequence. So everything that reads pages reads a snapshot, and the page size of the cache that it goes to may be
-another. All functions but save and load are pure, and take numpy arrays as well as jax ones.
+The pages may be of this cache or another. A snapshot holds K and V bit for bit as stored, scales included. It is a
+cache of one page that is as long as the sequence. So all code that reads pages reads a snapshot, and its next cache may
+have another page size. All functions except save_snapshot and load_snapshot are pure, and take numpy arrays as well as
+jax ones.
 
     snapshot = take(state.cache, pages, tokens)             # while the tokens' K and V are in these pages
     state = replace(state, cache=put(state.cache, other_pages, snapshot))
     batch = ragged_batch([PromptChunk(1, more, snapshot.length, pages=other_pages)])
 
-Every sequence that is put somewhere from one snapshot is a fork of it: the value stays as it was.
+Several sequences can start from one snapshot: each is a fork of it, and the snapshot stays as it was.
 """
 
 import json
@@ -32,37 +33,37 @@ from pallas_kernels.formats.kv_formats import Kivi, KVFormat, dim_of, parse_form
 from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 KIND = "jllm-kv-snapshot"
-OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # metadata of a file
+OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # reserved metadata of a file
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Snapshot:
-    """K and V of a sequence's first T tokens, and its L >= T tokens (the newest one has no K and V yet)."""
+    """K and V of a sequence's first T tokens, and its L >= T tokens. The newest one has no K and V yet."""
 
     tokens: Any  # i32[L]
     cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
-    # Fingerprint of the model that made it (fingerprint.of_function). None: unknown, and then resumed with any.
+    # Fingerprint of the model that made it (fingerprint.of_function). None: unknown, and any model may resume it.
     weights: str | None = field(default=None, metadata={"static": True})
-    # Where the text of its sample's guide begins, which goes on when it is resumed with a guide. None: it had none.
+    # The token at which the guided text begins; the guide continues when it is resumed with one. None: it had none.
     guided: int | None = field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> int:
-        """Returns T: tokens whose K and V are in it."""
+        """Returns T: the number of tokens whose K and V are in it."""
         return self.cache[0].k.page_size
 
     @property
     def ready(self) -> bool:
-        """Returns True: it is here, while pages of another device may be on their way."""
+        """Returns True: K and V are here. (Pages of another device may still be on their way.)"""
         return True
 
 
 def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int | None = None) -> Snapshot:
-    """Returns the first `length` tokens (by default all of `tokens`) of the sequence that lies in `pages`, in this
+    """Returns a snapshot of the first `length` tokens (default: all of `tokens`) of the sequence in `pages`, in this
     order.
 
-    Raises SnapshotError where the pages hold fewer tokens than that, or one of them is not in the cache.
+    Raises SnapshotError if the pages hold fewer tokens, or one of them is not in the cache.
     """
     length = len(tokens) if length is None else length
     _check_pages(cache, pages, length)
@@ -73,11 +74,10 @@ def take(cache: Cache, pages: Sequence[int], tokens: Sequence[int], length: int 
 
 
 def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
-    """Returns the cache with the snapshot's K and V in `pages`, in this order. What follows in the last page becomes
-    zero.
+    """Returns the cache with the snapshot's K and V in `pages`, in this order. The rest of the last page becomes zero.
 
-    Raises SnapshotError for a snapshot of other shapes or formats, pages that are too few, given twice, or not in the
-    cache. Whether the weights are those that the snapshot was made with is the caller's to know.
+    Raises SnapshotError for a snapshot of other shapes or formats. Raises it for pages that are too few, duplicate, or
+    not in the cache. The caller must make sure that the snapshot was made with the same weights.
     """
     check_fits(snapshot, cache)
     _check_pages(cache, pages, snapshot.length)
@@ -88,8 +88,8 @@ def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
 
 
 def cut(snapshot: Snapshot, length: int) -> Snapshot:
-    """Returns the snapshot of the first `length` tokens alone: a fork from an earlier point. SnapshotError beyond its
-    end."""
+    """Returns the snapshot of the first `length` tokens alone: a fork from an earlier point. Raises SnapshotError
+    beyond its end."""
     if not 0 <= length <= snapshot.length:
         raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
     guided = None if snapshot.guided is None else min(snapshot.guided, length)
@@ -97,7 +97,7 @@ def cut(snapshot: Snapshot, length: int) -> Snapshot:
 
 
 def check_fits(snapshot: Snapshot, cache: Cache) -> None:
-    """SnapshotError unless the snapshot has the cache's layers, heads, head dim and formats."""
+    """Raises SnapshotError unless the snapshot has the cache's layers, heads, head dim and formats."""
     if len(snapshot.cache) != len(cache):
         raise SnapshotError(f"the snapshot has {len(snapshot.cache)} layers, the cache {len(cache)}")
     ours, theirs = _shape(snapshot.cache), _shape(cache)
@@ -106,13 +106,13 @@ def check_fits(snapshot: Snapshot, cache: Cache) -> None:
 
 
 def check_guided(snapshot: Snapshot) -> None:
-    """SnapshotError unless its guide, if it has one, begins within its tokens or at their end."""
+    """Raises SnapshotError unless its guide, if it has one, begins within its tokens or at their end."""
     at, count = snapshot.guided, len(snapshot.tokens)
     if at is not None and not (isinstance(at, Integral) and not isinstance(at, bool) and 0 <= at <= count):
         raise SnapshotError(f"a snapshot's guide begins at a token in [0, {count}], or is None, not {at!r}")
 
 
-# Between many pages and one
+# Conversion between many pages and one
 
 
 @jax.jit
@@ -131,7 +131,7 @@ scatter_pages_donated = partial(jax.jit, donate_argnums=0)(_scatter_pages)
 
 
 def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
-    """Returns the first `length` tokens of all pages of `rows`, one after another."""
+    """Returns a snapshot of the first `length` tokens of all pages of `rows`, one after another."""
 
     def one(pages: Pages) -> Pages:
         values, scales = pages.values, pages.scales
@@ -192,19 +192,21 @@ def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
 
 
 def save_snapshot(path: str | Path, snapshot: Snapshot, about: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Writes one safetensors file, which load gives back bit for bit; `about` goes into its metadata, beside what a
-    snapshot says of itself, whose names are not for others. The file gets its name once it is complete; OutputError
-    when it cannot be written."""
+    """Writes one safetensors file, which load_snapshot reads back bit for bit.
+
+    `about` goes into its metadata beside the snapshot's own, whose names are reserved. The file gets its name once it
+    is complete. Raises OutputError if it cannot be written, and SnapshotError for a reserved name.
+    """
     check_guided(snapshot)
     if taken := OWN.intersection(about):
-        raise SnapshotError(f"{min(taken)!r} is what a snapshot says of itself: give `about` another name for it")
+        raise SnapshotError(f"{min(taken)!r} is the name of a snapshot's own metadata: give `about` another name")
     arrays, metadata = as_arrays(snapshot)
     write_file(Path(path), arrays, {**about, **metadata})
 
 
 def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapshot:
-    """Returns a snapshot as it was saved, in numpy arrays; `formats` are those of the caller's own that it may be in.
-    SnapshotError for a file that is damaged or none of these."""
+    """Returns a snapshot as it was saved, in numpy arrays. `formats` are the caller's own formats that it may have.
+    Raises SnapshotError for a damaged file, or one with another content."""
     path = Path(path)
     try:
         metadata, stored = read_metadata(path), read_header(path)
@@ -220,7 +222,7 @@ def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapsho
 
 
 def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Returns what a file or a message holds of a snapshot: arrays of dtypes that safetensors have, by name, and
+    """Returns a snapshot as a file or a message holds it: arrays of dtypes that safetensors have, by name, and
     metadata."""
     first = snapshot.cache[0]
     metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
@@ -236,7 +238,8 @@ def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]
 
 
 def from_arrays(arrays: dict[str, np.ndarray], metadata: dict[str, str], formats: Iterable[KVFormat] = ()) -> Snapshot:
-    """Returns the reverse of as_arrays. SnapshotError where they are not those of a snapshot."""
+    """Returns the snapshot that as_arrays was given. Raises SnapshotError unless the arrays and metadata are a
+    snapshot's."""
     try:
         return _assemble(arrays, metadata, {fmt.name: fmt for fmt in formats})
     except (KeyError, ValueError) as error:
@@ -244,7 +247,7 @@ def from_arrays(arrays: dict[str, np.ndarray], metadata: dict[str, str], formats
 
 
 def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapping[str, KVFormat]) -> Snapshot:
-    """As from_arrays. ValueError or KeyError where names, shapes or dtypes are not those of a snapshot."""
+    """Returns the snapshot of from_arrays. Raises ValueError or KeyError for wrong names, shapes or dtypes."""
     tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
     first = arrays["layers.0.k.values"]
     heads, length = first.shape[:2]

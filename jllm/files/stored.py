@@ -1,4 +1,4 @@
-"""A quantized weight as it lies in a checkpoint."""
+"""Describes a quantized weight as it lies in a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors that make up one of our weights, and how.
+    """The tensors of one quantized weight in a checkpoint, and the function that builds it.
 
-    `tensors`: name in the files -> dtype as safetensors spells it, and shape, as config.json implies them: what the
-    files have must agree. `build` makes the weight of those tensors, each an array of just that dtype and shape; it
-    may raise CheckpointError for values that make no sense, naming the tensor.
+    `tensors` maps names in files to a dtype, as safetensors spells it, and a shape. config.json implies both, and the
+    files must agree. `build` makes the weight from these tensors, each an array of exactly that dtype and shape. It may
+    raise CheckpointError for invalid values, which names the tensor.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]

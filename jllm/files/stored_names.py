@@ -1,8 +1,8 @@
-"""The names of a checkpoint's tensors, without what others put around them.
+"""Maps the names of a checkpoint's tensors to jllm's, without prefixes that wrappers add.
 
-Wrappers leave their names in those of tensors: torch.compile (`_orig_mod`), data parallelism (`module`), checkpointing
-of activations. A part of a larger model has that part's name before its own (`language_model.`); one that was saved
-without its head lacks `model.`.
+Wrappers put their names into tensors' names: torch.compile (`_orig_mod`), data parallelism (`module`), checkpointing of
+activations. A part of a larger model has the part's name as a prefix (`language_model.`). A model saved without its
+head lacks `model.`.
 """
 
 import re
@@ -18,11 +18,11 @@ _BASE, _, _EMBED = EMBED.partition(".")
 
 
 def by_our_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the same tensors, by the names that Params has for them; what it has no name for keeps its own. Raises
-    CheckpointError for two of one name."""
+    """Returns the tensors by their names in Params; unknown tensors keep their names. Raises CheckpointError for two
+    tensors of one name."""
     bare = {name: _WRAPPER.sub("", name) for name in stored}
     before = {name.partition(f"{_EMBED}.")[0] for name in bare.values() if f".{_EMBED}." in f".{name}"}
-    root = before.pop() if len(before) == 1 else f"{_BASE}."  # several embeddings: whose is the model?
+    root = before.pop() if len(before) == 1 else f"{_BASE}."  # with several embeddings the model is ambiguous
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         own = _without(root, bare[name])
@@ -33,7 +33,7 @@ def by_our_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _without(root: str, name: str) -> str:
-    """Returns a name with `model.` in place of what the embedding's begins with; a head's with nothing before it."""
+    """Returns a name with `model.` in place of the embedding's prefix `root`. A head's name gets no prefix."""
     before, head, rest = name.partition(f"{HEAD}.")
     if head and root.startswith(before):
         return head + rest
@@ -43,7 +43,7 @@ def _without(root: str, name: str) -> str:
 
 
 def modules_renamed(raw: Any, stored: Mapping[str, StoredTensor]) -> Any:
-    """Returns the same JSON, but what its lists name as the files do has the name that it has here."""
+    """Returns JSON whose lists name modules as jllm does, where they named them as the files do."""
     names: dict[str, str] = {}
     for own, tensor in stored.items():
         here, there = own.split("."), tensor.name.split(".")

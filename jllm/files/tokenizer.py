@@ -1,10 +1,10 @@
-"""Text to token ids and back, by what the files of a tokenizer say (vocabulary.py).
+"""Converts text to token ids and back, by the files of a tokenizer (vocabulary.py).
 
-Decoding is defined on bytes: every token shows some bytes (special tokens none), the text is their concatenation read
-as UTF-8, and broken sequences become U+FFFD as they come. So text once decoded never changes with what follows, and the
+Decoding is defined on bytes. Every token shows some bytes (special tokens none), and the text is their concatenation,
+read as UTF-8. Broken sequences become U+FFFD as they come. So decoded text never changes with later tokens, and the
 incremental decoder needs no more state than one unfinished character. On whole characters this equals the decoders of
 the sentencepiece and tokenizers libraries. The clean-up that transformers may apply to decoded text
-(clean_up_tokenization_spaces) is left out: it does not give the text back.
+(clean_up_tokenization_spaces) is left out: it does not restore the original text.
 """
 
 import codecs
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     pass
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHERS = ("extra_special_tokens", "additional_special_tokens")  # lists, or objects of further roles
+OTHERS = ("extra_special_tokens", "additional_special_tokens")  # each a list, or an object of further roles
 
 
 class StreamDecoder:
-    """Text of a growing sequence of ids, given out as soon as its characters are whole. Constant work a token."""
+    """Decodes a growing sequence of ids, and returns text as soon as its characters are complete. Each token takes
+    constant work."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()):
         self._piece = vocabulary.piece
@@ -52,7 +53,7 @@ class StreamDecoder:
                 break
         for id in reversed(tail):
             self.push(id)
-        # What decoding the prompt alone shows of a character that it leaves unfinished: not to be shown again.
+        # If the prompt ends within a character, decoding the prompt alone showed this of it. Don't show it again.
         self._owed = _mark_broken(self._utf8.getstate()[0].decode(errors=vocabulary.errors))
 
     def push(self, id: int) -> str:
@@ -66,7 +67,7 @@ class StreamDecoder:
         return self._text(data)
 
     def finish(self) -> str:
-        """Returns what is left at the end: U+FFFD for an unfinished character, else nothing."""
+        """Returns the rest at the end: U+FFFD for an unfinished character, else nothing."""
         return self._text(b"", final=True)
 
     def _text(self, data: bytes, final: bool = False) -> str:
@@ -77,35 +78,35 @@ class StreamDecoder:
 
 
 def _mark_broken(text: str) -> str:
-    """Returns U+FFFD for lone surrogates, which only the error handler makes: one for each broken byte."""
+    """Returns text with U+FFFD for each lone surrogate: the error handler makes one for each broken byte."""
     return text if text.isascii() else re.sub("[\udc80-\udcff]", "\ufffd", text)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A checkpoint's tokenizer; made by `load_tokenizer`."""
+    """A checkpoint's tokenizer, made by `load_tokenizer`."""
 
     vocabulary: Vocabulary
     bos_id: int | None
-    eos_ids: tuple[int, ...]  # end tokens that the tokenizer's files name; a model's config may know more
-    prefix: tuple[int, ...]  # what add_bos adds, often nothing
+    eos_ids: tuple[int, ...]  # end tokens in the tokenizer's files; a model's config may have more
+    prefix: tuple[int, ...]  # ids that add_bos adds, sometimes none
     special_tokens: Mapping[str, str]  # by role, for chat templates
     chat_template: str | None
-    tool_template: str | None = None  # for chats with tools, where it is another one
-    folder: Path | None = field(default=None, compare=False)  # of its files, which saving a model copies
+    tool_template: str | None = None  # for chats with tools, if it differs
+    folder: Path | None = field(default=None, compare=False)  # folder of its files, which saving a model copies
 
     @property
     def vocab_size(self) -> int:
-        """Returns number of ids, 1 + the largest; a model's embedding may have more rows."""
+        """Returns the number of ids: 1 + the largest. A model's embedding may have more rows."""
         return self.vocabulary.size
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Returns token ids of a text. Special tokens written out in it become their ids, as in transformers.
 
-        add_bos adds what the files ask for at the start of a text: as add_bos_token in tokenizer_config.json
-        says, else what tokenizer.json's post-processor adds, else a SentencePiece model's BOS. That may be nothing
-        (Qwen), and is not repeated where the text already begins with it. Use add_bos=False for the text of `chat`.
-        Raises TokenizerError for what is not a str or holds lone surrogates.
+        add_bos adds the ids that the files ask for at the start of a text. add_bos_token in tokenizer_config.json
+        decides, else tokenizer.json's post-processor, else a SentencePiece model's BOS. That may be nothing (Qwen), and
+        is not repeated where the text already begins with it. Use add_bos=False for the text of `chat`. Raises
+        TokenizerError for text that is not a str or holds lone surrogates.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"text must be a string, not {type(text).__name__}")
@@ -118,7 +119,7 @@ class Tokenizer:
         return [*self.prefix, *ids] if add_bos and not repeated else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns text of token ids, special tokens skipped. Raises TokenizerError for an id outside the vocabulary."""
+        """Returns text of token ids, without special tokens. Raises TokenizerError for an id outside the vocabulary."""
         decoder, parts = self.stream_decoder(), []
         for id in ids:
             try:
@@ -131,22 +132,24 @@ class Tokenizer:
         return "".join(parts) + decoder.finish()
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a text that is one special token, which no decoded text shows; None for any other."""
+        """Returns the id of a text that is one special token, which no decoded text shows; None for any other text."""
         id = self.vocabulary.id(text)
         return None if id is None or self.vocabulary.piece(id) else id
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
-        """Returns an incremental decoder whose pushes and finish concatenate to `decode` of the ids pushed.
+        """Returns an incremental decoder. The results of its pushes and its finish concatenate to `decode` of the
+        pushed ids.
 
-        prompt_ids came before them: their text is not given out, but decides what is at a start (a leading space
-        is kept after other text) and may end in the first bytes of a character. Only the last few are looked at.
+        prompt_ids came before them. Their text is not returned, but decides about the start: a leading space is kept
+        after other text. They may end within a character. Only the last few are read.
         """
         return StreamDecoder(self.vocabulary, prompt_ids)
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Returns prompt text of a conversation by the checkpoint's chat template; encode it with add_bos=False.
+        """Returns a conversation's prompt text by the checkpoint's chat template; encode it with add_bos=False.
 
-        tools: functions that the model may call, as render_chat has them."""
+        `tools` are functions that the model may call, as in render_chat.
+        """
         template = self.template(bool(tools))
         if template is None:
             raise TokenizerError(
@@ -161,10 +164,13 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face checkpoint directory: tokenizer.json (which wins, as in transformers) or
-    tokenizer.model (SentencePiece), with what tokenizer_config.json, special_tokens_map.json, added_tokens.json
-    and chat_template.* say. A special token without an id gets the next one, if the vocab_size of a config.json
-    beside it has room. Raises TokenizerError where there is none or a file is broken."""
+    """Returns the tokenizer of a Hugging Face checkpoint directory.
+
+    It reads tokenizer.json (which wins, as in transformers) or tokenizer.model (SentencePiece). It also reads
+    tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.*. A special token without an id
+    gets the next one, if the vocab_size of a config.json beside it has room. Raises TokenizerError if there is none or
+    a file is broken.
+    """
     directory = Path(directory)
     config = read_json(directory / "tokenizer_config.json")
     named = _read_named(directory, config)
@@ -197,8 +203,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def _read_named(directory: Path, config: Mapping[str, Any]) -> Named:
     """Reads tokenizer_config.json (`config`), added_tokens.json and special_tokens_map.json.
 
-    With an added_tokens_decoder the config's roles win, and else those of special_tokens_map.json. A token that one
-    file calls special is special. Raises TokenizerError for what can be no token.
+    With an added_tokens_decoder the config's roles win, otherwise those of special_tokens_map.json. A token is special
+    if any file marks it so. Raises TokenizerError for invalid tokens.
     """
     listed, decoder = read_json(directory / "special_tokens_map.json"), config.get("added_tokens_decoder")
     roles = _roles({**config, **listed} if decoder is None else {**listed, **config})
@@ -214,7 +220,7 @@ def _read_named(directory: Path, config: Mapping[str, Any]) -> Named:
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, AddedToken | None]:
-    """Reads special tokens by role: the usual roles, then those of this tokenizer alone ("image_token")."""
+    """Reads special tokens by role: the usual roles, then the tokenizer's own ("image_token")."""
     found = {name: config[name] for name in ROLES if name in config}
     for name in OTHERS:
         found |= _own_roles(config[name]) if isinstance(config.get(name), dict) else {}
@@ -253,7 +259,7 @@ def _with_ids(decoder: Any, added: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _token(value: Any, name: str) -> AddedToken:
-    """Reads a token as files have it: its text, or an object with its flags."""
+    """Reads a token from its text, or from an object with its flags."""
     if isinstance(value, str):
         return AddedToken(value)
     if not _may_be_token(value) or not isinstance(value["content"], str):

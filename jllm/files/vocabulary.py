@@ -1,4 +1,4 @@
-"""What the files of tokenizers hold: SentencePiece models and tokenizer.json, behind one small protocol."""
+"""Reads tokenizer files, SentencePiece models and tokenizer.json, behind one small protocol."""
 
 import json
 import re
@@ -13,36 +13,36 @@ from jllm.errors import TokenizerError
 from jllm.files.chat_template import one_line
 
 SPACE = "▁"  # how SentencePiece writes a space
-# Where flags are from, the strongest last: nowhere, an object of a role, the vocabulary's file, added_tokens_decoder.
+# Sources of flags, the strongest last: none, an object of a role, the vocabulary's file, added_tokens_decoder.
 BARE, ROLE, VOCABULARY, DECODER = range(4)
 
 
 class Vocabulary(Protocol):
-    """What a tokenizer file must answer; one class a file format."""
+    """The protocol of a tokenizer file; each file format has one class."""
 
     size: int  # ids are in [0, size)
-    leading_spaces: int  # how many spaces decoding drops from the start of a text
+    leading_spaces: int  # spaces that decoding drops from the start of a text
     errors: str  # codecs error handler for broken UTF-8
 
     def encode(self, text: str) -> list[int]:
-        """Returns ids of a text without BOS; special tokens written out in the text become their ids."""
+        """Returns ids of a text without BOS. Special tokens written out in the text become their ids."""
 
     def piece(self, id: int) -> bytes:
-        """Returns bytes that a token shows; none for special tokens and for ids that stand for nothing."""
+        """Returns the bytes that a token shows; none for special tokens and unused ids."""
 
     def id(self, token: str) -> int | None:
-        """Returns id of a token by its exact name."""
+        """Returns the id of a token by its exact name."""
 
     def named(self) -> dict[str, str]:
-        """Returns special tokens by role ("bos_token", ...), as far as the file itself tells."""
+        """Returns special tokens by role ("bos_token", ...), as far as the file itself has them."""
 
     def prefix(self, bos_id: int | None) -> list[int]:
-        """Returns ids put before a text where tokenizer_config.json does not say."""
+        """Returns ids put before a text where tokenizer_config.json does not decide."""
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in text as it is; lstrip and rstrip take the whitespace around it. A special one shows no
+    """A token that is found literally in text; lstrip and rstrip take the whitespace around it. A special one shows no
     text."""
 
     content: str
@@ -50,27 +50,27 @@ class AddedToken:
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
-    normalized: bool | None = None  # found in the text that a normalizer leaves; None: unless it is special
-    id: int | None = None  # as a file says
-    source: int = BARE  # of its flags
+    normalized: bool | None = None  # whether it is found in normalized text; None: unless it is special
+    id: int | None = None  # its id in a file
+    source: int = BARE  # the source of its flags
 
     def pattern(self) -> str:
         word = rf"(?<!\w){re.escape(self.content)}(?!\w)" if self.single_word else re.escape(self.content)
         return (r"\s*" if self.lstrip else "") + word + (r"\s*" if self.rstrip else "")
 
     def joined(self, other: "AddedToken") -> "AddedToken":
-        """Merges what two files say of one token."""
+        """Merges the flags of one token from two files."""
         flags = max(self, other, key=lambda token: token.source)
         return replace(flags, special=self.special or other.special, id=other.id if self.id is None else self.id)
 
 
 @dataclass(frozen=True)
 class Named:
-    """Holds what the files beside a vocabulary say."""
+    """Holds the tokens that the files beside a vocabulary name."""
 
     roles: Mapping[str, str | None]  # by name; None where a role is switched off
     tokens: tuple[AddedToken, ...]  # each content once, in the order in which those without an id get one
-    rows: int | None = None  # of the model's embedding, where there is a model
+    rows: int | None = None  # rows of the model's embedding; None without a model
 
 
 def with_new_ids(tokens: Iterable[AddedToken], start: int, rows: int | None) -> list[AddedToken]:
@@ -88,13 +88,13 @@ def with_new_ids(tokens: Iterable[AddedToken], start: int, rows: int | None) -> 
 
 
 class SentencePieceVocabulary:
-    """tokenizer.model, plus added tokens that are split off the text before SentencePiece sees it.
+    """Reads tokenizer.model, and splits added tokens off the text before SentencePiece sees it.
 
-    The space that SentencePiece puts before a text is put before its first segment only, or before every segment
-    between added tokens where tokenizer_config.json says legacy.
+    SentencePiece puts a space before a text. Here only the first segment gets it. With `legacy` in
+    tokenizer_config.json every segment between added tokens gets it.
     """
 
-    errors = "surrogateescape"  # one U+FFFD a byte, as sentencepiece
+    errors = "surrogateescape"  # one U+FFFD a byte, as in sentencepiece
 
     def __init__(self, path: Path, named: Named, config: Mapping[str, Any]):
         # Appended to a serialized model: normalizer_spec { add_dummy_prefix: false } (protobuf merges messages).
@@ -116,17 +116,17 @@ class SentencePieceVocabulary:
                 new.append(token)
             elif own.content == token.content:
                 self._added[id] = own.joined(token)
-            elif token.id is not None:  # which gives the id another name
+            elif token.id is not None:  # it gives the id another name
                 self._added[id] = token
         start = max([self._base - 1, *self._added]) + 1
         self._added |= {token.id: token for token in with_new_ids(new, start, named.rows) if token.id is not None}
         self._ids = {token.content: id for id, token in self._added.items()}
-        # Longest first, so that no token hides one that it begins.
+        # Longest first, so that no token hides a longer one that begins with it.
         ordered = sorted(self._added.items(), key=lambda item: -len(item[1].content))
         self._order = [id for id, _ in ordered]
         self._pattern = re.compile("|".join(f"({token.pattern()})" for _, token in ordered) or "(?!)")
         self.size = max([self._base - 1, *self._added]) + 1
-        if sp.normalize("  x") == sp.normalize("x"):  # extra spaces are removed
+        if sp.normalize("  x") == sp.normalize("x"):  # it removes extra spaces
             self.leading_spaces = sys.maxsize
         else:
             self.leading_spaces = int(sp.normalize("x").startswith(SPACE))
@@ -176,7 +176,7 @@ def _sentencepiece(model: bytes):
 
 
 class TokenizersVocabulary:
-    """tokenizer.json, read by the tokenizers library; its decoder must be one that works token by token."""
+    """Reads tokenizer.json by the tokenizers library. Its decoder must work token by token."""
 
     def __init__(self, path: Path, named: Named):
         import tokenizers
@@ -185,7 +185,7 @@ class TokenizersVocabulary:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
             raise TokenizerError(f"cannot read {path}: {one_line(error)}") from error
-        self._tokenizer.no_truncation()  # settings of a training run
+        self._tokenizer.no_truncation()  # the file may have a training run's setting
         self._tokenizer.no_padding()
         self._add(named)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -195,8 +195,8 @@ class TokenizersVocabulary:
         self._bytes, self.leading_spaces, self.errors = _decoding(json.loads(decoder.__getstate__()) if decoder else {})
 
     def _add(self, named: Named) -> None:
-        """Adds what other files name. The library numbers new tokens, as it does in transformers; a warning says where
-        a file has another id."""
+        """Adds tokens that other files name. The library numbers new tokens, as in transformers. A warning names tokens
+        whose id differs in a file."""
         import tokenizers
 
         own = {token.content: _as_ours(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
@@ -233,7 +233,6 @@ class TokenizersVocabulary:
 
 
 def _as_ours(token: Any) -> AddedToken:
-    """Converts a token of the tokenizers library."""
     flags = token.special, token.lstrip, token.rstrip, token.single_word, token.normalized
     return AddedToken(token.content, *flags, source=VOCABULARY)
 
@@ -285,8 +284,11 @@ def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, 
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Back from GPT-2's printable stand-ins for bytes (the byte itself where Latin-1 prints it, else the next free
-    character from U+0100) to the bytes, as a table for str.translate that takes other Latin-1 out of it."""
+    """Returns a table for str.translate from GPT-2's printable characters for bytes back to the bytes.
+
+    A printable Latin-1 byte is its own character; other bytes have the next free characters from U+0100. The table maps
+    other Latin-1 characters out of Latin-1.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return dict.fromkeys(others, 0xFFFF) | {256 + i: byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A KV policy that allocates a run of pages of the predicted length."""
+"""Defines a KV policy that allocates a run of pages of the predicted length."""
 
 from collections.abc import Sequence as List
 
@@ -12,14 +12,16 @@ OVERFLOWS = ("scatter", "move")
 
 
 class Extent(Predicted):
-    """A run of pages in a row of the predicted length at admission. A sequence that outgrows it goes on in the pages
-    right behind, as many as it is now expected to need, if the first of these is free. Else, by `overflow`:
+    """Allocates a contiguous run of pages of the predicted length at admission.
 
-        "move"      it moves to a longer run, if there is one, and goes on as with "scatter" if not
-        "scatter"   it goes on in another run, or a single page: the page table doesn't mind
+    A sequence that outgrows its run continues in the pages right behind, if the first of these is free. It takes as
+    many as it is now expected to need. Otherwise `overflow` decides:
 
-    Nothing is ever compacted: experiments.kv_choices says what that would be worth, and why "scatter" is the default.
-    The predictor is a Quantile by default, which learns: each engine needs one of its own.
+        "move"      it moves to a longer run; if there is none, it continues as with "scatter"
+        "scatter"   it continues in another run, or in a single page: the page table allows both
+
+    Pages are never compacted. experiments.kv_choices measures what that would gain. "scatter" is the default.
+    The default predictor is a Quantile, which learns: each engine needs its own.
     """
 
     pool: RunPool
@@ -44,7 +46,7 @@ class Extent(Predicted):
         return run is not None
 
     def _keep(self, running: List[Sequence]) -> int:
-        """Returns those that may need a page in the next step, after this one's decode."""
+        """Returns how many running sequences may need a page in the next step, after their decode in this one."""
         size = self.pool.page_size
         return sum(len(s.pages) * size - s.computed <= 1 for s in running)
 

@@ -1,8 +1,8 @@
-"""How long an output will be: what admission may count on.
+"""Predicts how long an output will be, for admission.
 
-A predictor is any object with Predictor's three methods; the policies Predicted and Extent take one. Longest says
-max_new_tokens, and Quantile what has ended so far. Oracle knows, for tests and experiments. One that looks at the
-prompt is the caller's object: experiments/training has such a one.
+A predictor is any object with Predictor's three methods; the policies Predicted and Extent take one. Longest predicts
+max_new_tokens, and Quantile learns from past outputs. Oracle has the true lengths, for tests and experiments. The
+caller can bring a predictor that reads the prompt: experiments/training has one.
 """
 
 from bisect import bisect_left
@@ -18,24 +18,27 @@ Tokens = tuple[int, ...]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Asked by the scheduler, between two steps: it should answer in microseconds, or remember its answers."""
+    """The scheduler calls it between two steps: it should answer in microseconds, or cache its answers."""
 
     def predict(self, prompt: Tokens, params: SamplingParams, quantile: float, produced: int = 0) -> int:
-        """Returns a number of output tokens, the last one included, that this request exceeds with probability 1 -
-        quantile at most, given that there are `produced` already. Asked when the request is first considered for
-        admission, and again each time it outgrows the answer. The caller brings it into produced + 1 ..
-        params.max_new_tokens."""
+        """Returns a number of output tokens that this request exceeds with a probability of at most 1 - quantile.
+
+        The number includes the last token, and `produced` tokens exist already. It is called when the request is first
+        considered for admission, and again each time the request outgrows the answer. The caller clips the answer to
+        produced + 1 .. params.max_new_tokens.
+        """
 
     def observe(self, prompt: Tokens, params: SamplingParams, output: int, ended: bool) -> None:
-        """A request is over after `output` tokens: by itself, or (not ended) cut off by its limit or its user."""
+        """Takes in a request that has ended after `output` tokens. `ended` is False if its limit or its user cut it
+        off."""
 
     def alive(self, outputs: Iterable[int]) -> None:
-        """The output tokens so far of all that run. They are at least that long: who learns from those alone that have
-        ended takes outputs to be shorter than they are, most of all at the start."""
+        """Takes in the output tokens so far of all running requests, which are at least that long. A predictor that
+        learns only from ended requests underestimates lengths, most of all at the start."""
 
 
 class Longest:
-    """As long as the request allows."""
+    """Predicts the request's limit."""
 
     def predict(self, prompt: Tokens, params: SamplingParams, quantile: float, produced: int = 0) -> int:
         return params.max_new_tokens
@@ -48,7 +51,7 @@ class Longest:
 
 
 class Oracle(Longest):
-    """The truth, from a function of the prompt and its parameters (a seed can tell requests apart)."""
+    """Predicts the true length by a function of the prompt and its parameters (a seed can tell requests apart)."""
 
     def __init__(self, output_tokens: Callable[[Tokens, SamplingParams], int]):
         self._output_tokens = output_tokens
@@ -58,11 +61,11 @@ class Oracle(Longest):
 
 
 class Quantile:
-    """The quantile of all requests so far, whatever their prompts.
+    """Predicts the quantile of all past output lengths, whatever the prompt.
 
-    Kaplan and Meier's estimate (1958) of the distribution of lengths, in buckets RATIO wide: requests that were cut
-    off, and those that still run, count as at least as long as they are. Where that leaves the tail open, and until
-    FEWEST have ended, the answer is the longest. Of older requests each further WINDOW ones forget half.
+    It is Kaplan and Meier's estimate (1958) of the distribution of lengths, in buckets RATIO wide. Requests that were
+    cut off or still run count as at least as long as they are. Where that leaves the tail open, it predicts the limit.
+    It also does so until FEWEST requests have ended. Every WINDOW further requests halve the weight of older ones.
     """
 
     RATIO = 1.05
@@ -76,7 +79,7 @@ class Quantile:
         self._ended = np.zeros(len(self._edges))
         self._cut = np.zeros(len(self._edges))
         self._alive = np.zeros(len(self._edges))
-        self._seen = 0.0  # that ended
+        self._seen = 0.0  # requests that ended
         self._survival: list[float] | None = None  # P(length > edges[b])
 
     def predict(self, prompt: Tokens, params: SamplingParams, quantile: float, produced: int = 0) -> int:
@@ -84,7 +87,7 @@ class Quantile:
             return params.max_new_tokens
         if self._survival is None:
             self._survival = self._estimate()
-        first = bisect_left(self._edges, produced)  # the last bucket that is wholly behind, or 0
+        first = bisect_left(self._edges, produced)  # the last bucket that the output has passed, or 0
         given = self._survival[first] if produced else 1.0
         target = (1 - quantile) * given
         for b in range(first + bool(produced), len(self._edges)):
@@ -109,10 +112,10 @@ class Quantile:
         self._survival = None
 
     def _estimate(self) -> list[float]:
-        """Returns survival: the shares of those known to reach a bucket that ended in it, multiplied up. What was cut
-        off in a bucket counts as having reached the next no more."""
+        """Returns survival: the product of 1 - hazard over buckets. A bucket's hazard is the share of requests that
+        ended in it, among those known to reach it. A request cut off in a bucket does not reach the next."""
         lost = self._ended + self._cut + self._alive
         reached = np.cumsum(lost[::-1])[::-1]
-        at_risk = reached - (lost - self._ended) / 2  # the actuary's: cut off half-way through the bucket
+        at_risk = reached - (lost - self._ended) / 2  # actuarial estimate: cut off in mid-bucket
         hazard = np.divide(self._ended, at_risk, out=np.zeros_like(lost), where=self._ended > 0)
         return np.maximum(np.cumprod(1 - hazard), 0.0).tolist()

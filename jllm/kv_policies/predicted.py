@@ -1,4 +1,4 @@
-"""A KV policy that admits what the pool is expected to hold to the end."""
+"""Defines a KV policy that admits as much as the pool should hold to the end."""
 
 from collections.abc import Sequence as List
 
@@ -11,11 +11,14 @@ from jllm.kv_policies.length import Longest, Predictor
 
 
 class Predicted(OnDemand):
-    """Pages as tokens come; but a sequence waits as long as all that run and it, each ending where it is expected to,
-    would at some time hold more pages than there are. `quantile` is the one of a length that is expected; the default
-    is 0.9."""
+    """Allocates pages as tokens come, but a sequence waits while the pool is expected to overflow later.
 
-    ALIVE = 16  # requests that end before the predictor hears again of those that run
+    The expectation gives each running sequence, and the new one, its expected length. The pool overflows if they would
+    then hold more pages at some time than there are. `quantile` is the expected quantile of a length; the default is
+    0.9.
+    """
+
+    ALIVE = 16  # after so many ended requests, the predictor hears of the running ones again
 
     def __init__(self, predictor: Predictor, *, quantile: float | None = None, watermark: float = 0.0):
         super().__init__(watermark=watermark)
@@ -25,7 +28,7 @@ class Predicted(OnDemand):
             raise ConfigError("quantile has no meaning with the predictor Longest: leave it out")
         self.predictor = predictor
         self.quantile = checked_share("quantile", 0.9 if quantile is None else quantile, open_at_0=True)
-        self._ended = 0  # requests that have ended since the predictor was told who is alive
+        self._ended = 0  # requests that have ended since the predictor last heard of the running ones
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
         return super().admit(seq, running) and (not running or self._holds(seq, running))
@@ -40,8 +43,11 @@ class Predicted(OnDemand):
             self._ended += 1
 
     def _expect(self, seq: Sequence, running: List[Sequence] = ()) -> int:
-        """Returns tokens of KV that seq is expected to come to, more than it is known to have. Reads come a step late:
-        its last token is computed, too, unless max_length says before that it is the last."""
+        """Returns how many tokens of K and V seq is expected to need: more than it is known to have.
+
+        Reads come a step late. So its last token is computed too, unless max_length shows in advance that it is the
+        last.
+        """
         known = max(seq.length, seq.computed + 1)  # tokens that exist, those in flight included
         if seq.expected < known:
             if self._ended >= self.ALIVE and running:
@@ -53,8 +59,10 @@ class Predicted(OnDemand):
         return seq.expected
 
     def _holds(self, seq: Sequence, running: List[Sequence]) -> bool:
-        """Asked often, hence written for speed. Pages that a sequence found (cached) count on neither side: others hold
-        them, so that its end may give back none of them."""
+        """Checks that the pool holds all sequences to their expected end. It is called often, hence written for speed.
+
+        Pages that a sequence found (cached) count on neither side. Others hold them, so its end may free none of them.
+        """
         self._expect(seq, running)
         now, end = [seq.length - seq.cached], [seq.expected - seq.cached]
         pages, found = len(seq.pages), seq.cached
@@ -72,11 +80,13 @@ class Predicted(OnDemand):
 
 
 def peak_pages(now: List[int], end: List[int], page_size: int) -> int:
-    """Returns most pages of page_size tokens that sequences hold at once if each has now[i] tokens, comes to end[i],
-    gains one a step and gives all back at its end; partial pages count as whole ones."""
+    """Returns the most pages of page_size tokens that sequences hold at once.
+
+    Sequence i has now[i] tokens, gains one a step, and frees all at end[i] tokens. Partial pages count as whole ones.
+    """
     tokens = np.array(now, np.int64)
     left = np.array(end, np.int64) - tokens
     order = np.argsort(-left)
-    # When one ends, those before it in this order are still there.
+    # When a sequence ends, all before it in this order still run.
     alive = np.arange(1, len(now) + 1)
     return int((np.cumsum(tokens[order]) + alive * (left[order] + page_size - 1)).max()) // page_size

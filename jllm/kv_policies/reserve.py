@@ -1,4 +1,4 @@
-"""A KV policy that reserves the longest length at admission."""
+"""Defines a KV policy that reserves the longest length at admission."""
 
 from collections.abc import Sequence as List
 
@@ -7,7 +7,7 @@ from jllm.engine.sequence import Sequence
 
 
 class Reserve(OnDemand):
-    """Pages for max_length at admission, anywhere in the pool."""
+    """Allocates pages for max_length at admission, anywhere in the pool."""
 
     def admit(self, seq: Sequence, running: List[Sequence]) -> bool:
         pages = self.pool.allocate(self._begins(seq, running) - len(seq.pages))

@@ -1,4 +1,4 @@
-"""A page pool that also gives pages in a row."""
+"""Defines a page pool that also allocates contiguous runs of pages."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from jllm.engine.pages import PagePool
 
 
 class FreeRuns:
-    """Free pages (pages.FreePages) as runs, the longest that they form, in lists by length.
+    """Keeps free pages (pages.FreePages) as maximal runs, in lists by length.
 
-    To take or to free a run costs a few dictionary entries, and a bisection among the different lengths, of which there
-    are at most sqrt(2 * num_pages).
+    Taking or freeing a run costs a few dictionary entries, and a bisection among the different lengths. There are at
+    most sqrt(2 * num_pages) lengths.
     """
 
     def __init__(self, num_pages: int):
         self._count = num_pages
-        self._length = {0: num_pages}  # of each free run, by its first page
-        self._start = {num_pages: 0}  # of each free run, by the page after it
-        self._runs: dict[int, dict[int, None]] = {num_pages: {0: None}}  # by length: first pages, freed last at the end
-        self._lengths = [num_pages]  # those that occur, ascending
+        self._length = {0: num_pages}  # length of each free run, by its first page
+        self._start = {num_pages: 0}  # first page of each free run, by the page after it
+        self._runs: dict[int, dict[int, None]] = {num_pages: {0: None}}  # by length, first pages; the newest is last
+        self._lengths = [num_pages]  # lengths of free runs, ascending
 
     def __len__(self) -> int:
         return self._count
@@ -29,7 +29,7 @@ class FreeRuns:
 
     @property
     def longest(self) -> int:
-        """Returns how many pages the longest run has."""
+        """Returns the length of the longest run."""
         return self._lengths[-1] if self._lengths else 0
 
     def take(self, n: int) -> list[int]:
@@ -41,17 +41,17 @@ class FreeRuns:
         return pages
 
     def take_run(self, n: int) -> list[int]:
-        """Takes n pages in a row, no more than `longest`, from the shortest run that has them."""
+        """Takes n contiguous pages, at most `longest`, from the shortest run that has them."""
         length = self._lengths[bisect_left(self._lengths, n)]
         return self._take(next(reversed(self._runs[length])), n)
 
     def take_at(self, page: int, n: int) -> list[int]:
-        """Takes up to n pages in a row from `page` on, if a run begins there; perhaps none."""
+        """Takes up to n contiguous pages from `page` on, if a run begins there; perhaps none."""
         some = min(n, self._length.get(page, 0))
         return self._take(page, some) if some else []
 
     def put(self, pages: list[int]) -> None:
-        start = stop = -1  # of the run in hand
+        start = stop = -1  # bounds of the current run
         for page in pages:
             if page != stop:
                 self._insert(start, stop)
@@ -88,7 +88,7 @@ class FreeRuns:
             insort(self._lengths, length)
 
     def _remove(self, start: int) -> int:
-        """Forgets the run that begins at start; returns its length."""
+        """Removes the run that begins at start, and returns its length."""
         length = self._length.pop(start)
         del self._start[start + length]
         runs = self._runs[length]
@@ -100,7 +100,7 @@ class FreeRuns:
 
 
 class RunPool(PagePool):
-    """A pool that also allocates runs of pages, and tells how far its free pages lie apart."""
+    """A pool that also allocates runs of pages, and measures the fragmentation of its free pages."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.runs = FreeRuns(num_pages)
@@ -108,23 +108,23 @@ class RunPool(PagePool):
 
     @property
     def fragmentation(self) -> float:
-        """Returns the share of free pages outside of the longest run: 0 when they are all in one, or there are none."""
+        """Returns the share of free pages outside of the longest run; 0 if all are in one run, or none is free."""
         return 1 - self.runs.longest / self.num_free if self.num_free else 0.0
 
     def scattered(self) -> float:
-        """Returns the fragmentation of all available pages. Looks at every page."""
+        """Returns the fragmentation of all available pages. It looks at every page."""
         if not (self.evictor and self.evictor.evictable):
             return self.fragmentation
         longest = max(sum(run) for _, run in groupby(map(self._available, range(self.num_pages))))
         return 1 - longest / self.num_available
 
     def allocate_run(self, n: int) -> list[int] | None:
-        """Takes n >= 1 pages in a row from the shortest run that has them. Returns None, and takes and evicts nothing,
-        where there is no such run."""
+        """Takes n >= 1 contiguous pages from the shortest run that has them. Returns None, and takes and evicts
+        nothing, if there is no such run."""
         if n > self.num_available or (n > self.runs.longest and not self._could_be_run(n)):
             return None
         self.reclaim(n)
-        while n > self.runs.longest:  # what is evicted may lie anywhere: one by one, until some make a run
+        while n > self.runs.longest:  # evicted pages may lie anywhere: evict one at a time until there is a run
             free = self.num_free
             self.reclaim(free + 1)
             if self.num_free == free:
@@ -132,7 +132,7 @@ class RunPool(PagePool):
         return self.hold(self.runs.take_run(n))
 
     def extend(self, page: int, n: int) -> list[int]:
-        """Takes up to n free pages in a row right after `page`; perhaps none."""
+        """Takes up to n contiguous free pages right after `page`; perhaps none."""
         return self.hold(self.runs.take_at(page + 1, n))
 
     def _available(self, page: int) -> bool:
@@ -140,8 +140,11 @@ class RunPool(PagePool):
         return not count or (count == 1 and self.evictor is not None and self.evictor.holds(page))
 
     def _could_be_run(self, n: int) -> bool:
-        """Checks whether n pages in a row would be free if all were evicted that can be. It goes from the last page of
-        each place back to the first that is in the way, and so looks at few pages where n is large."""
+        """Checks whether n contiguous pages would be free if all evictable pages were evicted.
+
+        At each place it looks from the last page back to the first that is in use. So it looks at few pages where n is
+        large.
+        """
         if not (self.evictor and self.evictor.evictable):
             return n <= self.runs.longest
         start = 0

@@ -1,4 +1,4 @@
-"""Programs compiled in threads, the most needed first, or by the step that needs them now; and how many there were."""
+"""Compiles programs in threads, the most needed first, or in the thread of a step that needs one now."""
 
 import contextlib
 import os
@@ -30,36 +30,36 @@ PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: o
 
 @dataclass
 class Compiled:
-    """What was compiled for an engine so far: ahead of requests, behind their steps, or at a step's first use."""
+    """Counts the programs compiled for an engine: ahead of requests, in the background, or at a step's first use."""
 
     programs: int = 0
-    first_use: int = 0  # those of them that a step had to wait for
+    first_use: int = 0  # programs that a step had to wait for
     seconds: float = 0.0  # while at least one was made, tracing included
-    cache_hits: int = 0  # programs that JAX's persistent cache had
-    loaded: int = 0  # programs that files had (executables.py)
+    cache_hits: int = 0  # programs found in JAX's persistent cache
+    loaded: int = 0  # programs found in files (executables.py)
     elsewhere: int = 0  # steps that other processes traced (tracing.py)
 
 
 class Recipe(NamedTuple):
-    """How a program is made: where it may be found, how it is traced and lowered, and what is done with a new one."""
+    """Holds how a program is found, traced and lowered, and how a new one is kept."""
 
     lower: Callable[[], jax.stages.Lowered]
     find: Callable[[], jax.stages.Compiled | None] = lambda: None
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
-    name: str = "a program"  # in the progress that people see
+    name: str = "a program"  # as progress shows it
     step: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # packed_step's arguments and static ones, if it is one
 
 
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns all buckets: first the one that holds every step (see options.resolve), then by decodes,
-    descending, and at equal decodes those with fewer prompt tokens first."""
+    """Returns all buckets in the order in which they are compiled. The bucket that holds every step comes first (see
+    options.resolve). The others follow by decodes, descending; among equal decodes, fewer prompt tokens come first."""
     top = max(buckets, key=lambda r: (r.tokens, r.chunks, r.decodes, -r.rows))
     return [top, *sorted((r for r in buckets if r != top), key=lambda r: (-r.decodes, r.tokens, r.rows))]
 
 
 def own_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Returns the JAX settings that context managers have changed in this thread, as a context manager for another
-    thread."""
+    """Returns the JAX settings that context managers have changed in this thread. They come as a context manager that
+    applies them in another thread."""
     states = jax_config.config_states.values()
     own = [(state, value) for state in states if (value := state.get_local()) is not jax_config.config_ext.unset]
 
@@ -74,28 +74,28 @@ def own_settings() -> Callable[[], AbstractContextManager[None]]:
 
 
 class Compiler:
-    """Makes programs in threads of its own, in the order in which they are added, and counts them in `compiled`.
+    """Compiles programs in its own threads, in the order in which they are added, and counts them in `compiled`.
 
-    Tracing holds Python's lock, so only one program is traced at a time: the first one is not slowed by the others.
-    `processes`: how many others trace steps beside this one (tracing.py); what they cannot trace is traced here.
-    Each program is made with the JAX settings of the thread that added it. Its future raises what making it raised.
-    progress: whether standard error says how far that is; None: where it is a terminal.
+    Tracing holds Python's lock, so only one program is traced at a time. Then the others don't slow the first one.
+    `processes` is the number of other processes that trace steps (tracing.py). Steps that they cannot trace are traced
+    here. Each program is compiled with the JAX settings of the thread that added it. Its future raises any error of its
+    compilation. `progress` decides whether standard error shows progress; None means only on a terminal.
     """
 
     def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0):
         self._compiled, self._closed, self._progress = compiled, False, progress
         self._lock, self._tracing = threading.Lock(), threading.Lock()
-        self._busy: dict[int, str] = {}  # by thread, the program that it makes
+        self._busy: dict[int, str] = {}  # by thread, the name of the program that it compiles
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
         self._tracers = Tracers(processes) if processes else None
-        self._reasons: set[str] = set()  # for which a step was traced here, as was said
+        self._reasons: set[str] = set()  # why steps were traced here; each gave one warning
 
     def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
         return self._pool.submit(self._behind, recipe, own_settings())
 
     def now(self, recipe: Recipe) -> jax.stages.Compiled:
-        """Makes a program in this thread, which waits for it."""
+        """Compiles a program in this thread, which waits for it."""
         if self._progress or (self._progress is None and sys.stderr is not None and sys.stderr.isatty()):
             print(f"compiling a step of {recipe.name}", file=sys.stderr, flush=True)
         made = self._make(recipe, recipe.lower)
@@ -104,8 +104,8 @@ class Compiler:
         return made
 
     def wait(self, jobs: Iterable[Future], of: Iterable[Future] = ()) -> None:
-        """Until all jobs are done, with progress from the first moment on, which counts those of `of` too. Raises what
-        one of the jobs raises."""
+        """Waits until all jobs are done. Shows progress from the start, which counts the jobs of `of` too. Raises the
+        error of a job that failed."""
         left = set(jobs)
         whole, terminal = left.union(of), sys.stderr is not None and sys.stderr.isatty()
         disable = sys.stderr is None or not (terminal if self._progress is None else self._progress)
@@ -121,13 +121,13 @@ class Compiler:
                     bar.set_postfix_str(self._working())
 
     def _working(self) -> str:
-        """Returns what is being made, and how much was found."""
+        """Returns text about the programs in progress and the number found in caches."""
         with self._lock:
             found, names = self._compiled.cache_hits + self._compiled.loaded, sorted(self._busy.values())
         return "; ".join([*([f"{found} from the cache"] if found else []), *names])
 
     def close(self) -> None:
-        """What has not begun never does; waits for the rest."""
+        """Cancels jobs that have not begun, and waits for the others."""
         self._closed = True
         if self._tracers is not None:
             self._tracers.close()
@@ -138,7 +138,8 @@ class Compiler:
             return self._make(recipe, partial(self._lower, recipe))
 
     def _lower(self, recipe: Recipe) -> jax.stages.Lowered:
-        """In another process, or here, one at a time. Raises CancelledError once this is closed."""
+        """Lowers a step in another process, or here, one at a time. Raises CancelledError once the compiler is
+        closed."""
         if self._tracers is not None and recipe.step is not None:
             try:
                 lowered = self._tracers.lower(*recipe.step)
@@ -163,7 +164,7 @@ class Compiler:
             if made is None:
                 lowered = lower()
                 try:
-                    made = lowered.compile()  # which runs kernels to choose among them
+                    made = lowered.compile()  # XLA's autotuning runs kernels here
                 except jax.errors.JaxRuntimeError as error:
                     if not out_of_memory(error):
                         raise
@@ -178,7 +179,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _counting(self, name: str) -> Iterator[None]:
-        """Counts the time, and the hits of JAX's persistent cache in this thread."""
+        """Counts the time, and this thread's hits of JAX's persistent cache."""
         me = threading.get_ident()
         with self._lock:
             if not self._busy:

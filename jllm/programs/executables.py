@@ -1,8 +1,8 @@
-"""Compiled programs in files: a later start on the same device neither traces nor compiles them.
+"""Keeps compiled programs in files, so that a later start on the same device neither traces nor compiles them.
 
-JAX's persistent cache is asked with a lowered program, and tracing and lowering are most of what a start with kernels
-takes. Here the question is what decides about the program (key.py). The two don't go together: what JAX's cache
-has had XLA cannot serialize a second time.
+JAX's persistent cache looks up lowered programs, but with kernels, tracing and lowering take most of a start's time.
+These files are looked up by everything that decides about a program (key.py). The two caches don't combine: XLA cannot
+serialize a program that came from JAX's cache.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from jllm.programs.key import NoKey, arguments_content, check_unedited, content,
 from pallas_kernels.all_reduce import make_calls_known
 from pallas_kernels.backends import tell_where_kernels_link
 
-# Modules of jllm.speculative whose values a step may be given.
+# Modules of jllm.speculative whose values a step may take.
 DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
 KEPT_DAYS = 30  # without use
 DAY = 86400  # seconds
-UNKEPT = (  # what serializing raises: among others for programs that call back into Python
+UNKEPT = (  # errors of serializing, for example of programs that call back into Python
     OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError,
     jax.errors.JaxRuntimeError,
 )  # fmt: skip
@@ -36,15 +36,17 @@ UNKEPT = (  # what serializing raises: among others for programs that call back 
 
 @dataclass(frozen=True)
 class Executables:
-    """Compiled programs of one module's function under `folder`, for one device, or for all of a mesh together. JAX
-    loads a program on the devices alone that it was compiled for: replicas have files of their own. Files are pickles:
-    whoever can write to the folder can run code here, as with JAX's own cache."""
+    """Holds compiled programs of one module's function in `folder`, for one device or for a whole mesh.
+
+    JAX loads a program only on the devices that it was compiled for. So each replica has its own files. The files are
+    pickles: anyone who can write to the folder can run code here. JAX's own cache has the same risk.
+    """
 
     folder: Path
     devices: tuple[jax.Device, ...]  # in a mesh's order
     module: str = "jllm.programs.packed_step"
-    sources: Mapping[str, Path] = field(init=False, repr=False)  # the modules that decide about programs
-    basis: str = field(init=False, repr=False)  # a hash of the sources, of what compiles, and of the device
+    sources: Mapping[str, Path] = field(init=False, repr=False)  # files of the modules that decide about programs
+    basis: str = field(init=False, repr=False)  # a hash of the sources, the compilers and the device
 
     def __post_init__(self):
         device = self.devices[0]
@@ -57,8 +59,10 @@ class Executables:
                 make_calls_known()
 
     def path(self, arguments: Any, static: Any) -> Path | None:
-        """Returns the path of a program for arguments (a pytree of arrays or shapes) and static ones; None, with a
-        warning, if these have no key. To be asked with the settings that tracing has: JAX's may be a thread's own."""
+        """Returns the path of a program for arguments (a pytree of arrays or shapes) and static arguments.
+
+        Returns None, with a warning, if they have no key. Call it in the thread that traces, whose JAX settings count.
+        """
         try:
             check_unedited(self.sources.values())
             of_arguments = arguments_content(arguments, self.devices, self.sources)
@@ -70,7 +74,7 @@ class Executables:
         return self.folder / f"{digest(key.encode())}.pickle"
 
     def load(self, path: Path) -> jax.stages.Compiled | None:
-        """Returns none if there is none, or none that can be used."""
+        """Returns the program in a file, or None if there is no file or it cannot be used."""
         try:
             stat = path.stat()
             found = _read(path, stat.st_mtime_ns, stat.st_size, self.devices)
@@ -81,11 +85,12 @@ class Executables:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # pickle alone names eight kinds, and a damaged file may raise any
-            warnings.warn(f"{path} cannot be used ({type(error).__name__}); compiling anew", stacklevel=2)
+            warnings.warn(f"{path} cannot be used ({type(error).__name__}); compiling again", stacklevel=2)
             return None
 
     def save(self, path: Path, compiled: jax.stages.Compiled) -> None:
-        """Whole or not at all. What cannot be kept is compiled again next time."""
+        """Writes a program's file, wholly or not at all. A program that cannot be kept is compiled again at the next
+        start."""
         try:
             content = pickle.dumps(serialize(compiled))
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +102,7 @@ class Executables:
         self._forget()
 
     def _forget(self) -> None:
-        """Files of other versions, of models that are no longer run, and parts whose writer was killed."""
+        """Removes files of other versions and of models no longer run, and parts whose writer was killed."""
         for path in self.folder.glob("*"):
             with contextlib.suppress(OSError):  # another process was quicker
                 if path.stat().st_mtime < time.time() - KEPT_DAYS * DAY:
@@ -106,19 +111,19 @@ class Executables:
 
 @functools.cache
 def _basis(module: str, device: jax.Device) -> tuple[Mapping[str, Path], str]:
-    """Sources and basis; once a process, since what it has loaded stays as it is (see check_unedited)."""
+    """Returns sources and basis. They are computed once a process: loaded code stays as it is (see check_unedited)."""
     sources = reached([module, *(f"jllm.speculative.{drafter}" for drafter in DRAFTERS)])
     return sources, digest(repr(tuple(surroundings(device, sources))).encode())
 
 
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, changed: int, size: int, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled:
-    """Returns the program in a file; once a process while the file stays the same, as with a jitted function's
+    """Returns the program in a file. It is cached for the process while the file stays the same, as jit caches
     programs."""
     serialized, in_tree, out_tree = pickle.loads(path.read_bytes())
     return deserialize_and_load(serialized, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
 
 
 def jax_cache_is_on() -> bool:
-    """Returns whether JAX's own persistent cache may have had what is compiled."""
+    """Returns whether a compiled program may have come from JAX's own persistent cache."""
     return bool(jax.config.jax_compilation_cache_dir) and jax.config.jax_enable_compilation_cache

@@ -1,4 +1,4 @@
-"""Where compiled steps are kept by default, so that a second start compiles nothing."""
+"""Finds the default folder of compiled steps, with which a second start compiles nothing."""
 
 import os
 import sys
@@ -12,12 +12,12 @@ def default_path() -> Path:
     """Returns ~/Library/Caches/jllm/steps on macOS, elsewhere jllm/steps under $XDG_CACHE_HOME or ~/.cache."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "jllm" / "steps"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")  # relative ones are to be ignored, says the specification
+    xdg = os.environ.get("XDG_CACHE_HOME", "")  # the specification says to ignore relative paths
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "jllm" / "steps"
 
 
 def make_compile_cache(path: Path | None = None) -> Path:
-    """Returns the folder `path` (None: `default_path`), made where it is missing, for EngineOptions.executables.
+    """Returns the folder `path` (None: `default_path`) for EngineOptions.executables. Creates it if it is missing.
 
     Raises OutputError where it cannot be written.
     """
@@ -32,7 +32,7 @@ def make_compile_cache(path: Path | None = None) -> Path:
 
 
 def find_compile_cache(path: Path | None = None) -> Path | None:
-    """Returns the same; None, with a warning, where it cannot be written."""
+    """Returns the folder of make_compile_cache; None, with a warning, where it cannot be written."""
     try:
         return make_compile_cache(path)
     except OutputError as error:

@@ -1,8 +1,8 @@
-"""What decides about a compiled program, as text: the key of its file.
+"""Makes the key of a compiled program's file: text of everything that decides about the program.
 
-A program that is loaded is not traced, so all that could have changed it belongs to its key: the sources of every
-module that tracing can reach, the versions of what compiles, the device, the settings, and the arguments. Support is
-what a list allows: a value whose content the key cannot name has no key, and its program is never kept or loaded.
+A loaded program is not traced, so its key must hold everything that could have changed it. The key has the sources of
+every module that tracing can reach, and the versions of compilers. It has the device, the settings and the arguments.
+Only listed types are supported. A value of another type has no key, and its program is never kept or loaded.
 """
 
 import ast
@@ -30,22 +30,24 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("jllm", "pallas_kernels")
 PLAIN = (bool, int, float, str, bytes, NoneType)
 NODES = (tuple, list, dict, NoneType)
-# What names begin with: of packages that compile; of JAX's settings that change no program; of variables that do.
+# Prefixes of names: packages that compile, JAX's settings that change no program, and variables that change one.
 DISTRIBUTIONS = ("jax", "nvidia", "triton", "numpy", "ml-dtypes", "ml_dtypes")
 NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "MOSAIC_GPU_", "TRITON_", "JLLM_COMPUTE_")
-PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # set by JAX's import; of the tools there the content counts
+PLACES = re.compile("MOSAIC_GPU_.*_(PATH|ROOT)")  # set by JAX's import; only the content of the tools there counts
 TOOLS = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice/libdevice.10.bc")
 
 
 class NoKey(Exception):
-    """Something that decides about a program has no content that a key could hold; the message says what."""
+    """Something that decides about a program has no content that a key could hold. The message names it."""
 
 
 def content(value: Any, modules: Collection[str]) -> Any:
-    """Returns what a value consists of, as nested tuples of plain values, which have a faithful repr. Raises NoKey for
-    all but plain values, dtypes, meshes, tuples, lists, dicts and frozensets of them, and enums and frozen dataclasses
-    of `modules`."""
+    """Returns a value's content as nested tuples of plain values, which have a faithful repr.
+
+    Supports plain values, dtypes and meshes, and tuples, lists, dicts and frozensets of them. Supports enums and frozen
+    dataclasses of `modules` too. Raises NoKey for anything else.
+    """
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -56,7 +58,7 @@ def content(value: Any, modules: Collection[str]) -> Any:
         return "dict", tuple((content(k, modules), content(v, modules)) for k, v in value.items())
     if isinstance(value, np.dtype) and value.fields is None:
         return "dtype", value.name, value.str
-    if kind is Mesh:  # a loaded program wants the very devices that it was compiled for
+    if kind is Mesh:  # a loaded program runs only on the devices that it was compiled for
         return "mesh", value.axis_names, value.devices.shape, tuple(device.id for device in value.devices.flat)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__ in modules:
@@ -69,8 +71,11 @@ def content(value: Any, modules: Collection[str]) -> Any:
 
 
 def arguments_content(arguments: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
-    """Returns the same of a function's arguments, a pytree of shapes and of arrays on this device, or spread over a
-    mesh of these. Raises NoKey for containers from elsewhere than `modules`, and for arrays elsewhere."""
+    """Returns the content of a function's arguments, a pytree of shapes and of arrays.
+
+    The arrays are on this device, or sharded over a mesh of these devices. Raises NoKey for arrays elsewhere, and for
+    containers that are not of `modules`.
+    """
     leaves, tree = jax.tree.flatten(arguments)
     return _tree(tree, modules), tuple(_leaf(leaf, devices, modules) for leaf in leaves)
 
@@ -104,7 +109,7 @@ def _place(sharding: jax.sharding.Sharding, devices: Sequence[jax.Device], modul
 
 
 def settings() -> list[tuple[str, str]]:
-    """Returns JAX's, as they are in this thread. Raises NoKey under a mesh."""
+    """Returns the names and values of JAX's settings in this thread. Raises NoKey under a mesh."""
     if not jax.sharding.get_abstract_mesh().empty:
         raise NoKey("a mesh is set")
     values = jax.config.values
@@ -115,8 +120,9 @@ def settings() -> list[tuple[str, str]]:
 
 
 def reached(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
-    """Returns the modules of the two packages whose code tracing a function of these can run, each with its file: those
-    that they import, at their top or in a function, and those that these import. What only type checkers see does not
+    """Returns the modules of the two packages that tracing a function of `modules` can run, each with its file.
+
+    It follows imports at the top of a module and in functions, to any depth. Imports only for type checkers don't
     count.
     """
     found: dict[str, Path] = {}
@@ -132,8 +138,8 @@ def reached(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
 
 
 def check_unedited(files: Iterable[Path], loaded: float = LOADED) -> None:
-    """Raises NoKey if one was edited or removed since a process loaded it, by default this one: what would be traced is
-    not there."""
+    """Raises NoKey if a file was edited or removed since a process loaded it (default: this process). The key would
+    then describe other code than the traced one."""
     for path in files:
         if not path.exists() or path.stat().st_mtime > loaded:
             raise NoKey(f"{path} was edited or removed after it had been loaded")
@@ -167,11 +173,11 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from _imports(ast.iter_child_nodes(node))
 
 
-# What compiles, and for what
+# Compilers and devices
 
 
 def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[Any]:
-    """Yields all that decides about programs besides the arguments and settings."""
+    """Yields everything that decides about programs besides the arguments and settings."""
     yield platform.machine(), platform.python_version()
     yield device.platform, device.device_kind, device.client.platform_version
     yield _processor() if device.platform == "cpu" else None
@@ -184,9 +190,9 @@ def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[An
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Yields the versions of JAX, its plugins, Triton, and the makers' compilers and libraries."""
+    """Yields the versions of JAX, its plugins, Triton, and the vendors' compilers and libraries."""
     for found in importlib.metadata.distributions():
-        name = found.metadata.get("Name") or ""  # one that is half removed has none
+        name = found.metadata.get("Name") or ""  # a half removed distribution has none
         if name.lower().startswith(DISTRIBUTIONS):
             yield name, found.version
 
@@ -194,14 +200,14 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _variables() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
         if name.startswith(VARIABLES) and not PLACES.fullmatch(name):
-            # XLA_FLAGS may name a file of flags, and XLA takes it for one unless it begins with a dash.
+            # XLA_FLAGS may name a file of flags: XLA reads it as one unless it begins with a dash.
             in_file = name == "XLA_FLAGS" and value.strip()[:1] not in ("", "-") and Path(value).is_file()
             yield name, Path(value).read_text() if in_file else value
 
 
 def _tools() -> Iterator[tuple[str, str]]:
-    """By content, those that XLA and Mosaic GPU may find: on the path, where a variable or flag says, in NVIDIA's
-    packages, and in the usual places."""
+    """Yields the names and content hashes of the tools that XLA and Mosaic GPU may find. Looks on the path, where
+    variables or flags point, in NVIDIA's packages, and in the usual places."""
     named = [os.environ.get(name, "") for name in ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")]
     named += re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
     roots = [Path(root) for root in (*named, "cuda_sdk_lib", "/usr/local/cuda", "/opt/cuda") if root]
@@ -216,7 +222,7 @@ def _tools() -> Iterator[tuple[str, str]]:
 
 
 def _processor() -> str:
-    """Returns what it can do: XLA compiles for just that."""
+    """Returns the processor's features, since XLA compiles for exactly these."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""A step's batch as one buffer of small integers, so that the host hands the device a single array.
+"""Packs a step's batch into one i32 buffer, so that the host hands the device a single array.
 
-The buffer is allocated anew for every step, because the runtime may still be reading it after dispatch.
+Every step allocates a new buffer, because the runtime may still read the old one after dispatch.
 """
 
 from collections.abc import Sequence
@@ -23,33 +23,33 @@ from jllm.step.state import State
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each field of a batch lies in its buffer (static under jit)."""
+    """Holds where each field of a batch lies in its buffer (static under jit)."""
 
     bucket: Bucket
-    deltas: int  # most page table changes in a step
+    deltas: int  # most page table changes of a step
     bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
-    wanted: bool = True  # whether a step after this one may verify drafts
+    wanted: bool = True  # whether a later step may verify drafts
 
     def empty(self) -> RaggedBatch:
-        """Returns a batch of this size with nothing in it."""
+        """Returns an empty batch of this size."""
         bucket = self.bucket
         sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows}
         return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
 
     @property
     def size(self) -> int:
-        """Integers in the buffer."""
+        """Returns the number of integers in the buffer."""
         return _packing(self).empty.size
 
     def pack(self) -> tuple[np.ndarray, RaggedBatch]:
-        """Returns a fresh i32 buffer of an empty batch, and that batch as views into it for the host to write."""
+        """Returns an i32 buffer of an empty batch, and the batch as views into it that the host writes."""
         packing = _packing(self)
         buffer = packing.empty.copy()
         views = [buffer[at:end].view(dtype).reshape(shape) for at, end, dtype, shape in packing.fields]
         return buffer, jax.tree.unflatten(packing.tree, views)
 
     def unpack(self, buffer: jax.Array) -> RaggedBatch:
-        """Returns the same batch on the device, under jit."""
+        """Returns the batch in a buffer, on the device, under jit."""
         packing = _packing(self)
         found = []
         for at, end, dtype, shape in packing.fields:
@@ -59,16 +59,16 @@ class Layout:
 
 
 class _Packing(NamedTuple):
-    """Of a layout: an empty buffer, and where its fields lie."""
+    """Holds a layout's empty buffer, and where its fields lie."""
 
     empty: np.ndarray  # i32
     fields: list[tuple[int, int, np.dtype, tuple[int, ...]]]  # first, end, dtype and shape of each
-    tree: Any  # of the batch that has them
+    tree: Any  # pytree structure of the batch
 
 
 @cache
 def _packing(layout: Layout) -> _Packing:
-    """Worked out once a layout, for it takes longer than all else that packs a step."""
+    """Returns a layout's packing. It is cached, since making it takes longer than the rest of packing."""
     leaves, tree = jax.tree.flatten(layout.empty())
     buffer = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
     ends = np.cumsum([leaf.size for leaf in leaves]).tolist()
@@ -77,7 +77,7 @@ def _packing(layout: Layout) -> _Packing:
     return _Packing(buffer, fields, tree)
 
 
-WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a step, and its halves: see jllm.step.merge
+WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a whole step, and its halves (jllm.step.merge)
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
@@ -93,8 +93,10 @@ def packed_step(
     part: str = WHOLE,
     **static: Any,
 ) -> tuple[State, Any]:
-    """Returns merge_step.step on a packed batch, buffer i32[layout.size], or a part of it: the first half gives Logits,
-    which the second one takes; what is whole, and the second half, give Outputs. Donates the state."""
+    """Runs merge_step.step, or a half of it, on a packed batch, buffer i32[layout.size]. Donates the state.
+
+    The first half returns Logits, which the second half takes. The second half and a whole step return Outputs.
+    """
     if part == FORWARD:
         static.pop("draw", None)
         return forward(params, state, layout.unpack(buffer), hooks, **static)
@@ -106,7 +108,7 @@ def packed_step(
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:
-    """Returns the buffer of a step written by hand: prompt chunks, and slots that decode one token each."""
+    """Returns the buffer of a step without a scheduler: prompt chunks, and slots that decode one token each."""
     buffer, batch = layout.pack()
     fill_batch(batch, chunks, decodes)
     return buffer

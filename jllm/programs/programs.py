@@ -1,8 +1,8 @@
-"""The compiled steps of one engine: which there are, which of them a step takes, and how others come to be.
+"""Manages the compiled steps of one engine: chooses one for each step, and compiles missing ones.
 
-A step needs a variant and a bucket, and is one program, or two of the guided variant: its halves. It may take those of
-a wider variant and a larger bucket, which costs time only. So what is missing can be compiled in the background while
-steps take what there is.
+A step needs a variant and a bucket. It is one program, or two for the guided variant: its halves. It may take a program
+of a wider variant and a larger bucket instead, which only costs time. So missing programs can be compiled in the
+background while steps take existing ones.
 """
 
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
@@ -24,15 +24,16 @@ from jllm.step.buckets import Bucket, choose_bucket
 from jllm.step.state import Variant
 
 Step = tuple[Bucket, Variant]
-Key = tuple[Bucket, Variant, str]  # with the part of the step that the program is
+Key = tuple[Bucket, Variant, str]  # the string is the part of the step that the program computes
 
 
 class Programs:
-    """Programs live in packed_step's own cache, which engines over the same shapes share; or, where there are files or
-    `processes` that trace, here, and in the files as well.
+    """Holds the compiled steps of one engine.
 
-    in_step: steps take what is asked of them alone, and wait for it, whatever is there by now, so that several
-    processes take the same.
+    Programs live in packed_step's own cache, which engines of the same shapes share. With files, or with `processes`
+    that trace, they live here (and in the files).
+
+    in_step: each step waits for exactly the program that it asks for, so that several processes run the same one.
     """
 
     def __init__(
@@ -40,39 +41,42 @@ class Programs:
     ):
         self.in_step = has_processes(shapes.config)
         self.compiled = Compiled()
-        self.used: set[Key] = set()  # those that steps took
-        self.ahead = False  # whether all sizes of a variant were compiled ahead, or are about to be
+        self.used: set[Key] = set()  # programs that steps took
+        self.ahead = False  # whether all sizes of a variant are compiled ahead, or will be soon
         self._buckets = most_needed_first(shapes.sizes.buckets)
         self._shapes, self._files = shapes, files
         self._progress, self._processes = progress, processes
-        # packed_step's cache lacks what others traced, and what was compiled ahead for a device that was chosen.
+        # packed_step's cache lacks programs traced elsewhere, and programs compiled ahead for a chosen device.
         self._keeps = shapes.chosen or files is not None or processes > 0
         self._free: int | None = None  # bytes beside weights and state; None where that is unknown
-        self._open: set[Variant] = set()  # those of which a step can be at once, whatever its size
+        self._open: set[Variant] = set()  # variants whose steps can run at once, whatever their size
         self._made: set[Key] = set()
-        self._permitted: set[Key] = set()  # those that a step may wait for
+        self._permitted: set[Key] = set()  # programs that a step may wait for
         self._jobs: dict[Key, Future] = {}
-        self._beside: list[tuple[Variant, Future]] = []  # what is prepared to run between a variant's steps
+        self._beside: list[tuple[Variant, Future]] = []  # compilations of functions that run between steps
         self._failed: dict[Variant, BaseException] = {}
-        self._kept: dict[Key, jax.stages.Compiled] = {}  # those that were made, unless packed_step has them
+        self._kept: dict[Key, jax.stages.Compiled] = {}  # made programs that packed_step's cache lacks
         self._loaded: set[Path] = set()
         self._compiler: Compiler | None = None
 
-    # What a step takes
+    # Choosing the program of a step
 
     def serves(self, variant: Variant) -> bool:
-        """Returns whether steps can be of this variant, or of one that covers it, at once."""
+        """Returns whether steps of this variant, or of one that covers it, can run at once."""
         self._collect()
         return self._narrowest(variant) is not None
 
     def permit(self, variant: Variant) -> None:
-        """From here on steps of this variant wait for the programs that they need first."""
+        """Lets steps of this variant wait for missing programs from now on."""
         self._open.add(variant)
         self._permitted.update(self._keys(variant))
 
     def choose(self, need: Variant, decodes: int, tokens: int, chunks: int, rows: int = 1) -> Step:
-        """Returns what a step takes: the smallest of the narrowest variant. If it is not there, it is compiled behind,
-        and the step takes a larger one, or one of fewer rows a decode; but not `in_step`."""
+        """Returns the bucket and variant that a step takes: the smallest bucket of the narrowest variant.
+
+        If its program is missing, it is compiled in the background. The step then takes a larger bucket, or one of
+        fewer rows a decode. With `in_step` the step always takes the smallest bucket.
+        """
         self._collect()
         variant = self._narrowest(need)
         if variant is None:
@@ -87,7 +91,7 @@ class Programs:
         return bucket, _narrowed(bucket, variant)
 
     def run(self, key: Key, *arguments: Any) -> Any:
-        """Runs a program, which is made first where it has to be."""
+        """Runs a program, and compiles it first if it is missing."""
         self.used.add(key)
         if key in self._jobs:
             wait_for([self._jobs[key]])
@@ -100,11 +104,11 @@ class Programs:
             return program(*arguments)
         return packed_step(*arguments, **self._shapes.static(*key))
 
-    # How programs come to be
+    # Compiling
 
     def compile_ahead(self, variant: Variant, free: int | None) -> None:
-        """Compiles all sizes of a variant, and what runs between its steps. NoRoomError where the program that holds
-        every step takes more than `free` bytes."""
+        """Compiles all sizes of a variant, and the functions that run between its steps. Raises NoRoomError where the
+        program that holds every step takes more than `free` bytes."""
         jobs = self.start(variant, free)
         try:
             self._compiling().wait(jobs)
@@ -112,8 +116,8 @@ class Programs:
             self.stop()
 
     def start(self, variant: Variant, free: int | None) -> list[Future]:
-        """Returns the same in the background: returns once what runs between steps, and the program that holds every
-        step, are there, with all that was begun."""
+        """Starts compile_ahead in the background, and returns all its jobs. Returns once the functions between steps
+        and the program that holds every step are compiled."""
         self._free = free
         if self.in_step:
             self.permit(variant)
@@ -135,30 +139,30 @@ class Programs:
         return coming
 
     def prepare(self, variant: Variant) -> None:
-        """Begins to compile, in the background, what it takes to serve a variant: what runs between its steps, and the
-        program that holds every step."""
+        """Starts to compile, in the background, the least that a variant needs: the functions between its steps, and
+        the program that holds every step."""
         if self._jobs.keys().isdisjoint(keys := _parts(self._buckets[0], variant)) and not self._made.issuperset(keys):
             self._beside += [(variant, self._compiling().add(recipe)) for recipe in self._shapes.masking(variant)]
         self._begin(self._buckets[0], variant)
 
     def take_failures(self) -> dict[Variant, BaseException]:
-        """Returns the variants that could not be prepared since this was last asked, and why."""
+        """Returns the variants that failed to compile since the last call, and their errors."""
         self._collect()
         failed, self._failed = self._failed, {}
         return failed
 
     @property
     def compiling(self) -> bool:
-        """Returns whether programs are compiled in the background."""
+        """Returns whether programs are being compiled in the background."""
         return not all(job.done() for job in self._jobs.values())
 
     def wait(self, seconds: float | None) -> None:
-        """Until one of those programs is there, at most so long if a time is given."""
+        """Waits until one of the programs in the background is compiled, for at most `seconds` (None: no limit)."""
         wait_for(self._jobs.values(), seconds, FIRST_COMPLETED)
 
     def forget_files(self) -> None:
-        """Drops programs where there are files, and the files of those that were loaded: one of them may be what
-        failed."""
+        """Drops all kept programs and deletes the files of loaded ones, since one of them may have failed. Does nothing
+        without files."""
         if self._files is not None:
             self._kept.clear()
         for path in self._loaded:
@@ -166,7 +170,7 @@ class Programs:
         self._loaded.clear()
 
     def stop(self) -> None:
-        """Programs whose compilation has not begun are given up; waits for the rest."""
+        """Cancels compilations that have not begun, and waits for the others."""
         if self._compiler is not None:
             self._compiler.close()
         self._collect()
@@ -175,13 +179,13 @@ class Programs:
         self._compiler = None
 
     def close(self) -> None:
-        """Drops all that holds device memory."""
+        """Drops everything that holds device memory."""
         self.stop()
         self._kept.clear()
         del self._shapes
 
     def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
-        """Returns the path of a program's file; None where there is to be none."""
+        """Returns the path of a program's file; None without files, or without a key."""
         if self._files is None:
             return None
         key = bucket, variant, part
@@ -215,7 +219,7 @@ class Programs:
         return self._compiler
 
     def _recipe(self, key: Key) -> Recipe:
-        """For the thread whose settings count."""
+        """Returns a program's recipe. Call it in the thread whose JAX settings count."""
         path = self.path(*key)
         arguments, static = self._shapes.arguments(*key), self._shapes.static(*key)
         lower = partial(packed_step.lower, *arguments, **static)
@@ -237,8 +241,8 @@ class Programs:
             self._files.save(path, made)
 
     def _collect(self) -> None:
-        """Takes note of the programs that have come. A smaller one that failed is made again by the step that needs
-        it, and raises there."""
+        """Takes in finished compilations. If a smaller program failed, the step that needs it compiles it again, and
+        raises."""
         for variant, job in [beside for beside in self._beside if beside[1].done()]:
             self._beside.remove((variant, job))
             if not job.cancelled() and (error := job.exception()):
@@ -273,7 +277,7 @@ def _name(bucket: Bucket) -> str:
 
 
 def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
-    """Returns what a step of these rows can have of a variant."""
+    """Returns the variant without prompt log-probabilities where a bucket has no prompt tokens."""
     return variant if bucket.tokens or not variant.prompt_logprobs else replace(variant, prompt_logprobs=False)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of an engine, made definite."""
+"""Defines the sizes of an engine, with all defaults filled in."""
 
 from dataclasses import dataclass, fields
 
@@ -10,9 +10,9 @@ from jllm.step.buckets import FEW_SLOTS, Bucket
 class Limits:
     """Sizes that no plan exceeds.
 
-    A step has rows for a short segment and at most one new page that is not for drafts from each decoding slot, hence
-    max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots: the decodes always fit,
-    and a slot that prefills can always add a token.
+    In a step each decoding slot has the rows of a short segment. It has at most one new page that is not for drafts.
+    Hence max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots. So the decodes
+    always fit, and a slot that prefills can always add a token.
     """
 
     max_slots: int  # sequences that run at once
@@ -22,9 +22,9 @@ class Limits:
     page_size: int  # tokens a page
     num_pages: int
     max_deltas: int  # page table changes in a step
-    short_rows: int = 1  # Q: rows of a short segment, a sequence's newest token and drafts of the next ones
-    short_decodes: int | None = None  # most decodes of a step in which they have more than one; None: max_slots
-    block: int = 1  # tokens of which what a sequence takes from elsewhere is a whole multiple
+    short_rows: int = 1  # Q: rows of a short segment: a sequence's newest token and its drafts
+    short_decodes: int | None = None  # most decodes of a step in which they have several rows; None: max_slots
+    block: int = 1  # a reused prefix has a multiple of this many tokens
 
     def __post_init__(self):
         for f in fields(self):
@@ -41,34 +41,35 @@ class Limits:
 
     @property
     def most_short(self) -> int:
-        """Returns short_decodes, made definite."""
+        """Returns short_decodes, or its default."""
         return self.max_slots if self.short_decodes is None else self.short_decodes
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The options made definite."""
+    """Holds an engine's limits and compiled sizes."""
 
     limits: Limits
-    max_pages: int  # M: the pages of the whole context, or of the pool where it has fewer
+    max_pages: int  # M: pages of the whole context, or of the pool if that is smaller
     buckets: tuple[Bucket, ...]
 
     def most_tokens(self, context: int) -> int:
-        """Returns how many tokens one sample may have: the context, or fewer that the pool has room for.
+        """Returns how many tokens one sample may have: the context, or fewer if the pool is smaller.
 
-        The last token of all never gets K and V.
+        The very last token never gets K and V.
         """
         return min(context, self.limits.num_pages * self.limits.page_size + 1)
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Returns numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode; none where
-        rows that only fill up cost nothing."""
+        """Returns the numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode. Returns
+        none where padding costs nothing."""
         if self.limits.max_slots <= FEW_SLOTS:
             return ()
         return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Returns numbers of decode rows of buckets without prompt tokens, as far as rows cost anything."""
+        """Returns the numbers of decode rows of buckets without prompt tokens. Leaves out sizes at which rows cost
+        nothing."""
         return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))

@@ -1,4 +1,4 @@
-"""What a compiled step takes of a device's memory."""
+"""Checks the device memory that a compiled step takes."""
 
 import jax
 
@@ -10,13 +10,16 @@ from jllm.step.buckets import Bucket
 
 
 def largest(buckets: tuple[Bucket, ...]) -> Bucket:
-    """As large as any bucket of plain decoding in each of its sizes: one of them is."""
+    """Returns the bucket of plain decoding that is the largest in every size."""
     return Bucket(*(max(sizes) for sizes in zip(*((r.decodes, r.tokens, r.chunks) for r in buckets if r.rows == 1))))
 
 
 def check_step(step: jax.stages.Compiled, sizes: EngineSizes, held: int, free: int | None) -> None:
-    """NoRoomError where a compiled step takes more than is free beside weights and state: exactly, what check_room can
-    only reckon. held: bytes of a device's KV pages. free: bytes, None where that is unknown."""
+    """Raises NoRoomError where a compiled step takes more memory than is free beside weights and state.
+
+    This is exact, while check_room only estimates. `held` is the bytes of a device's KV pages. `free` is in bytes, None
+    if unknown.
+    """
     needs = getattr(step.memory_analysis(), "temp_size_in_bytes", None)
     if free is None or needs is None or needs <= free:
         return

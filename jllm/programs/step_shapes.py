@@ -1,4 +1,4 @@
-"""What an engine's steps take, by shape: all that follows for the programs that are compiled for them."""
+"""Describes the arguments of an engine's steps by shape, as its compiled programs need them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,41 +28,45 @@ from jllm.step.state import SPREAD, State, Variant
 
 @dataclass(frozen=True, eq=False)
 class StepShapes:
-    """Weights, drafter and hooks are the arrays that steps take; the rest of a program's arguments is known by shape.
+    """Describes the arguments of all programs of an engine.
 
-    `home` is the device that has the weights, where it is one; `chosen` says that the caller put them there, and not
-    JAX: programs are then of that device.
+    Weights, drafter and hooks are the arrays that steps take. The other arguments are known by shape. `home` is the
+    device of the weights, if it is a single one. `chosen` means that the caller placed them there, not JAX; programs
+    are then compiled for that device.
     """
 
     config: LlamaConfig
     sizes: EngineSizes
     params: Params
-    state: State | None  # by shape, of plain steps; None on a device that runs none
+    state: State | None  # by shape, for plain steps; None on a device that runs no steps
     drafter: Drafter | None = None
     hooks: Hooks | None = None
     backend: str | None = None
-    draw: Callable[..., Any] | None = None  # how steps draw tokens, where it is not as usual
-    always_drafts: bool = False  # the caller says how many drafts steps verify
+    draw: Callable[..., Any] | None = None  # how steps draw tokens; None: the default
+    always_drafts: bool = False  # the caller chose the number of drafts
     home: jax.Device | None = None
     chosen: bool = False
 
     def layout(self, bucket: Bucket, variant: Variant) -> Layout:
-        """Returns a step's. Drafts are wanted of steps that verify some, and of those that begin sequences, if few
-        decode."""
+        """Returns the layout of a step. A step wants drafts if it verifies some. If few sequences decode, steps that
+        begin sequences want them too."""
         limits = self.sizes.limits
         wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
         bias = MAX_LOGIT_BIAS if variant.penalties else 0
         return Layout(bucket, limits.max_deltas, bias, wanted)
 
     def tree(self, bucket: Bucket | None = None) -> Tree:
-        """Returns the shape of each sequence's drafts in a step of this size; by default of the largest."""
+        """Returns the tree of each sequence's drafts in a step of this size (default: the largest)."""
         if self.drafter is None or (bucket is not None and bucket.rows == 1):
             return chain(0)
         return self.drafter.tree
 
     def drafter_in(self, bucket: Bucket) -> Drafter | None:
-        """Returns the drafter, as far as it sees a step. With the automatic choice, plain steps compute no K and V for
-        one that has some: it would cost time even where drafts never pay. What it lacks then costs acceptance alone."""
+        """Returns the drafter for a step of this size, or None if the step needs none.
+
+        With the automatic choice, plain steps compute no K and V for a drafter. That would cost time even where drafts
+        never pay. The missing K and V only lower acceptance.
+        """
         drafts = None if self.state is None else self.state.drafts
         rests = not self.always_drafts and drafts is not None and bool(drafts.cache)
         return None if rests and bucket.rows == 1 and not bucket.tokens else self.drafter
@@ -72,7 +76,7 @@ class StepShapes:
         return between_steps.as_asked(state, variant, self.config, self.tree(), self.home)
 
     def arguments(self, bucket: Bucket, variant: Variant, part: str) -> tuple[Any, ...]:
-        """Returns a program's arguments, by shape where nothing but the shape matters."""
+        """Returns a program's arguments, by shape where only the shape matters."""
         state = self._placed(self._state_of(variant), SPREAD)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
         first = self.params, state, buffer
@@ -91,7 +95,7 @@ class StepShapes:
         return static | drawing if part == WHOLE else static | drawing | {"part": part}
 
     def copying(self) -> Recipe:
-        """Returns how what copies pages is compiled."""
+        """Returns the recipe of the function that copies pages."""
         assert self.state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools, own = between_steps.pools(self.state), len(self.state.cache)
@@ -99,7 +103,8 @@ class StepShapes:
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def masking(self, variant: Variant) -> list[Recipe]:
-        """Returns how what puts masks into the state, between the halves of a variant's steps, is compiled."""
+        """Returns the recipes of the functions that put masks into the state between the halves of a variant's
+        steps."""
         guidance = self._state_of(variant).guidance
         if guidance is None:
             return []
@@ -118,7 +123,7 @@ class StepShapes:
 
     @property
     def pool_bytes(self) -> int:
-        """Returns bytes of one device's KV pages."""
+        """Returns the bytes of one device's KV pages."""
         assert self.state is not None
         return cache_bytes(self.state.cache) // (1 if self.config.mesh is None else self.config.mesh.size)
 
@@ -126,7 +131,7 @@ class StepShapes:
         return jax.eval_shape(lambda state: self.as_asked(state, variant), self.state)
 
     def _placed(self, shapes: Any, spec: Any) -> Any:
-        """Returns shapes of arrays where steps want them; spec: as placed_shapes has it."""
+        """Returns shapes with the placement that steps expect; `spec` is as in placed_shapes."""
         if not self.chosen:
             return placed_shapes(shapes, self.config, spec)
         on = jax.sharding.SingleDeviceSharding(self.home)

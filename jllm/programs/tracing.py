@@ -1,10 +1,9 @@
-"""Steps traced and lowered by processes of their own, for the device of this one.
+"""Traces and lowers steps in other processes, for the device of this one.
 
-Tracing holds Python's lock, so that the threads of one process cannot share it, and requests wait while a step is
-traced behind them. A process here sees no accelerator and gets shapes: it exports a step (jax.export) for the platform
-that it is told, with kernels for the compute capability that it is told, and hands over StableHLO. Taking that in needs
-the lock for less than a tenth of a second. Mosaic's kernels in it are those that would be lowered here, but for one
-number in their names.
+Tracing holds Python's lock, so threads of one process cannot trace in parallel. Requests would wait while a step is
+traced in the background. A tracing process sees no accelerator and gets only shapes. It exports a step (jax.export) for
+a given platform, with kernels for a given compute capability, and returns StableHLO. Taking that in holds the lock only
+briefly. Mosaic's kernels in it equal kernels lowered here, except for one number in their names.
 
 Jobs and answers are pickles in a child's pipes. (jax.export's own files would need one more package, and every class of
 the arguments registered.)
@@ -34,20 +33,21 @@ from jllm.programs.packed_step import packed_step
 from pallas_kernels import LOADED
 from pallas_kernels.backends import TARGET, capability, tell_where_kernels_link
 
-# What begins the names of JAX's settings about the devices of one process.
+# Prefixes of JAX's settings about the devices of one process.
 OF_DEVICES = ("jax_platform", "jax_default_device", "jax_num_cpu_devices", "jax_pjrt", "jax_mock", "mock")
-# Custom calls whose meaning JAX does not promise to keep from one version to the next: both processes run the same.
+# JAX may change the meaning of these custom calls between versions. Both processes run the same version.
 CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
-# Whose code another process has as this one has it. A caller's own may depend on what this process did to its modules.
+# Packages whose code is the same in another process. A caller's code may depend on changes that this process made.
 SAME = (*PACKAGES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names - {"__main__"})
 
 
 class TracingFailed(Exception):
-    """A step could not be traced elsewhere; the message says why."""
+    """A step could not be traced in another process. The message has the reason."""
 
 
 class Tracers:
-    """At most `most` processes, each of which begins when it is first needed. For any number of threads."""
+    """Manages at most `most` tracing processes. Each starts when it is first needed. Any number of threads may use
+    it."""
 
     def __init__(self, most: int):
         self._idle: queue.LifoQueue[subprocess.Popen | None] = queue.LifoQueue()
@@ -58,15 +58,15 @@ class Tracers:
             tell_where_kernels_link()
 
     def lower(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> jax.stages.Lowered:
-        """Returns packed_step.lower(*arguments, **static). Raises as export does."""
+        """Returns packed_step.lower(*arguments, **static). Raises the same errors as export."""
         return jax.jit(named(self.export(arguments, static)), donate_argnums=1).lower(*arguments)
 
     def export(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> export.Exported:
-        """Returns packed_step for such arguments, arrays or shapes, with the JAX settings of this thread. Raises
-        TracingFailed where a process cannot do that, and CancelledError once this is closed."""
+        """Returns packed_step exported for these arguments (arrays or shapes), with the JAX settings of this thread.
+        Raises TracingFailed where a process cannot trace it, and CancelledError once this is closed."""
         try:
             job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
-        except Exception as error:  # whatever an object of the caller's raises
+        except Exception as error:  # an object of the caller may raise anything
             raise TracingFailed(f"{error}") from None
         tracer = self._idle.get()
         try:
@@ -76,7 +76,7 @@ class Tracers:
             tracer.stdin.write(job)
             tracer.stdin.flush()
             exported, why = pickle.load(tracer.stdout)
-        except Exception as error:  # pickle alone names eight kinds, and what follows such an answer has no meaning
+        except Exception as error:  # pickle alone names eight kinds; after one of them the pipe is out of step
             self._check_open()
             if tracer is not None:
                 self._end(tracer)
@@ -89,7 +89,7 @@ class Tracers:
         return exported
 
     def close(self) -> None:
-        """Ends all processes, and what waits for them."""
+        """Ends all processes, and the calls that wait for them."""
         with self._lock:
             self._closed, all_of_them = True, list(self._all)
         for tracer in all_of_them:
@@ -100,7 +100,7 @@ class Tracers:
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         own = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, TARGET: capability()}
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
-        # In a session of its own: Ctrl+C is for this process, which then ends it.
+        # It has its own session: Ctrl+C goes to this process, which then ends it.
         tracer = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=os.environ | own, start_new_session=True)
         with self._lock:
             self._all.add(tracer)
@@ -117,7 +117,7 @@ class Tracers:
             self._all.discard(tracer)
         for pipe in (tracer.stdin, tracer.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what it never read
+            with contextlib.suppress(OSError):  # the process never read some data
                 pipe.close()
 
     def _check_open(self) -> None:
@@ -133,36 +133,37 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(job: Any) -> bytes:
-    """Returns a pickle of bytes, which can be read whole whatever they hold. Raises PicklingError for code of the
-    caller's."""
+    """Returns a pickle of bytes that holds the pickled job: the bytes can always be read whole. Raises PicklingError
+    for the caller's own code."""
     inner = io.BytesIO()
     _Pickler(inner).dump(job)
     return pickle.dumps(inner.getvalue())
 
 
 def _shape(leaf: Any) -> Any:
-    """Returns what tracing needs of an argument: where it is belongs to who compiles."""
+    """Returns an argument's shape and dtype, without its device: the compiling process places it."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     return leaf
 
 
 def _platform(arguments: Any) -> str:
-    """That of the arrays among them; of shapes alone, JAX's own, or the GPU that kernels are chosen for."""
+    """Returns the platform of the arrays among the arguments. With shapes alone, returns JAX's default platform, or the
+    GPU that kernels are chosen for."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     found = next(iter(arrays[0].devices())).platform if arrays else "gpu" if capability() else jax.default_backend()
     return {"gpu": "cuda"}.get(found, found)
 
 
 def _settings() -> dict[str, Any]:
-    """Returns JAX's, as they are in this thread."""
+    """Returns JAX's settings in this thread, except settings of devices."""
     values = jax.config.values
     names = (name for name in values if not name.startswith(NO_MATTER + OF_DEVICES))
     return {name: getattr(jax.config, name, values[name]) for name in names}
 
 
 def named(exported: export.Exported) -> Callable[..., Any]:
-    """Returns a function that calls it, of the name that profiles show."""
+    """Returns a function that calls `exported` and has the name that profiles show."""
 
     def packed_step(*arguments: Any) -> Any:
         return exported.call(*arguments)
@@ -170,14 +171,14 @@ def named(exported: export.Exported) -> Callable[..., Any]:
     return packed_step
 
 
-# In the process that traces
+# In the tracing process
 
 
 def main() -> None:
-    """Answers jobs of standard input until that ends."""
+    """Answers jobs from standard input until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed while tracing is no answer
-    with contextlib.suppress(EOFError, OSError):  # whose engine is gone
+    os.dup2(2, 1)  # prints while tracing must not mix with answers
+    with contextlib.suppress(EOFError, OSError):  # the engine is gone
         while True:
             answer = _answer(pickle.load(sys.stdin.buffer))
             answers.write(answer)
@@ -185,7 +186,7 @@ def main() -> None:
 
 
 def _answer(job: bytes) -> bytes:
-    """Returns a pickle of what was exported, or of None, and why."""
+    """Returns a pickle of (the exported step or None, the reason for None)."""
     try:
         arguments, static, platform, settings, loaded = pickle.loads(job)
         for name, value in settings.items():
@@ -196,11 +197,11 @@ def _answer(job: bytes) -> bytes:
         exported = export.export(packed_step, platforms=[platform], disabled_checks=checks)(*arguments, **static)
         check_unedited(_sources(), loaded)
         return pickle.dumps((replace(exported, _get_vjp=None), ""))
-    except Exception as error:  # whatever tracing raises, it raises again where the step is traced next
+    except Exception as error:  # the engine's process traces the step next, and raises the same error
         return pickle.dumps((None, f"{type(error).__name__}: {error}"))
 
 
 def _sources() -> list[Path]:
-    """Files of the two packages that this process has run."""
+    """Returns the files of the two packages that this process has loaded."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
     return [Path(module.__file__) for module in modules if module.__file__]

@@ -235,7 +235,7 @@ def test_what_has_no_one_order_here_is_refused_before_anything_runs(monkeypatch)
     for module in (one_order, matmul_config):
         monkeypatch.setattr(module, "on_hopper", lambda: True)
     monkeypatch.setattr(one_order, "capability", lambda: "9.0")
-    with pytest.raises(ConfigError, match="has no product for model.layers.0.self_attn.qkv_proj: .*no float32 matmul"):
+    with pytest.raises(ConfigError, match="has no matmul for model.layers.0.self_attn.qkv_proj: .*no float32 matmul"):
         Engine(tiny_model("float32"), deterministic=True)
     monkeypatch.setattr(one_order, "on_hopper", lambda: False)
     monkeypatch.setattr(one_order, "capability", lambda: "8.0")

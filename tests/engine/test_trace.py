@@ -115,7 +115,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path, lines, says):
 def test_files_that_cannot_be(model, tmp_path):
     with pytest.raises(InputFileError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(OutputError, match="can't be written: No such file"):
+    with pytest.raises(OutputError, match="cannot be written: No such file"):
         Engine(model, **OPTIONS, trace=tmp_path / "none" / "t.jsonl")
     with pytest.raises(ConfigError, match="trace must be the path of a file or a list, not 5"):
         Engine(model, **OPTIONS, trace=5)

@@ -195,7 +195,7 @@ def test_damaged_files_are_refused(tmp_path):
     with pytest.raises(OutputError, match="cannot be written"):
         save_snapshot(tmp_path / "no" / "one", take(random_cache("f32", 4, 8), [0], range(3)))
     for name in ("guided", "weights", "kind"):
-        with pytest.raises(SnapshotError, match=f"'{name}' is what a snapshot says of itself"):
+        with pytest.raises(SnapshotError, match=f"'{name}' is the name of a snapshot's own metadata"):
             save_snapshot(tmp_path / "two", one, {name: "3"})
     for at in (-1, 13, 6.0, "6", True):
         with pytest.raises(SnapshotError, match=r"guide begins at a token in \[0, 12\], or is None, not "):

@@ -127,7 +127,7 @@ def test_files(toy, tmp_path, scheme):
         assert "model.layers.0.mlp.gate_proj.weight" in stored
     loaded = load_params(tmp_path, toy.config, scheme=None if scheme is None else find_scheme(scheme))
     assert_same_bits(loaded, toy.params if scheme is None else quantize(toy.params, scheme))
-    with pytest.raises(ConfigError, match=f"config.json cannot say what a {type(toy.config).__name__} is"):
+    with pytest.raises(ConfigError, match=f"config.json cannot describe a {type(toy.config).__name__}"):
         save(tmp_path / "new", toy.params, toy.config)
 
 

@@ -677,7 +677,7 @@ def test_drafters_have_their_weights_on_each_device(model, wanted):
         (0, {}, "give 1 to 8"),
         ([], {}, "at least one device, and each but once"),
         (jax.devices()[:1] * 2, {}, "at least one device, and each but once"),
-        (2, {"trace": []}, "a trace is of one engine"),
+        (2, {"trace": []}, "a trace records one engine"),
         (2, {"max_slots": 0}, "max_slots"),
     ],
 )

@@ -89,7 +89,7 @@ def test_damaged_files_are_made_anew(model, folder, tmp_path):
     first.write_bytes(first.read_bytes()[: sizes[first] // 2])
     second.write_bytes(b"x" + second.read_bytes())
     engine = Engine(model, **OPTIONS, executables=folder)
-    with pytest.warns(UserWarning, match="cannot be used .*; compiling anew") as warned:
+    with pytest.warns(UserWarning, match="cannot be used .*; compiling again") as warned:
         engine.compile_ahead()
     assert len([w for w in warned if "cannot be used" in str(w.message)]) == len(sizes) == 2
     assert engine.metrics()["compile_loaded"] == 0

@@ -1,8 +1,8 @@
-"""Importers know how quantized checkpoints are laid out: one for each `quant_method` of quantization_config.
+"""Imports quantized checkpoints: one importer for each `quant_method` of quantization_config.
 
-An importer looks at that object and at the headers of the files, and says for each of our (merged) weights which stored
-tensors make it up; load_params.py checks them against the files, reads them one weight at a time and hands them to the
-weight's `build`. A weight that the importer leaves out is an ordinary one, in 16 or 32 bits.
+An importer reads that object and the headers of the files. For each of our (merged) weights it returns which stored
+tensors form it. load_params.py checks them against the files, reads one weight at a time, and calls the weight's
+`build`. A weight that the importer leaves out is an ordinary one, in 16 or 32 bits.
 """
 
 import warnings
@@ -21,10 +21,10 @@ from jllm.files.safetensors_io import StoredTensor
 from jllm.files.stored import StoredWeight
 from jllm.model.param_specs import LeafSpec
 
-# (quantization_config, every matrix by name (param_specs.weight_specs; a tied model's lm_head among them), the stored
-# tensors by name, less those of norms and biases) -> the weights that are stored quantized, by name. Raises
-# CheckpointError for a config that it cannot follow, in one line that names the field or the tensor;
-# load_params.py puts the directory before it.
+# (quantization_config, every matrix by name, the stored tensors by name) -> the quantized weights by name.
+# Matrices are as in param_specs.weight_specs, with a tied model's lm_head. Tensors are without norms and biases.
+# Raises CheckpointError for an unsupported config, in one line that names the field or the tensor. load_params.py
+# puts the directory before it.
 Importer = Callable[
     [Mapping[str, Any], Mapping[str, LeafSpec], Mapping[str, StoredTensor]],
     dict[str, StoredWeight],
@@ -54,7 +54,7 @@ def has_kv_scales(raw: Mapping[str, Any]) -> bool:
 def stored_weights(
     raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """Finds what a checkpoint with this quantization_config stores quantized, by the name of the weight. Raises
+    """Returns the weights that a checkpoint with this quantization_config stores quantized, by name. Raises
     CheckpointError for an unknown method."""
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in IMPORTERS:
@@ -64,7 +64,7 @@ def stored_weights(
 
 
 def warn_of_unknown(raw: Mapping[str, Any], source: str) -> None:
-    """Warns of the fields of a quantization_config of a known method that nothing is known of."""
+    """Warns of unknown fields in a quantization_config of a known method."""
     if unknown := unknown_fields(raw, UNDERSTOOD[raw["quant_method"]]):
         text = f"{source}: quantization_config: unknown fields are ignored: {', '.join(sorted(unknown))}"
         warnings.warn(text, stacklevel=5)

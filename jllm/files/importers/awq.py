@@ -1,4 +1,4 @@
-"""AWQ checkpoints, as AutoAWQ and GPTQModel write them: 4-bit codes, versions "gemm" and "gemv".
+"""Reads AWQ checkpoints, as AutoAWQ and GPTQModel write them: 4-bit codes, versions "gemm" and "gemv".
 
 A linear layer [N, K] with groups of g inputs, G = K/g of them, is stored as
 
@@ -8,9 +8,9 @@ A linear layer [N, K] with groups of g inputs, G = K/g of them, is stored as
 | qzeros | int32 [G, N/8], packed along N | int32 [N, W], packed along groups |
 | scales | float [G, N] | float [N, 8 W] |
 
-w[n, k] = (code - zero) * scale, both of group k // g. A word holds 8 values, lowest bits first: in gemm those of
-columns 0, 2, 4, 6, 1, 3, 5, 7, in gemv in order. W is G/8 rounded up, then up to a multiple of 2 at g = 64 and of 4 at
-g = 32; what is beyond G is padding. Definition: AutoAWQ, awq/modules/linear/gemm.py and gemv.py (from_linear).
+w[n, k] = (code - zero) * scale, both of group k // g. A word holds 8 values, lowest bits first. In gemm these are
+columns 0, 2, 4, 6, 1, 3, 5, 7; in gemv they are in order. W is G/8 rounded up, then up to a multiple of 2 at g = 64 and
+of 4 at g = 32. Values beyond G are padding. Definition: AutoAWQ, awq/modules/linear/gemm.py and gemv.py (from_linear).
 """
 
 import math
@@ -26,8 +26,8 @@ from jllm.files.importers.foreign import FLOATS, Wanted
 from jllm.quant.codes import groups_of, int_weight, signed, unpack_words
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
-_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word of gemm column i lies
-# Names that others give to the same fields.
+_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of column i in a word of gemm
+# Other projects' names of the same fields.
 _KEYS = {"w_bit": "bits", "q_group_size": "group_size", "checkpoint_format": "version", "format": "version"}
 
 
@@ -35,15 +35,15 @@ _KEYS = {"w_bit": "bits", "q_group_size": "group_size", "checkpoint_format": "ve
 class AWQ:
     """The layout that quantization_config in config.json, or quant_config.json, describes."""
 
-    group: int  # -1: one for all inputs
+    group: int  # -1: one group of all inputs
     zero_point: bool
     version: str
-    plain: tuple[str, ...]  # parts of the names of what is stored in 16 bits
+    plain: tuple[str, ...]  # parts of the names of modules stored in 16 bits
     mark: str = "qweight"
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "AWQ":
-        """Raises CheckpointError for what is not supported, by name."""
+        """Raises CheckpointError for unsupported fields, by name."""
         raw = {_KEYS.get(key, key): value for key, value in raw.items()}
         raw["version"] = str(raw.get("version") or "gemm").lower()
         read_choice(raw, "bits", 4, (4,))
@@ -100,6 +100,6 @@ def _straighten(codes: np.ndarray) -> np.ndarray:
 
 
 def _words(groups: int, group: int) -> int:
-    """Returns words of a row of zero points in version gemv."""
+    """Returns how many words a row of zero points has in version gemv."""
     multiple = {32: 4, 64: 2}.get(group, 1)
     return math.ceil(groups / (8 * multiple)) * multiple

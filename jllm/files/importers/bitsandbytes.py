@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes, as transformers writes them: NF4 and FP4, doubly quantized or not, and LLM.int8.
+"""Reads checkpoints of bitsandbytes, as transformers writes them: NF4 and FP4, doubly quantized or not, and LLM.int8.
 
 | load_in_4bit | | |
 |---|---|---|
@@ -8,18 +8,18 @@
 | weight.nested_absmax, weight.nested_quant_map | float32 [blocks / nested blocksize], [256] | where absmax is uint8 |
 | weight.quant_state.bitsandbytes__nf4 | uint8 | JSON: shape, blocksize, quant_type, nested_blocksize, nested_offset |
 
-w = quant_map[code] * absmax, where absmax = nested_quant_map[absmax] * nested_absmax + nested_offset if it is uint8.
-Nested scales are decoded here. A block that crosses rows is cut where they end, and its scale repeated. The state of
-FP4's weights is named bitsandbytes__fp4.
+w = quant_map[code] * absmax. If absmax is uint8, it stands for nested_quant_map[absmax] * nested_absmax +
+nested_offset. Nested scales are decoded here. A block that crosses rows is split at their ends, and its scale repeated.
+The state of FP4's weights is named bitsandbytes__fp4.
 
 | load_in_8bit | | |
 |---|---|---|
 | weight, SCB, weight_format | int8 [N, K], float32 [N], uint8 (0: row by row) | w = weight * SCB / 127 |
 
-LLM.int8 quantizes inputs too, all but outliers, which are those of llm_int8_threshold (6.0) or more; with a threshold
-of 0 there are none. Here they are chosen token by token, and there by columns of a batch: of one token alike.
-Definition: bitsandbytes, functional.py (QuantState, dequantize_blockwise), backends/default/ops.py (dequantize_4bit,
-int8_vectorwise_quant), nn/modules.py (Linear8bitLt).
+LLM.int8 quantizes inputs too, except outliers. Outliers are values of at least llm_int8_threshold (6.0); a threshold of
+0 means none. jllm chooses outliers for each token, and bitsandbytes chooses columns of a whole batch. For one token the
+two agree. Definition: bitsandbytes, functional.py (QuantState, dequantize_blockwise), backends/default/ops.py
+(dequantize_4bit, int8_vectorwise_quant), nn/modules.py (Linear8bitLt).
 """
 
 import json
@@ -39,14 +39,14 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_formats import TABLES, THRESHOLD, WeightFormat
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # what the bytes pass for
+_STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # dtypes that hold the bytes
 
 
 @dataclass(frozen=True)
 class FourBitLayout:
-    """quantization_config with load_in_4bit."""
+    """The layout of a quantization_config with load_in_4bit."""
 
-    codes: str  # of quantized_weights.TABLES
+    codes: str  # a key of quantized_weights.TABLES
     double_quant: bool
     storage: str
     skip: tuple[str, ...]
@@ -96,10 +96,10 @@ class FourBitLayout:
 
 @dataclass(frozen=True)
 class Int8Layout:
-    """quantization_config with load_in_8bit."""
+    """The layout of a quantization_config with load_in_8bit."""
 
     skip: tuple[str, ...]
-    outliers: float | None  # their threshold
+    outliers: float | None  # the threshold of outliers
     mark: str = "SCB"
 
     def exempt(self, module: str) -> bool:
@@ -123,7 +123,7 @@ class Int8Layout:
 
 
 def from_config(raw: Mapping[str, Any]) -> FourBitLayout | Int8Layout:
-    """Raises CheckpointError for what is not supported, by name."""
+    """Raises CheckpointError for unsupported fields, by name."""
     raw = {"load_in_4bit": raw.get("_load_in_4bit", False), "load_in_8bit": raw.get("_load_in_8bit", False)} | dict(raw)
     four, eight = read_flag(raw, "load_in_4bit", False), read_flag(raw, "load_in_8bit", False)
     if four == eight:

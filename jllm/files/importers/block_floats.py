@@ -1,16 +1,16 @@
-"""MXFP4, MXFP8 and NVFP4 as compressed-tensors and NVIDIA's ModelOpt store them, for a linear layer [N, K]:
+"""Reads MXFP4, MXFP8 and NVFP4 as compressed-tensors and NVIDIA's ModelOpt store them, for a linear layer [N, K]:
 
 | | compressed-tensors | ModelOpt |
 |---|---|---|
 | codes of four bits, the even column in the low nibble | weight_packed uint8 [N, K/2] | weight uint8 [N, K/2] |
-| of eight | weight float8_e4m3fn [N, K] | |
+| codes of eight bits | weight float8_e4m3fn [N, K] | |
 | scales: uint8 (E8M0), of NVFP4 float8_e4m3fn | weight_scale [N, K/32], [N, K/16] | weight_scale [N, K/16] |
 | float32 of NVFP4 | weight_global_scale [1], which divides | weight_scale_2 [], a factor |
-| that of its inputs | input_global_scale [1], which divides | input_scale [], a factor |
+| float32 of NVFP4's inputs | input_global_scale [1], which divides | input_scale [], a factor |
 
-compressed-tensors says so by `format`: nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized. Definitions: its
+compressed-tensors names them in `format`: nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized. Definitions: its
 compressors/nvfp4, mxfp4, mxfp8 and quantization/quant_scheme.py; ModelOpt's nn/modules and export, as vLLM's
-quantization/modelopt.py reads them. Modules that are merged keep a float32 each.
+quantization/modelopt.py reads them. Merged modules keep a float32 each.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mx
 
 @dataclass(frozen=True)
 class Names:
-    """What a project calls the tensors of a module."""
+    """A project's names of the tensors of a module."""
 
     packed: str
     tensor: str  # the float32 of weights
-    inputs: str  # that of inputs
-    divides: bool  # by these two, rather than multiplies
+    inputs: str  # the float32 of inputs
+    divides: bool  # whether these two divide, rather than multiply
 
 
 COMPRESSED = Names("weight_packed", "weight_global_scale", "input_global_scale", True)
@@ -44,8 +44,8 @@ MODELOPT = Names("weight", "weight_scale_2", "input_scale", False)
 
 
 def read_activations(raw: Mapping[str, Any], kind: str) -> bool:
-    """Reads weights and input_activations of one of config_groups, and tells whether inputs are rounded, too. Raises
-    CheckpointError for what the kind is not."""
+    """Reads weights and input_activations of one of config_groups, and returns whether inputs are rounded too. Raises
+    CheckpointError for values that the kind does not have."""
     bits, strategy = (8 if kind == "mxfp8" else 4), ("tensor_group" if kind == "nvfp4" else "group")
 
     def check(args: Mapping[str, Any], dynamic: Any) -> None:

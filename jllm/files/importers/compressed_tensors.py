@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors (llm-compressor, vLLM), and those of quant_method "fp8" (AutoFP8).
+"""Reads checkpoints of compressed-tensors (llm-compressor, vLLM), and of quant_method "fp8" (AutoFP8).
 
-config_groups say how the modules that they target are quantized, `ignore` which are not. A linear layer [N, K] is
+config_groups describe how their target modules are quantized; modules in `ignore` are not. A linear layer [N, K] is
 stored by format as
 
 | format | tensors |
@@ -9,17 +9,16 @@ stored by format as
 | float-quantized, naive-quantized | weight float8_e4m3fn [N, K], weight_scale |
 | pack-quantized | weight_packed int32 [N, K b/32], weight_shape int64 [2], weight_scale, weight_zero_point |
 
-weight_scale has one value for the tensor [1], for each channel [N, 1], or for each group [N, K/g]. Packed codes of
-b = 4 or 8 bits are stored plus 2^(b-1), lowest bits first, and so are zero points, packed along N (by older releases:
-not packed), which only weights that are not symmetric have. With actorder "group", weight_g_idx int32 [K] has the group
-of each input, of weights in groups alone. w = (code - zero) * scale. Definition: compressed-tensors,
+w = (code - zero) * scale. weight_scale has one value for the tensor [1], for each channel [N, 1], or for each group [N,
+K/g]. Packed codes of b = 4 or 8 bits are stored plus 2^(b-1), lowest bits first. Zero points are stored alike, packed
+along N (by older releases: not packed); only asymmetric weights have them. With actorder "group", weight_g_idx int32
+[K] has the group of each input; only weights in groups have it. Definition: compressed-tensors,
 compressors/naive_quantized and pack_quantized, utils/match.py.
 
-Inputs are quantized as config_groups say, to what the weights are: not at all; with a scale for each token as it comes;
-or, where they are not dynamic, all with the one stored as input_scale [1]. Modules that are merged have the same
-inputs, and so the same scale; where theirs differ, the largest counts, as in vLLM. One scale for the tokens of a step,
-zero points of inputs, and quantized KV caches are refused by name. Formats of small floats in blocks are in
-block_floats.py.
+config_groups also decide about inputs, which have the weights' kind of codes. Inputs are not quantized, or have a scale
+for each token, or (not dynamic) all have the stored input_scale [1]. Merged modules have the same inputs, and so the
+same scale. If theirs differ, the largest counts, as in vLLM. One scale for the tokens of a step, zero points of inputs,
+and quantized KV caches are refused by name. block_floats.py has the formats of small floats in blocks.
 """
 
 from collections.abc import Mapping
@@ -37,22 +36,22 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_formats import WeightFormat
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-_RANK = 3  # of a target that does not match
+_RANK = 3  # the rank of a target that does not match
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The way in which the modules of one group are stored."""
+    """Describes how the modules of one group are stored."""
 
     targets: tuple[str, ...]
     codes: str  # "int8", "fp8" or "int4"
     packed: bool
-    group: int  # -1: a scale a channel, 0: one for the tensor
+    group: int  # -1: one scale a channel, 0: one scale for the tensor
     symmetric: bool
-    reordered: bool  # weight_g_idx says in which group an input is
+    reordered: bool  # weight_g_idx has the group of each input
     activations: str | None
     static: bool  # input_scale is stored
-    block_kind: str | None = None  # one of block_floats.py, which has all of these but targets and activations
+    block_kind: str | None = None  # a kind of block_floats.py, which decides all fields but targets and activations
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class CompressedTensors:
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "CompressedTensors":
-        """Raises CheckpointError for what is not supported, by name."""
+        """Raises CheckpointError for unsupported fields, by name."""
         if raw.get("kv_cache_scheme") is not None:
             raise refuse(raw, "kv_cache_scheme", "null (the KV cache's format is named when the model runs)")
         read_choice(read_object(raw, "sparsity_config"), "format", "dense", ("dense",))
@@ -79,7 +78,7 @@ class CompressedTensors:
         return self._scheme(module) is None
 
     def _scheme(self, module: str) -> Scheme | None:
-        """Returns the scheme of a module: a target that names it wins over a pattern, and that over its class."""
+        """Returns the scheme of a module. A target with its name wins over a pattern, and a pattern over its class."""
         if any(_rank(pattern, module) < _RANK for pattern in self.ignore):
             return None
         ranks = [min(_rank(target, module) for target in scheme.targets) for scheme in self.schemes]
@@ -99,9 +98,11 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class FP8:
-    """quant_method "fp8", as AutoFP8 and vLLM have it: weight float8_e4m3fn [N, K] and one weight_scale; inputs are
-    quantized as they come, or with activation_scheme "static" by one input_scale. ignored_layers names modules, or
-    parts of their names."""
+    """The layout of quant_method "fp8", as AutoFP8 and vLLM have it: weight float8_e4m3fn [N, K] and one weight_scale.
+
+    Inputs are quantized by a scale for each token. With activation_scheme "static" they have one input_scale.
+    ignored_layers has modules' names, or parts of them.
+    """
 
     ignore: tuple[str, ...]
     scheme: Scheme
@@ -109,7 +110,7 @@ class FP8:
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "FP8":
-        """Raises CheckpointError for what is not supported, by name."""
+        """Raises CheckpointError for unsupported fields, by name."""
         static = read_choice(raw, "activation_scheme", "dynamic", ("dynamic", "static")) == "static"
         read_choice(raw, "kv_cache_scheme", None, (None,))
         read_choice(raw, "weight_block_size", None, (None,))
@@ -130,14 +131,14 @@ PLAIN_FP8 = Scheme((), "fp8", packed=False, group=0, symmetric=True, reordered=F
 
 
 def _rank(target: str, module: str) -> int:
-    """Ranks how closely a target is meant: 0 for the module's name, 1 a pattern, 2 its class, 3 not at all."""
+    """Ranks how closely a target matches: 0 for the module's name, 1 for a pattern, 2 for its class, 3 for no match."""
     if target.startswith("re:"):
         return 1 if match_pattern(target.removeprefix("re:"), module) else _RANK
     return 0 if target == module else 2 if target == "Linear" else _RANK
 
 
 def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
-    """Returns one of config_groups."""
+    """Reads one of config_groups."""
     known = (*_FORMATS, *block_floats.FORMATS)
     stored = read_choice({**raw, "format": raw.get("format") or default_format}, "format", None, known)
     packed = stored == "pack-quantized"
@@ -172,7 +173,7 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
 
 
 def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
-    """Returns the group size that `strategy` means, which older files leave to group_size."""
+    """Returns the group size that `strategy` implies. Older files have group_size alone."""
     size = weights.get("group_size")
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = read_choice({**weights, "strategy": weights.get("strategy") or implied}, "strategy", None, strategies)
@@ -180,8 +181,8 @@ def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
 
 
 def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
-    """Returns codes of inputs, which are those of the weights, and whether one scale for all of them is stored; else
-    each token has one as it comes."""
+    """Returns the codes of inputs, which equal the weights' codes, and whether one scale for all inputs is stored.
+    Otherwise each token gets its own scale in the step."""
     read_choice(raw, "type", "int", (kind,))
     read_choice(raw, "num_bits", 8, (8,))
     static = not read_choice(raw, "dynamic", False, (True, False))
@@ -194,7 +195,7 @@ def wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wan
     if scheme.block_kind is not None:
         return block_floats.wanted(module, shape, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
     N, K = shape
-    each = 8 if scheme.codes == "int4" else 4  # values of a packed word
+    each = 8 if scheme.codes == "int4" else 4  # values in a packed word
     groups = groups_of(module, K, scheme.group) if scheme.group > 0 else 1
     sizes = (1,) if scheme.group == 0 else (N, groups)
     found = {"weight_scale": Wanted(sizes, FLOATS, instead=Wanted((), FLOATS) if scheme.group == 0 else None)}

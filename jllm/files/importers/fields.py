@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's quantization_config, read strictly: what is not supported is named."""
+"""Reads fields of a checkpoint's quantization_config strictly: errors name each unsupported value."""
 
 import json
 import re
@@ -10,13 +10,13 @@ from jllm.errors import CheckpointError
 
 
 def names(text: str) -> dict[str, Any]:
-    """Fields, of which nothing is said but their names."""
+    """Returns a dict of field names whose values are not described."""
     return dict.fromkeys(text.split())
 
 
-ANY = "*"  # a key of an object that names its entries itself
+ANY = "*"  # matches any key of an object
 _CODES = names("num_bits type strategy group_size symmetric dynamic actorder")
-# What importers read, by quant_method: an object of objects has the fields of these.
+# Fields that importers read, by quant_method. An object of objects has the fields of the inner objects.
 UNDERSTOOD: dict[str, dict[str, Any]] = {
     "jllm": names("version name rules"),
     "gptq": names(
@@ -43,7 +43,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
         "bnb_4bit_use_double_quant bnb_4bit_quant_storage"
     ),
 }
-# How weights were rounded, by what, and how others run them: what they are is the same.
+# Fields about how weights were rounded and how others run them, which do not change the weights.
 _HARMLESS = names(
     "quant_method version quantization_status global_compression_ratio observer observer_kwargs block_structure "
     "scale_dtype zp_dtype producer meta provider autoround_version model_name_or_path model_file_base_name "
@@ -58,8 +58,7 @@ _HARMLESS = names(
 
 
 def unknown_fields(raw: Mapping[str, Any], known: Mapping[str, Any], before: str = "") -> list[str]:
-    """Returns the fields of an object and those within it that nothing is known of, as paths; not those that hold
-    nothing."""
+    """Returns the unknown fields of an object and of objects within it, as paths. Leaves out empty ones."""
     found: list[str] = []
     for key, value in raw.items():
         fields = known.get(key, known.get(ANY))
@@ -77,7 +76,7 @@ def refuse(raw: Mapping[str, Any], key: str, supported: str) -> CheckpointError:
 
 
 def read_choice(raw: Mapping[str, Any], key: str, default: Any, choices: Collection[Any]) -> Any:
-    """Returns raw[key], one of `choices`, `default` where it is absent."""
+    """Returns raw[key], one of `choices`; `default` if it is absent."""
     value = raw.get(key, default)
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise refuse(raw, key, ", ".join(json.dumps(choice) for choice in choices))
@@ -97,7 +96,7 @@ def read_group(raw: Mapping[str, Any], key: str, default: int | None) -> int:
 
 
 def read_names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Returns raw[key], a list of strings, () where it is absent or null."""
+    """Returns raw[key], a list of strings; () if it is absent or null."""
     value = raw.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refuse(raw, key, "a list of names")
@@ -105,7 +104,7 @@ def read_names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns raw[key], an object, {} where it is absent or null."""
+    """Returns raw[key], an object; {} if it is absent or null."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise refuse(raw, key, "an object")
@@ -113,12 +112,12 @@ def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def match_glob(pattern: str, text: str) -> bool:
-    """Tells whether a name with wildcards stands for this one, or for what it is a part of."""
+    """Returns whether a pattern with wildcards matches this name, or a name that it is a part of."""
     return fnmatchcase(text, pattern) or text.startswith(f"{pattern}.")
 
 
 def match_pattern(pattern: str, text: str) -> bool:
-    """Returns re.match, a broken pattern being an error of the config's."""
+    """Returns re.match. Raises CheckpointError for a broken pattern."""
     try:
         return re.match(pattern, text) is not None
     except re.error as error:

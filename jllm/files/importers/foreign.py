@@ -1,7 +1,7 @@
-"""The importers of other projects' quantized checkpoints share the way from tensors by name to weights.
+"""Builds weights from other projects' quantized checkpoints, for all importers.
 
-A layout says which tensors it stores for a module (a linear layer, "model.layers.0.mlp.up_proj") and reads them; here
-the modules that are one weight for us are merged. Nothing is requantized, so modules that are merged must be stored
+A layout defines which tensors it stores for a module (a linear layer, "model.layers.0.mlp.up_proj"), and reads them.
+Here the modules that form one of our weights are merged. Nothing is quantized again, so merged modules must be stored
 alike.
 """
 
@@ -24,7 +24,7 @@ FLOATS = ("F16", "BF16", "F32")  # dtypes as safetensors spells them
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that a config implies: sizes (None: whatever is stored), and the dtypes that it may have."""
+    """A tensor that a config implies: sizes (None: any), and the dtypes that it may have."""
 
     shape: tuple[int | None, ...]
     dtypes: tuple[str, ...]
@@ -37,13 +37,14 @@ class Layout(Protocol):
 
     @property
     def mark(self) -> str:
-        """Returns the end, after "{module}.", of the name of a tensor that every quantized module has, and no other."""
+        """Returns the suffix, after "{module}.", of the name of a tensor that only quantized modules have, and all of
+        them."""
 
     def exempt(self, module: str) -> bool:
-        """Tells whether the config lets this module be stored in 16 bits."""
+        """Returns whether the config allows this module to be stored in 16 bits."""
 
     def wanted(self, module: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        """Returns the tensors of a weight [N, K], by what follows "{module}."."""
+        """Returns the tensors of a weight [N, K], by the part of their name after "{module}."."""
 
     def read(self, module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray]) -> QuantizedWeight:
         """Returns the weight, from tensors that are as wanted."""
@@ -52,8 +53,11 @@ class Layout(Protocol):
 def stored_weights(
     layout: Layout, specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
-    """Finds what is stored in this layout, by the name of our weight. Raises CheckpointError for a module in 16 bits
-    that the config does not except, and for a weight of which only some modules are quantized."""
+    """Returns the quantized weights in this layout, by the name of our weight.
+
+    Raises CheckpointError for a module in 16 bits that the config does not except. Raises it for a weight of which only
+    some modules are quantized.
+    """
     found: dict[str, StoredWeight] = {}
     for name, spec in specs.items():
         if name == EMBED or (name == HEAD and f"{HEAD}.weight" not in stored and f"{HEAD}.{layout.mark}" not in stored):
@@ -105,7 +109,7 @@ def _stored_weight(
 
 
 def _resolve(want: Wanted, found: StoredTensor | None) -> tuple[str, tuple[int, ...]]:
-    """Returns the one dtype and shape that a file must have, of those that it may."""
+    """Returns the dtype and shape that a file must have, out of the allowed ones."""
     for way in (want, want.instead):
         if way is not None and found is not None and found.dtype in way.dtypes and len(found.shape) == len(way.shape):
             sizes = tuple(size if own is None else own for size, own in zip(found.shape, way.shape, strict=True))
@@ -114,10 +118,10 @@ def _resolve(want: Wanted, found: StoredTensor | None) -> tuple[str, tuple[int, 
 
 
 def _check_alike(name: str, modules: Sequence[str], parts: Sequence[QuantizedWeight]) -> None:
-    """Raises CheckpointError where the modules' weights cannot be stacked: formats differ, or the orders of columns.
+    """Raises CheckpointError if the modules' weights cannot be stacked: their formats or orders of columns differ.
 
-    GPTQ orders columns by the inputs' second moments, which modules of the same inputs share: their orders are equal
-    unless they were quantized apart.
+    GPTQ orders columns by the inputs' second moments, which modules of the same inputs share. So their orders are equal
+    unless they were quantized separately.
     """
     first = parts[0]
     in_order: Any = np.arange(first.shape[1])

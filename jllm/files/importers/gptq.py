@@ -1,4 +1,4 @@
-"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+"""Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
 
 A linear layer [N, K] of b bits (4 or 8) with groups of g inputs is stored as
 
@@ -10,8 +10,8 @@ A linear layer [N, K] of b bits (4 or 8) with groups of g inputs is stored as
 | g_idx | int32 [K] | the group of each input: with desc_act in any order, else k // g |
 
 w[n, k] = (code - zero) * scale, both of group g_idx[k]. Under checkpoint_format "gptq" (version 1) qzeros hold the zero
-points less one, subtracted from the packed word as a whole: adding 0x11111111 (0x01010101) to the word gives version 2
-back, also where a zero point of 0 has borrowed from its neighbour. Definition: GPTQModel, utils/model.py
+points less one, subtracted from the packed word as a whole. Adding 0x11111111 (0x01010101) to the word restores version
+2, even where a zero point of 0 has borrowed from its neighbour. Definition: GPTQModel, utils/model.py
 (convert_gptq_v2_to_v1_format_module) and nn_modules/qlinear/__init__.py (pack_block, dequantize_weight).
 """
 
@@ -35,18 +35,18 @@ class GPTQ:
     """The layout that quantize_config.json, or quantization_config in config.json, describes."""
 
     bits: int
-    group: int  # -1: one for all inputs
+    group: int  # -1: one group of all inputs
     desc_act: bool
-    sym: bool | None  # None: not said
-    version: int  # of qzeros
+    sym: bool | None  # None: the config has no such field
+    version: int  # the version of qzeros
     lm_head: bool
-    modules: tuple[str, ...]  # ends of the names of what is quantized; (): all linear layers of the blocks
-    rules: tuple[tuple[str, "GPTQ | None"], ...]  # pattern -> what holds for a module instead, None: 16 bits
+    modules: tuple[str, ...]  # suffixes of the names of quantized modules; (): all linear layers of the blocks
+    rules: tuple[tuple[str, "GPTQ | None"], ...]  # pattern -> another layout of a module, None: 16 bits
     mark: str = "qweight"
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "GPTQ":
-        """Raises CheckpointError for what is not supported, by name."""
+        """Raises CheckpointError for unsupported fields, by name."""
         read_choice(raw, "is_marlin_format", False, (False,))
         read_choice(raw, "pack_dtype", "int32", ("int32",))
         key = "checkpoint_format" if "checkpoint_format" in raw else "format"
@@ -67,7 +67,7 @@ class GPTQ:
         return replace(config, rules=tuple((pattern, config._under(dynamic, pattern)) for pattern in dynamic))
 
     def _under(self, dynamic: Mapping[str, Any], pattern: str) -> "GPTQ | None":
-        """Returns what a rule makes of a module: "-:pattern" leaves it in 16 bits, others change these fields."""
+        """Returns the layout under a rule: "-:pattern" leaves a module in 16 bits, other rules change some fields."""
         raw = read_object(dynamic, pattern)
         if pattern.startswith("-:"):
             return None
@@ -80,7 +80,7 @@ class GPTQ:
         )
 
     def _of(self, module: str) -> "GPTQ | None":
-        """Returns what holds for one module: the first rule that matches decides."""
+        """Returns the layout of one module: the first rule that matches decides."""
         for pattern, rule in self.rules:
             if match_pattern(pattern.removeprefix("-:").removeprefix("+:"), module):
                 return rule
@@ -132,8 +132,11 @@ class GPTQ:
 
 
 def _check_zeros(module: str, zeros: np.ndarray, config: GPTQ) -> None:
-    """Raises CheckpointError for zero points other than the middle where sym says that, and for all of them one beside
-    it where sym says nothing: those of another version."""
+    """Raises CheckpointError for zero points of another version.
+
+    With sym, every zero point must be the middle. If the config has no sym, they must not all lie one beside the
+    middle.
+    """
     middle, version = 1 << (config.bits - 1), f"gptq{'_v2' * (config.version - 1)}"
     first = zeros[zeros != middle][:1]
     other, beside = ("gptq_v2", 1) if config.version == 1 else ("gptq", -1)

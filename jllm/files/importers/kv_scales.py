@@ -1,11 +1,12 @@
-"""Scales of K and V that were found ahead, one number each in a layer, folded into weights as a checkpoint is read.
+"""Folds stored scales of K and V, one value each in a layer, into weights as a checkpoint is read.
 
-A cache with them holds K / k_scale and V / v_scale. So k_proj's rows are divided by k_scale and q_proj's take it, and
-scores stay as they are; v_proj's rows are divided by v_scale and o_proj's take it, and so does the output. Biases of
-queries, keys and values go along. Where queries and keys have norms, the weights of these take what their rows would.
-One scale of all of o_proj's inputs is divided, too: its codes stay. A cache in a float format then holds what one with
-scales would, but that K is divided before it is rounded to the model's dtype, which makes no difference for powers of
-two.
+A cache with such scales holds K / k_scale and V / v_scale. So k_proj's rows are divided by k_scale and q_proj's are
+multiplied by it: scores stay the same. v_proj's rows are divided by v_scale, and o_proj's are multiplied by it: the
+output stays the same. Biases of queries, keys and values change alike. If queries and keys have norms, the norms'
+weights change instead of the rows. A single scale of all o_proj's inputs is divided too: its codes stay.
+
+A cache in a float format then holds the same values as one with scales, with one difference. K is divided before it is
+rounded to the model's dtype, which makes no difference for powers of two.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,14 +19,15 @@ _ENDS = {"k_proj.k_scale": "k", "v_proj.v_scale": "v"}
 
 
 def scale_names(stored: Collection[str]) -> tuple[str, ...]:
-    """Returns those of the stored tensors that are such scales."""
+    """Returns the stored tensors that are scales of K or V."""
     return tuple(name for name in stored if name.endswith(tuple(f".{end}" for end in _ENDS)))
 
 
 def tensor_factors(scales: Mapping[str, np.ndarray], stored: Collection[str]) -> dict[str, np.float32]:
-    """Returns what stored tensors' values are multiplied by, by name, of scales by theirs; none for scales of 1. Names
-    of tensors that do not exist may be among them. Raises CheckpointError for a scale that nothing can be divided
-    by."""
+    """Returns factors of stored tensors' values, by name, for scales by name; none for scales of 1.
+
+    Names may include tensors that do not exist. Raises CheckpointError for a scale that cannot divide.
+    """
     factors: dict[str, np.float32] = {}
     for name, array in scales.items():
         scale = positive_scale(name, array)[0]

@@ -1,14 +1,14 @@
-"""Checkpoints of NVIDIA's ModelOpt: quant_method "modelopt", with quant_algo
+"""Reads checkpoints of NVIDIA's ModelOpt: quant_method "modelopt", with quant_algo
 
 | | tensors of a linear layer [N, K] |
 |---|---|
-| NVFP4 | as block_floats.py has them |
+| NVFP4 | as in block_floats.py |
 | FP8 | weight float8_e4m3fn [N, K], weight_scale [], input_scale [] of all inputs: both are factors |
 
-Modules that are merged keep a scale of weights each; of their input scales the largest counts, as in vLLM. Where the KV
-cache was calibrated for FP8, k_proj has a k_scale and v_proj a v_scale: factors, 1 or more, with which the cache holds
-K / k_scale and V / v_scale in E4M3. They go into the weights on both sides of the cache (quant/kv_scales.py), so that
-this is what the KV format "fp8" holds. The cache's format is still named when the model runs. Definition: ModelOpt's
+Merged modules keep their own scales of weights; of their input scales the largest counts, as in vLLM. If the KV cache
+was calibrated for FP8, k_proj has a k_scale and v_proj a v_scale. These are factors of at least 1: the cache holds K /
+k_scale and V / v_scale in E4M3. kv_scales.py folds them into the weights on both sides of the cache, so the KV format
+"fp8" holds the same values. The cache's format must still be named when the model runs. Definition: ModelOpt's
 export/unified_export_hf.py and quant_utils.py, as vLLM's quantization/modelopt.py reads them.
 """
 
@@ -30,15 +30,15 @@ _FP8 = replace(compressed_tensors.PLAIN_FP8, static=True)
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """`ignore` (older: exclude_modules) are names with wildcards."""
+    """The layout that quantization_config describes. `ignore` (older: exclude_modules) has names with wildcards."""
 
-    algorithm: str  # of _MARKS
-    kv_scales: bool  # may be stored
+    algorithm: str  # a key of _MARKS
+    kv_scales: bool  # whether scales of K and V may be stored
     ignore: tuple[str, ...]
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "ModelOpt":
-        """Reads quantization_config, or what hf_quant_config.json has under "quantization". Raises CheckpointError."""
+        """Reads quantization_config, or the object "quantization" in hf_quant_config.json. Raises CheckpointError."""
         raw = {**raw, **read_object(raw, "quantization")}
         algorithm = read_choice(raw, "quant_algo", None, tuple(_MARKS))
         if algorithm == "NVFP4" and read_group(raw, "group_size", 16) != 16:

@@ -111,7 +111,7 @@ WRONG_MESSAGES = [
     ([user("x", weight=1)], "messages[0].weight is not served"),
     ([user("x", refusal="no")], "messages[0].refusal is not served"),
     ([user("x", tool_calls=[1])], "messages[0].tool_calls is not served there: tools are called by the assistant"),
-    ([user("x", tool_call_id="a")], "messages[0].tool_call_id is not served there: it is of the role tool"),
+    ([user("x", tool_call_id="a")], "messages[0].tool_call_id is not served there: it belongs to the role tool"),
     ([user("x", function_call={"name": "f"})], "messages[0].function_call is not served: tool_calls are"),
     ([assistant({"name": "f"})], "messages[0].tool_calls must be a list like"),
     ([assistant([1])], "messages[0].tool_calls[0] must be an object like"),
