@@ -21,7 +21,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
 COMMAND = re.compile(rf"(?:{MODULE}|(?:^|\| )(jllm)(?= \w))((?: [^`\n|&#]*)?)", re.MULTILINE)
 SAID = {"extending": "swim"}  # what a page says that its blocks print
-FILE = r"This file, `(\w+\.py)`.*?^```python\n(.*?)^```$"  # a block that others import
 WALKS = {"a-request"}  # pages whose blocks go on from one another, and show what each prints
 LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
 
@@ -47,9 +46,6 @@ def commands(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, code in re.findall(FILE, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        (tmp_path / name).write_text(code)
     names: dict = {}
     for block in blocks(page, "python"):
         if page.stem not in WALKS:

@@ -259,7 +259,7 @@ def test_what_is_none_of_ones_own_is_refused(sweep, own, capsys, options, messag
 
 
 def test_the_pages_quantizer_is_one(sweep, own, tmp_path):
-    page = (Path(quant_accuracy.__file__).parents[1] / "docs" / "accuracy.md").read_text()
+    page = (Path(quant_accuracy.__file__).parents[1] / "docs" / "experiments.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def int3" in block]
     lines = code.strip().splitlines()
     assert len(lines) - lines.index(next(line for line in lines if line.startswith("def"))) <= 10
