@@ -12,6 +12,7 @@ from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement
 from jllm.engine.plan import StepPlan
 from jllm.engine.reuse import known_tokens
+from jllm.engine.samples import begun
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.turns import in_turn
@@ -61,26 +62,26 @@ class Leaving:
         read yet: all others have left, or stay."""
         for request_id in dict.fromkeys(seq.request_id for seq in loop.scheduler.running if seq.output):
             samples = loop.ledger.request(request_id).unfinished
-            stays = any(not live.seq.output or live.seq.params.counts_tokens for live in samples.values())
+            stays = any(not seq.output or seq.params.counts_tokens for seq in samples.values())
             if not stays and self.room(len(samples)):
                 self.gone.append(self._take_out(loop, request_id))
         plan = None if loop.in_flight is None else loop.in_flight.plan
         coming = set() if plan is None else {chunk.seq.request_id for chunk in plan.chunks if chunk.final}
         self.sent = {request_id: pages for request_id, pages in self.sent.items() if request_id in coming}
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Drops its arrays on devices."""
         self.sent.clear()
 
     def _take_out(self, loop: Loop, request_id: int) -> Handover:
         """Ends a request here without an event."""
         request = loop.ledger.request(request_id)
-        lives = list(request.unfinished.values())
-        seq = next((live.seq for live in lives if live.seq.slot is not None), lives[0].seq)
+        seqs = list(request.unfinished.values())
+        seq = next((seq for seq in seqs if seq.slot is not None), seqs[0])
         kv = self.sent[request_id] if request_id in self.sent else self._kv_of_prompt(loop, seq)
-        for live in lives:
-            loop.drop(live, MOVED)
-        samples = tuple(live.begun() for live in lives)
+        for each in seqs:
+            loop.drop(each, MOVED)
+        samples = tuple(map(begun, seqs))
         return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
 
     def _kv_of_prompt(self, loop: Loop, seq: Sequence) -> Snapshot | DevicePages | None:

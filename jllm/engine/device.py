@@ -17,9 +17,8 @@ from jllm.config import LlamaConfig
 from jllm.engine.model_checks import check_model
 from jllm.engine.moved import DevicePages, pack_pages, unpack_pages
 from jllm.engine.options import EngineOptions, drafter_of
-from jllm.engine.packing import pack_plan
 from jllm.engine.placement import Placement, on
-from jllm.engine.plan import StepPlan
+from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
 from jllm.errors import EngineClosed, SnapshotError
@@ -168,7 +167,7 @@ class Device:
         Of a guided step it is the first half: complete() dispatches the rest."""
         bucket, variant = self.programs.choose(need, *plan.size, plan.most_rows)
         layout = self.shapes.layout(bucket, variant)
-        buffer = pack_plan(layout, plan, self._page_size, self._config.vocab_size)
+        buffer = pack_plan(layout, plan, self._page_size)
         for seq in plan.loads:
             assert seq.snapshot is not None
             self.load(seq.pages[: -(-seq.snapshot.length // self._page_size)], seq.snapshot)

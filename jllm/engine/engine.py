@@ -18,7 +18,7 @@ from jllm.engine.moved import Handover
 from jllm.engine.options import EngineKeywords, make_options
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.reuse import known_tokens
-from jllm.engine.samples import Live
+from jllm.engine.samples import begun, go_on
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.turns import Turns, in_turn
@@ -147,7 +147,7 @@ class Engine:
         """
         ids = tuple(self.check(prompt, sampling))
         check_urgency(priority, deadline, self._config)
-        with self._turns.take():
+        with self._turns.turn():
             return self._submit(ids, sampling, priority, deadline)
 
     def _submit(
@@ -174,16 +174,14 @@ class Engine:
         self._next_id += 1
         return self._next_id - 1
 
-    def _add(self, seqs: list[Sequence], guided: int, priority: int, deadline: float | None) -> list[Live]:
+    def _add(self, seqs: list[Sequence], guided: int, priority: int, deadline: float | None) -> None:
         """Adds the samples of a new request, which all begin like the first one."""
-        with self._loop.all_or_none() as added:
-            for seq in seqs:
-                seq.origin, seq.common = None if seq is seqs[0] else seqs[0], len(seq.prompt)
-                seq.priority, seq.guided = priority, guided
-                added.append(self._loop.add(seq))
+        for seq in seqs:
+            seq.origin, seq.common = None if seq is seqs[0] else seqs[0], len(seq.prompt)
+            seq.priority, seq.guided = priority, guided
+        self._loop.add(seqs)
         if deadline is not None:
             self._ledger.end_after(seqs[0].request_id, deadline)
-        return added
 
     @in_turn
     def take_in(self, given: Handover, *, priority: int = 0, deadline: float | None = None) -> int:
@@ -193,10 +191,9 @@ class Engine:
             self._device.check_snapshot(given.kv)
         own = given.prompt, given.sampling, given.seed, self._max_length(given.prompt, given.sampling)
         request_id = self._new_id()
-        seqs = [Sequence(request_id, begun.sample, *own, list(begun.output), moved=True) for begun in given.samples]
+        seqs = [go_on(Sequence(request_id, had.sample, *own, moved=True), had) for had in given.samples]
         seqs[0].snapshot = given.kv
-        for live, begun in zip(self._add(seqs, given.guided, priority, deadline), given.samples):
-            live.carry_on(begun)
+        self._add(seqs, given.guided, priority, deadline)
         self._ledger.request(request_id).started = given.started
         return request_id
 
@@ -206,7 +203,7 @@ class Engine:
         self._check_open()
         ids = token_ids(prompt, self._tokenizer)
         check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
-        self._scheduler.check(len(ids), self._max_length(ids, sampling))
+        self._scheduler.check_length(len(ids), self._max_length(ids, sampling))
         if sampling.guide is not None:
             self.guides.matcher(sampling.guide)
         return ids
@@ -222,15 +219,11 @@ class Engine:
         common tokens. The new sample gets a copy of the partial page after them.
         """
         self._check_open()
-        live = self._ledger.find(request_id, sample)
-        seq = live.seq
-        index = self._ledger.request(request_id).started
-        twin = Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length, output=list(seq.output))
+        seq, index = self._ledger.find(request_id, sample), self._ledger.request(request_id).started
+        twin = go_on(Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length), begun(seq))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided = seq.priority, seq.guided
-        with self._loop.all_or_none() as added:
-            added.append(self._loop.add(twin))
-            added[0].carry_on(live.begun())
+        self._loop.add([twin])
         return index
 
     @in_turn
@@ -241,7 +234,7 @@ class Engine:
         Waits for the device. A sample that waits for a slot has no K and V: its snapshot has length 0.
         """
         self._check_open()
-        seq = self._ledger.find(request_id, sample).seq
+        seq = self._ledger.find(request_id, sample)
         length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
@@ -274,7 +267,7 @@ class Engine:
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         check_urgency(priority, deadline, self._config)
         known = jax.device_get(snapshot)
-        with self._turns.take():  # compiling a large schema above must not hold up steps
+        with self._turns.turn():  # compiling a large schema above must not hold up steps
             self._check_open()
             self._device.check_snapshot(snapshot)
             return self._submit(ids, sampling, priority, deadline, known, private=not share)
@@ -297,7 +290,7 @@ class Engine:
         Text of many tokens is made while the next step runs, and comes with it. After an exception the engine is
         closed, and last_events has the ends of all requests.
         """
-        with self._turns.take(to_step=True):
+        with self._turns.turn(to_step=True):
             self._check_open()
             try:
                 self._loop.advance()

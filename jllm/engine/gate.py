@@ -21,7 +21,6 @@ from operator import or_
 
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
-from jllm.engine.samples import variant_for
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.model.sampling import Draws
@@ -137,6 +136,20 @@ class Gate:
     def _let_in(self, seq: Sequence, wants: Variant) -> None:
         self._inside[wants] += 1
         self._scheduler.add(seq)
+
+
+def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False) -> Variant:
+    """Returns the step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer
+    ways are programs of their own (see gate.py)."""
+    variant = Variant(
+        penalties=any(p.penalizes for p in samplings),
+        logprobs=any(p.logprobs is not None for p in samplings),
+        prompt_logprobs=any(p.prompt_logprobs for p in samplings),
+        guided=any(p.guide is not None for p in samplings),
+    )
+    if not by_draws or variant.takes_rows or not samplings:
+        return variant
+    return replace(variant, draws=max(p.draws for p in samplings))
 
 
 def _asked(variant: Variant) -> list[str]:

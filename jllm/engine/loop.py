@@ -1,30 +1,28 @@
-"""The continuous-batching loop: plans a step, dispatches it, and reads the tokens of the step before.
+"""Runs continuous batching: plans a step, dispatches it, and reads the tokens of the step before.
 
 Step t + 1 is dispatched before the tokens of step t are read, so the host works while the device does.
 """
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from contextlib import contextmanager
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
 from jllm.engine.device import Device, InFlight
 from jllm.engine.draft_policy import drafting_of
 from jllm.engine.gate import Gate
-from jllm.engine.guiding import Proposed, guided_samples
-from jllm.engine.ledger import Ledger
+from jllm.engine.ledger import Ledger, Samples
 from jllm.engine.options import EngineOptions
 from jllm.engine.plan import StepPlan
-from jllm.engine.samples import Live, Samples, take_prompt_scores
+from jllm.engine.samples import take_prompt_scores
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.trace import Recorder
-from jllm.guides.matcher import guides_of
+from jllm.guides.matcher import Guided, guides_of
 from jllm.parallel.memory import out_of_memory
 from jllm.step.state import Outputs
 
@@ -33,27 +31,27 @@ if TYPE_CHECKING:
 
 
 class DeviceLost(Exception):
-    """The device failed, and there is no going on; the text says why."""
+    """Is raised when the device has failed for good. Its text says why."""
 
 
 class Beside(Protocol):
-    """A part that does something beside a loop's steps, in the turn of whoever steps."""
+    """Works beside a loop's steps, in the thread that steps."""
 
     def dispatched(self, loop: "Loop", plan: StepPlan) -> None:
-        """Is called right behind the dispatch of a step, before the tokens of the one before it are read."""
+        """Runs right after the dispatch of a step, before the tokens of the one before it are read."""
 
     def stepped(self, loop: "Loop") -> None:
-        """Is called once all is told that is new."""
+        """Runs once all news of a step was returned."""
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Drops what it has on devices."""
 
 
 class Loop:
-    """The steps of one engine: what it runs, and what it has to tell of them. One caller at a time.
+    """Runs the steps of one engine. It takes one caller at a time.
 
-    `device` runs the steps and `scheduler` makes what plans them; `ledger` has the samples, `gate` lets them in, and
-    `guides` say what they may draw.
+    `device` runs the steps, and `scheduler` makes the object that plans them. `ledger` has the samples, `gate` lets
+    them in, and `guides` say what they may draw.
     """
 
     def __init__(
@@ -82,51 +80,51 @@ class Loop:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)
         self.beside = beside
         self.in_flight: InFlight | None = None
-        self._proposed: Proposed | None = None  # drafts of the step in flight, for guided samples
+        self._proposed: tuple[Any, Any] | None = None  # Outputs.drafts of the step read last, on the host
         self._failures = 0  # device errors since the last step that was read
         self._last_read: float | None = None  # when the step before was read, if the device went on at once
 
     @property
     def has_work(self) -> bool:
-        """Returns whether there is something to compute, to read or to tell."""
+        """Returns whether there is something to compute, to read or to return."""
         return bool(self.ledger.has_samples or self.in_flight or self.ledger.has_news)
 
-    def add(self, seq: Sequence) -> Live:
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        """Adds samples: all, or none where one fails, since no caller would know of the others."""
+        added: list[Sequence] = []
+        try:
+            for seq in seqs:
+                self._add(seq)
+                added.append(seq)
+        except BaseException:
+            for seq in added:
+                self.drop(seq, "error")
+            raise
+
+    def _add(self, seq: Sequence) -> None:
         guide = seq.params.guide
-        matcher = None if guide is None else self.guides.matcher(guide, seq.prompt[seq.guided :])
-        live = self.ledger.add(seq, matcher)
+        seq.matcher = None if guide is None else self.guides.matcher(guide, seq.prompt[seq.guided :])
+        self.ledger.add(seq)
         try:
             self.gate.add(seq)
         except BaseException:
-            self.ledger.forget(live)
+            self.ledger.forget(seq)
             raise
         if self.trace:
             self.trace.request(seq)
-        return live
 
-    @contextmanager
-    def all_or_none(self) -> Iterator[list[Live]]:
-        """Drops the samples that a block adds, and puts into this list, where it raises: nobody would know of them."""
-        added: list[Live] = []
-        try:
-            yield added
-        except BaseException:
-            for live in added:
-                self.drop(live, "error")
-            raise
-
-    def drop(self, live: Live, reason: str) -> None:
-        """Ends a sample of which no event tells."""
-        self.gate.finish(live.seq, reason)
-        self.ledger.forget(live)
+    def drop(self, seq: Sequence, reason: str) -> None:
+        """Ends a sample without an event."""
+        self.gate.finish(seq, reason)
+        self.ledger.forget(seq)
 
     def cut(self, request: Samples, reason: str) -> None:
         """Ends all samples of a request."""
-        for live in list(request.unfinished.values()):
-            self._finish(live, reason, time.perf_counter())
+        for seq in list(request.unfinished.values()):
+            self._finish(seq, reason, time.perf_counter())
 
     def advance(self) -> None:
-        """One turn, or what goes on after a device error. Raises DeviceLost."""
+        """Takes one turn, and goes on after a device error. Raises DeviceLost."""
         try:
             self.turn()
         except jax.errors.JaxRuntimeError as error:
@@ -165,32 +163,44 @@ class Loop:
         return step
 
     def _complete(self, step: InFlight) -> InFlight:
-        """Dispatches the second half of a guided step, whose first half runs, once the step before it was read: what a
-        guided sample may draw depends on its tokens up to then."""
-        lives, samples = guided_samples(step, self.ledger.sample, self._proposed)
-        shapes = self.device.shapes
-        if samples:
-            allowed = self.guides.masks(samples, shapes.tree(step.bucket))
-            coming = self.guides.coming(samples, shapes.tree(), self.device.wants_drafts(step))
-            self.device.guide([live.seq.slot for live in lives if live.seq.slot is not None], allowed, coming)
-            for live, possible in zip(lives, allowed[:, 0].any(axis=1).tolist(), strict=True):
+        """Dispatches the second half of a guided step, once the step before it was read: what a guided sample may draw
+        depends on its tokens up to then."""
+        shapes, most = self.device.shapes, step.bucket.rows  # which may be fewer than were planned
+        drawing = [*zip(step.plan.decodes, step.plan.rows), *((c.seq, 1) for c in step.plan.chunks if c.final)]
+        guided = {
+            seq: Guided(seq.matcher, seq.output, self._drafts(seq, min(rows, most) - 1))
+            for seq, rows in drawing
+            if seq.live and seq.matcher is not None
+        }
+        if guided:
+            allowed = self.guides.masks([*guided.values()], shapes.tree(step.bucket))
+            coming = self.guides.coming([*guided.values()], shapes.tree(), self.device.wants_drafts(step))
+            self.device.guide([seq.slot for seq in guided if seq.slot is not None], allowed, coming)
+            for seq, possible in zip(guided, allowed[:, 0].any(axis=1).tolist(), strict=True):
                 if not possible:
-                    self._abandon(live, "its guide allows none of the model's tokens")
+                    self._abandon(seq, "its guide allows none of the model's tokens")
         return self.device.complete(step)
 
+    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+        """Returns the drafts, at most this many, that the step read last proposed for a sequence."""
+        if self._proposed is None:
+            return []
+        tokens, count = self._proposed
+        return tokens[seq.slot, : min(int(count[seq.slot]), most)].tolist()
+
     def read(self, step: InFlight) -> None:
-        """Takes in what a step drew, and waits for it."""
+        """Waits for a step, and takes in what it drew."""
         assert step.outputs is not None
         outputs = jax.device_get(step.outputs)
         self._failures, self._proposed = 0, outputs.drafts
         if outputs.prompt_logprobs is not None:
-            take_prompt_scores(step.plan, outputs, self.ledger.sample)
+            take_prompt_scores(step.plan, outputs)
         now = time.perf_counter()
-        for live, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, now):
+        for seq, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, now):
             if kept:
-                self.scheduler.on_tokens(live.seq, kept, rows)
+                self.scheduler.on_tokens(seq, kept, rows)
             if reason is not None:
-                self._finish(live, reason, now, kept[:-1] if reason == "stop" else kept)
+                self._finish(seq, reason, now, kept[:-1] if reason == "stop" else kept)
         if self.drafting is not None:
             self._learn(step, outputs, now)
         self.scheduler.step_read(step.plan.step)
@@ -198,7 +208,7 @@ class Loop:
             self.trace.read(step.plan.step)
 
     def _learn(self, step: InFlight, outputs: Outputs, now: float) -> None:
-        """Tells what a step with drafts gained and cost. Its time is known where the device had no pause before it."""
+        """Reports what a step with drafts gained and cost. Its time is known if the device had no pause before it."""
         assert self.drafting is not None
         seconds, self._last_read = (None if self._last_read is None else now - self._last_read), now
         if self.in_flight is None:
@@ -209,25 +219,25 @@ class Loop:
         advanced = [(n, sum(token >= 0 for token in some)) for n, (*_, some) in zip(drafts, step.drawn(outputs))]
         self.drafting.observe(step.bucket, [each for each in advanced if each[1]], seconds)
 
-    def _finish(self, live: Live, reason: str, now: float, tokens: List[int] = ()) -> None:
-        """See Ledger.end."""
-        reason = self.ledger.end(live, reason, now, tokens)
-        self.gate.finish(live.seq, reason)
+    def _finish(self, seq: Sequence, reason: str, now: float, tokens: List[int] = ()) -> None:
+        """Ends a sample: see Ledger.end."""
+        reason = self.ledger.end(seq, reason, now, tokens)
+        self.gate.finish(seq, reason)
         if self.trace:
-            self.trace.end(live.seq, reason)
+            self.trace.end(seq, reason)
 
     def _refuse(self, seq: Sequence, error: BaseException) -> None:
         """Ends a sequence whose steps could not be compiled."""
-        why = f"{type(error).__name__}: {first_line(error)}"
-        self._abandon(self.ledger.find(seq.request_id, seq.sample), f"its steps could not be compiled ({why})")
+        self._abandon(seq, f"its steps could not be compiled ({type(error).__name__}: {first_line(error)})")
 
-    def _abandon(self, live: Live, why: str) -> None:
-        warnings.warn(f"request {live.seq.request_id} ends: {why}", stacklevel=2)
-        self._finish(live, "error", time.perf_counter())
+    def _abandon(self, seq: Sequence, why: str) -> None:
+        warnings.warn(f"request {seq.request_id} ends: {why}", stacklevel=2)
+        self._finish(seq, "error", time.perf_counter())
 
     def recover(self, error: Exception) -> None:
-        """A device error loses the donated pool: makes a new one, and what runs is recomputed. DeviceLost the second
-        time in a row, or where a new one has no room."""
+        """Makes a new page pool after a device error, which loses the donated one. What runs is computed again.
+
+        Raises DeviceLost the second time in a row, or where there is no room for a new pool."""
         self.ledger.device_failed()
         self._failures += 1
         self.in_flight = None
@@ -249,20 +259,20 @@ class Loop:
         """Drops the device state, and ends what runs beside the loop."""
         self.in_flight = None
         if self.beside:
-            self.beside.close()
+            self.beside.stop()
         self.device.close()
-        self.ledger.close()
+        self.ledger.join()
         if self.trace:
-            self.trace.close()
+            self.trace.stop()
 
 
 def _forget_moved(sequences: Iterable[Sequence]) -> None:
-    """Drops K and V that came from another engine: whoever loses their pages computes them."""
+    """Drops K and V that came from another engine: sequences that lose their pages compute these again."""
     for seq in sequences:
         if seq.moved:
             seq.snapshot = None
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error says, for a message of one line."""
+    """Returns the first line of an error's text."""
     return str(error).partition("\n")[0]

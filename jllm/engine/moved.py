@@ -19,12 +19,12 @@ from jllm.model.backbone import Cache
 
 
 class Begun(NamedTuple):
-    """An unfinished sample, as far as it has come, by the clock of whoever has it: see live.Live."""
+    """An unfinished sample, as far as it has come, by the clock of whoever has it."""
 
     sample: int
     output: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    scores: dict[int, Any]  # of prompt tokens: see live.Live
+    scores: dict[int, Any]  # of prompt tokens: see Sequence.prompt_scores
     submitted: float
     first_token: float | None
     last_token: float

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Optional
 
-from jllm.files.tokenizer import StreamDecoder
+if TYPE_CHECKING:
+    from jllm.files.tokenizer import StreamDecoder
 
 
 class OutputText:
@@ -12,7 +14,7 @@ class OutputText:
     Text that may turn out to begin a stop string is held back. So are the tokens that produced it.
     """
 
-    def __init__(self, decoder: StreamDecoder | None, stops: Seq[str]):
+    def __init__(self, decoder: Optional["StreamDecoder"] = None, stops: Seq[str] = ()):
         self.decoder, self._finished = decoder, False
         self.stops = tuple(stops)
         self._longest = max((len(s) - 1 for s in self.stops), default=0)  # most letters that may be held back
@@ -45,7 +47,7 @@ class OutputText:
             self._grow(self.decoder.finish())
             self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
 
-    def take(self, final: bool) -> tuple[str, tuple[int, ...]]:
+    def news(self, *, final: bool) -> tuple[str, tuple[int, ...]]:
         """Returns text and tokens that are certain by now and were not returned before."""
         if self.decoder is None:
             return "", self.pass_on()

@@ -33,7 +33,7 @@ class FreePages(Protocol):
     def __iter__(self) -> Iterator[int]:
         """Iterates over the free pages, in no particular order."""
 
-    def take(self, n: int) -> list[int]:
+    def reserve(self, n: int) -> list[int]:
         """Removes and returns n pages; there must be as many."""
 
     def put(self, pages: list[int]) -> None:
@@ -52,7 +52,7 @@ class FreeList:
     def __iter__(self) -> Iterator[int]:
         return iter(self._stack)
 
-    def take(self, n: int) -> list[int]:
+    def reserve(self, n: int) -> list[int]:
         at = len(self._stack) - n
         taken = self._stack[at:]
         del self._stack[at:]
@@ -117,7 +117,7 @@ class PagePool:
     def allocate(self, n: int) -> list[int] | None:
         """Takes n pages. Returns None, and takes nothing, if fewer are available."""
         self.reclaim(n)
-        return self.hold(self.free_pages.take(n)) if n <= self.num_free else None
+        return self.hold(self.free_pages.reserve(n)) if n <= self.num_free else None
 
     def reclaim(self, n: int) -> None:
         """Asks the evictor for pages until n are free, or it has no more."""

@@ -1,42 +1,75 @@
-"""Defines the scheduler's output: the plan of a step, and counts of events."""
+"""Holds what the scheduler decides: the plan of a step, its buffer for the device, and counts."""
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+import numpy as np
 
 from jllm.engine.pages import PagePool
+from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
+from jllm.model.paged import NOWHERE
+from jllm.model.sampling import STOP_IDS, Penalties, Sampling
+from jllm.programs.packed_step import Layout
+from jllm.step.batch import PromptChunk, fill_batch
+
+# Fields that users set and the device reads. The host reads the others.
+NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
     """Returns the most page table changes that a step may ask for.
 
-    Each slot may change the pages of a short segment, which ends with a page for the token after it. Each prompt chunk
-    may change its pages, of which the first and the last may be partial.
-    """
+    A slot may need pages for a short segment and the token after it. A prompt chunk needs its own pages, of which the
+    first and the last may be filled in part."""
     return max_slots * (1 + -(-(short_rows + 1) // page_size)) + -(-max_step_tokens // page_size)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens of seq at positions start, start + 1, ...; the device samples after a final chunk."""
+class Chunk(PromptChunk):
+    """Holds a prompt chunk, as the device reads it, and its sequence."""
 
-    seq: Sequence
-    start: int
-    tokens: tuple[int, ...]
-    final: bool  # it has the last known token
+    seq: Sequence = field(kw_only=True)
+
+
+def next_chunk(seq: Sequence, tokens: int, page_size: int) -> Chunk:
+    """Returns the next tokens of a sequence as a chunk. The sequence has a slot, and pages for them."""
+    assert seq.slot is not None
+    start, stop, asked = seq.computed, seq.computed + tokens, seq.params
+    bias = asked.logit_bias or {}
+    sampling = {name: getattr(asked, name) for name in NAMES} | {
+        "top_k": min(asked.top_k, NOWHERE),
+        "seed": seq.seed,
+        "sample": seq.sample,
+        "max_length": seq.max_length,
+        "stop_ids": sorted(seq.stop_ids)[:STOP_IDS],
+        "bias_ids": list(bias),
+        "bias_values": list(bias.values()),
+    }
+    return Chunk(
+        seq.slot,
+        seq.slice(start, stop),
+        start,
+        stop == seq.prefill_end,
+        prompt_len=len(seq.prompt),
+        targets=seq.prompt[start + 1 : stop + 1] if asked.prompt_logprobs else (),
+        room=seq.mapped * page_size,
+        sampling=sampling,
+        seq=seq,
+    )
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step.
+    """Holds one step. Each decode computes the KV of its slot's newest token, and samples.
 
-    Each decode computes the K and V of its slot's newest token, and of the drafts in its other rows. Then it samples.
-    The host knows the index of its first row as an interval. The interval begins at seq.computed - 1, and ends at
-    seq.computed + seq.ahead - rows. No row at or past max_length - 1 is written.
+    A decode of several rows also computes the KV of the drafts in its other rows. The host knows the index of its first
+    row as an interval: it begins at seq.computed - 1, and ends at seq.computed + seq.ahead - rows. No row at or past
+    max_length - 1 is written. The device samples after a final chunk too.
 
-    Copies come first, all at once (no page is both read and written), and after all earlier steps. Rarely a plan has
-    only page table changes.
+    Copies come before the step, all at once: no page is both read and written. They come after all steps that were
+    dispatched before. Rarely a plan has page table changes and nothing else.
     """
 
     step: int
@@ -46,8 +79,8 @@ class StepPlan:
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
     loads: tuple[Sequence, ...] = ()  # sequences whose snapshot goes to their first pages before all copies
-    skips: tuple[tuple[Sequence, int], ...] = ()  # (admitted sequence, first tokens that no step computes)
-    preempted: tuple[Sequence, ...] = ()  # since the previous plan
+    skips: tuple[tuple[Sequence, int], ...] = ()  # admitted ones, and how many of their first tokens no step computes
+    preempted: tuple[Sequence, ...] = ()  # since the plan before
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,9 +97,19 @@ class StepPlan:
         return max(self.rows, default=1)
 
 
+def pack_plan(layout: Layout, plan: StepPlan, page_size: int) -> np.ndarray:
+    """Returns the buffer of a planned step, which the device reads."""
+    buffer, batch = layout.pack()
+    R = len(plan.decodes)
+    batch.decode_rows[:R] = plan.rows
+    batch.decode_room[:R] = [seq.mapped * page_size for seq in plan.decodes]
+    fill_batch(batch, plan.chunks, [seq.slot for seq in plan.decodes if seq.slot is not None], plan.deltas)
+    return buffer
+
+
 @dataclass
 class PlanParts:
-    """The parts of the next plan, to which several methods add."""
+    """Collects the parts of the next plan that several hands add to."""
 
     chunks: list[Chunk] = field(default_factory=list)
     deltas: list[tuple[int, int, int]] = field(default_factory=list)
@@ -79,15 +122,14 @@ class PlanParts:
         return not (self.chunks or self.deltas or self.copies or self.loads)
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Adds pages to copy (from, to). Copies happen all at once, so a page that another copy overwrites is still
-        unchanged."""
+        """Adds pages to copy (from, to). All are copied at once: what is itself to be copied is still where it was."""
         for source, target in pairs:
             self.copies[target] = self.copies.get(source, source)
 
 
 @dataclass
 class ScheduleCounts:
-    """Counts events since the scheduler was made, or its counts were reset."""
+    """Counts what happened since the scheduler was made, or its counts were reset."""
 
     added: int = 0
     admitted: int = 0  # readmissions included

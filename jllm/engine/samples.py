@@ -1,120 +1,64 @@
-"""What the loop knows of unfinished samples beyond what the scheduler does, and what it makes of a step's outputs."""
+"""Makes events of a sample's tokens: the client's half of a Sequence.
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+A thread makes the text of a step with many tokens, while the loop goes on. Making text takes as long as all else that
+the loop does with a token. Only texts without stop strings are made late: a stop must be known when its tokens are
+read.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from jllm.engine.moved import Begun
-from jllm.engine.output import OutputText
 from jllm.engine.plan import StepPlan
-from jllm.engine.request import Completion, SamplingParams, Timings, TokenLogprob
+from jllm.engine.request import Completion, Event, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
-from jllm.guides.matcher import Matcher
-from jllm.step.state import NOT_FINITE, Outputs, Variant
+from jllm.step.state import NOT_FINITE, Outputs
+
+FEW = 64  # tokens whose text is made at once: a step of so few waits for its device, not for its host
 
 
-@dataclass
-class Live:
-    """An unfinished sample."""
+def begun(seq: Sequence) -> Begun:
+    """Returns a sample as far as it has come."""
+    times = seq.submitted, seq.first_token, seq.last_token
+    return Begun(seq.sample, tuple(seq.output), tuple(seq.logprobs), seq.prompt_scores, *times)
 
-    seq: Sequence
-    output: OutputText
-    submitted: float
-    matcher: Matcher | None = None  # of a guide
-    first_token: float | None = None
-    last_token: float = 0.0  # when the newest token was read, once there is one
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    taken: int = 0  # of these
-    prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
-    # rank, and the most likely token with its log p
-    plain: bool = field(init=False)  # nothing is asked of its tokens one by one but whether they end it
-    ends: frozenset[int] = field(init=False)  # stop_ids, and what is no token
 
-    def __post_init__(self):
-        self.plain = not self.output.stops and self.seq.params.logprobs is None
-        self.ends = self.seq.stop_ids | {-1, NOT_FINITE}
+def go_on(seq: Sequence, begun: Begun) -> Sequence:
+    """Returns a new sequence that begins with the tokens of another sample, and takes over its times."""
+    seq.output, seq.logprobs, seq.prompt_scores = list(begun.output), list(begun.logprobs), dict(begun.scores)
+    seq.submitted, seq.first_token, seq.last_token = begun.submitted, begun.first_token, begun.last_token
+    return seq
 
-    def begun(self) -> Begun:
-        """Returns it as far as it has come."""
-        times, seq = (self.submitted, self.first_token, self.last_token), self.seq
-        return Begun(seq.sample, tuple(seq.output), tuple(self.logprobs), self.prompt_scores, *times)
 
-    def carry_on(self, begun: Begun) -> None:
-        """It goes on from the tokens of another sample, whose times are its own from now on."""
-        self.output.extend(begun.output)
-        self.logprobs, self.prompt_scores = list(begun.logprobs), dict(begun.scores)
-        self.submitted, self.first_token, self.last_token = begun.submitted, begun.first_token, begun.last_token
+def keep(seq: Sequence, tokens: tuple[int, ...], outputs: Outputs, row: int) -> tuple[tuple[int, ...], str | None]:
+    """Takes in the tokens that a step drew in a sample's rows from `row` on.
 
-    def completion(self, reason: str, seconds: float, *, text: bool) -> Completion:
-        """Returns the sample as it ended, `seconds` after its submission; text: whether there is a tokenizer."""
-        seq, tokens = self.seq, tuple(self.output.tokens)
-        scored = seq.params.prompt_logprobs
-        scores = [score for _, score in sorted(self.prompt_scores.items())]
-        return Completion(
-            token_ids=tokens,
-            text=self.output.text if text else None,
-            finish_reason=reason,
-            logprobs=None if seq.params.logprobs is None else tuple(self.logprobs[: len(tokens)]),
-            prompt_logprobs=tuple(logprob for logprob, *_ in scores) if scored else None,
-            timings=Timings(self.first_token, seconds, len(seq.prompt), len(tokens)),
-            seed=seq.seed,
-            prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
-            prompt_best=tuple(best for *_, best in scores) if scored else None,
-        )
-
-    def keep(self, tokens: tuple[int, ...], outputs: Outputs, row: int) -> tuple[tuple[int, ...], str | None]:
-        """Takes in the tokens that a step drew in its rows from `row` on. Returns those that count, up to the first
-        that ends it, and the reason of its end; a number below 0 is no token."""
-        seq, output = self.seq, self.output
-        room = seq.max_length - len(seq.prompt) - len(seq.output)
-        if self.plain and len(tokens) < room and self.ends.isdisjoint(tokens):  # as most are
-            if not output.text_can_be_late:
-                output.extend(tokens)
-            return tokens, None
-        for kept, token in enumerate(tokens, 1):
-            if token < 0:
-                return tokens[: kept - 1], "error" if token == NOT_FINITE else None
-            if token in seq.stop_ids:
-                return tokens[:kept], "stop"
-            if outputs.logprobs is not None and seq.params.logprobs is not None:
-                self.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
-            if not output.text_can_be_late:
-                output.push(token)
-                if output.stopped:
-                    return tokens[:kept], "stop"
-            if kept == room:
-                return tokens[:kept], "length"
+    Returns the tokens that count, up to the first that ends it, and the reason of its end. A number below 0 is no
+    token."""
+    answer = seq.answer
+    room = seq.max_length - len(seq.prompt) - len(seq.output)
+    if seq.plain and len(tokens) < room and seq.ends.isdisjoint(tokens):  # as most are
+        if not answer.text_can_be_late:
+            answer.extend(tokens)
         return tokens, None
-
-    def take(self, *, final: bool) -> tuple[str, tuple[int, ...], tuple[TokenLogprob, ...]]:
-        """Returns text and tokens that are certain by now and were not taken before, and what is known of these tokens
-        where log-probabilities were asked for."""
-        text, tokens = self.output.take(final)
-        if self.seq.params.logprobs is None:
-            return text, tokens, ()
-        self.taken += len(tokens)
-        return text, tokens, tuple(self.logprobs[self.taken - len(tokens) : self.taken])
-
-
-@dataclass
-class Samples:
-    """Those of one request."""
-
-    started: int = 0  # ever: the next sample index
-    unfinished: dict[int, Live] = field(default_factory=dict)  # by sample index
-
-
-def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False) -> Variant:
-    """Returns the step that serves all of these at once, their prompts included. by_draws: steps that draw in fewer
-    ways are programs of their own (see gate.py)."""
-    variant = Variant(
-        penalties=any(p.penalizes for p in samplings),
-        logprobs=any(p.logprobs is not None for p in samplings),
-        prompt_logprobs=any(p.prompt_logprobs for p in samplings),
-        guided=any(p.guide is not None for p in samplings),
-    )
-    if not by_draws or variant.takes_rows or not samplings:
-        return variant
-    return replace(variant, draws=max(p.draws for p in samplings))
+    for kept, token in enumerate(tokens, 1):
+        if token < 0:
+            return tokens[: kept - 1], "error" if token == NOT_FINITE else None
+        if token in seq.stop_ids:
+            return tokens[:kept], "stop"
+        if outputs.logprobs is not None and seq.params.logprobs is not None:
+            seq.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
+        if not answer.text_can_be_late:
+            answer.push(token)
+            if answer.stopped:
+                return tokens[:kept], "stop"
+        if kept == room:
+            return tokens[:kept], "length"
+    return tokens, None
 
 
 def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
@@ -126,8 +70,8 @@ def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogpro
     return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
 
 
-def take_prompt_scores(plan: StepPlan, outputs: Outputs, live: Callable[[Sequence], Live | None]) -> None:
-    """Gives the scores of a step's prompt tokens to the samples that asked for them."""
+def take_prompt_scores(plan: StepPlan, outputs: Outputs) -> None:
+    """Adds the scores of a step's prompt tokens to the samples that asked for them."""
     assert outputs.prompt_logprobs is not None
     assert outputs.prompt_ranks is not None
     assert outputs.prompt_best is not None
@@ -136,9 +80,112 @@ def take_prompt_scores(plan: StepPlan, outputs: Outputs, live: Callable[[Sequenc
     scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist(), best))
     at = 0
     for chunk in plan.chunks:
-        sample = live(chunk.seq)
-        if sample is not None and chunk.seq.params.prompt_logprobs:
+        if chunk.seq.live and chunk.seq.params.prompt_logprobs:
             last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
             for position in range(chunk.start, last):
-                sample.prompt_scores[position + 1] = scores[at + position - chunk.start]
+                chunk.seq.prompt_scores[position + 1] = scores[at + position - chunk.start]
         at += len(chunk.tokens)
+
+
+def completion(seq: Sequence, reason: str, seconds: float) -> Completion:
+    """Returns a sample as it ended, `seconds` after its submission."""
+    tokens, scored = tuple(seq.answer.tokens), seq.params.prompt_logprobs
+    scores = [score for _, score in sorted(seq.prompt_scores.items())]
+    return Completion(
+        token_ids=tokens,
+        text=None if seq.answer.decoder is None else seq.answer.text,
+        finish_reason=reason,
+        logprobs=None if seq.params.logprobs is None else tuple(seq.logprobs[: len(tokens)]),
+        prompt_logprobs=tuple(logprob for logprob, *_ in scores) if scored else None,
+        timings=Timings(seq.first_token, seconds, len(seq.prompt), len(tokens)),
+        seed=seq.seed,
+        prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
+        prompt_best=tuple(best for *_, best in scores) if scored else None,
+    )
+
+
+class PendingEvent(NamedTuple):
+    """Holds what a sample's next event is made of: new tokens, the reason of its end, or both."""
+
+    seq: Sequence
+    tokens: List[int] = ()
+    reason: str | None = None
+    seconds: float = 0.0  # from its submission to its end
+
+    def event(self) -> Event | None:
+        """Returns the event, or None while nothing is certain. Call it once, in the order of a sample's news."""
+        seq, last = self.seq, self.reason is not None
+        seq.answer.extend(self.tokens)
+        if last:
+            seq.answer.finish()
+        text, tokens = seq.answer.news(final=last)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if seq.params.logprobs is not None:
+            logprobs = tuple(seq.logprobs[seq.told : seq.told + len(tokens)])
+            seq.told += len(tokens)
+        ended = None if self.reason is None else completion(seq, self.reason, self.seconds)
+        return Event(seq.request_id, seq.sample, text, tokens, ended, logprobs) if text or tokens or ended else None
+
+
+class Texts:
+    """Makes events of news, some of them one call later. Their number decides which ones, never time."""
+
+    def __init__(self) -> None:
+        self.coming: list[PendingEvent | Event] = []  # since the last call of news()
+        self._thread: ThreadPoolExecutor | None = None
+        self._late: Future[None] | None = None
+        self._pending: deque[PendingEvent | Event] = deque()  # whose events are to be made
+        self._made: list[Event] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Returns whether there is something that news() has not returned."""
+        return bool(self.coming) or self._late is not None
+
+    def news(self, *, now: bool) -> list[Event]:
+        """Returns the events that the last call left, then those of what came since.
+
+        If these are many, they come with the next call. With `now` all come. Raises what their making raised."""
+        coming, self.coming = self.coming, []
+        try:
+            if self._late is not None:
+                self._late.result()
+        finally:
+            self._pending.extend(coming)
+        self._late = None
+        many = sum(isinstance(one, PendingEvent) and one.seq.answer.text_can_be_late for one in coming) > FEW
+        if now or not many:
+            self._make()
+        made, self._made = self._made, []
+        if many and not now:
+            self._thread = self._thread or ThreadPoolExecutor(1, "texts")
+            self._late = self._thread.submit(self._make)
+        return made
+
+    def rest(self, more: Iterable[PendingEvent] = ()) -> list[Event]:
+        """Returns all events that news() has not returned, those of `more` last. It skips those that can't be made."""
+        if self._late is not None:
+            wait([self._late])
+        self._late = None
+        self._pending.extend((*self.coming, *more))
+        self.coming = []
+        while self._pending:
+            with contextlib.suppress(Exception):  # of one sample; the others have nothing to do with it
+                self._make()
+        made, self._made = self._made, []
+        return made
+
+    def _make(self) -> None:
+        """Makes the events of all news, in order. After an exception, a call goes on behind what raised it."""
+        while self._pending:
+            one = self._pending.popleft()
+            event = one if isinstance(one, Event) else one.event()
+            if event is not None:
+                self._made.append(event)
+
+    def join(self) -> None:
+        """Joins the thread, and drops what news() has not returned."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._late = None
+        self._pending.clear()

@@ -32,7 +32,7 @@ from operator import attrgetter
 
 from jllm.engine.kv_policy import PAGED, Policy
 from jllm.engine.page_tables import PageTables
-from jllm.engine.plan import Chunk, PlanParts, ScheduleCounts, StepPlan
+from jllm.engine.plan import PlanParts, ScheduleCounts, StepPlan, next_chunk
 from jllm.engine.reuse import ReusedPrefix
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
@@ -107,7 +107,7 @@ class Scheduler(PageTables):
         """Returns whether there is nothing to do, now or after a read."""
         return not (self.waiting or self.active)
 
-    def check(self, length: int, max_length: int) -> None:
+    def check_length(self, length: int, max_length: int) -> None:
         """Raises RequestError if a sequence of `length` tokens could never run to max_length."""
         if not 0 < length < max_length:
             raise RequestError(f"there must be at least 1 token and fewer than max_length = {max_length}, not {length}")
@@ -116,7 +116,7 @@ class Scheduler(PageTables):
     def arrive(self, seq: Sequence) -> None:
         """Gives a new sequence its place in the order of arrival. Raises RequestError if it could never run to its
         max_length."""
-        self.check(seq.length, seq.max_length)
+        self.check_length(seq.length, seq.max_length)
         seq.arrival, self.arrivals = self.arrivals, self.arrivals + 1
 
     def add(self, seq: Sequence) -> None:
@@ -335,8 +335,7 @@ class Scheduler(PageTables):
         want = seq.prefill_end - seq.computed
         n = self._grow(seq, seq.computed + min(budget, want), parts)
         if n:
-            stop = seq.computed + n
-            parts.chunks.append(Chunk(seq, seq.computed, seq.slice(seq.computed, stop), stop == seq.prefill_end))
+            parts.chunks.append(next_chunk(seq, n, self.pool.page_size))
         return n
 
     def on_tokens(self, seq: Sequence, tokens: Collection[int], rows: int = 1) -> None:

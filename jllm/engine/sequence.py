@@ -1,26 +1,32 @@
-"""The host's record of one sample of one request."""
+"""Defines the host's record of one sample of a request."""
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Optional
 
-from jllm.engine.request import SamplingParams
+from jllm.engine.output import OutputText
+from jllm.engine.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from jllm.engine.moved import DevicePages
     from jllm.files.snapshot import Snapshot
+    from jllm.guides.matcher import Matcher
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Mutable, and once the ledger has it changed by the scheduler alone; compared by identity.
+    """Holds all that the host knows of a sample. It is mutable, and compared by identity.
 
-    It waits (slot is None), runs (it has a slot and stands in Scheduler.running) or has ended (finish_reason is set;
-    slot and pages stay its own until the last step that may write them has been read). While it runs, it prefills
-    until its KV reaches prefill_end and then decodes, where computed == length + in_flight - 1: the newest token has
-    no KV yet, it is the input of the next step.
+    The first fields say what was asked for. The scheduler alone changes the next ones. The last ones are the client's
+    half, from which samples.py makes events.
 
-    A step with drafts may advance it by more than one token, which the host learns when it reads the step. Until then
-    the tokens with KV on the device are between computed, which counts one for each unread step, and computed + ahead.
+    A sequence waits (slot is None), runs (it stands in Scheduler.running) or has ended (finish_reason is set). An ended
+    one keeps its slot and pages until the last step that may write them was read. A running one prefills until its KV
+    reaches prefill_end. Then it decodes, and computed == length + in_flight - 1: the newest token has no KV yet. It is
+    the input of the next step.
+
+    A step with drafts may advance it by several tokens. The host learns how many when it reads the step. Until then the
+    device has KV of `computed` tokens, and of at most `ahead` more. `computed` counts one for each unread step.
     """
 
     request_id: int
@@ -30,38 +36,52 @@ class Sequence:
     seed: int
     max_length: int  # most tokens that prompt and output may come to
     output: list[int] = field(default_factory=list)  # tokens read so far
+    # The scheduler's half
     slot: int | None = None
     pages: list[int] = field(default_factory=list)  # all that it holds
     mapped: int = 0  # how many of them, from the first, the device's page table has
-    cached: int = 0  # tokens that it found computed when it was admitted, in full pages that it shares
-    computed: int = 0  # tokens whose KV is written, or will be by a step that was dispatched, at least
-    ahead: int = 0  # tokens that unread steps may have computed beyond these
+    cached: int = 0  # tokens that were computed already when it was admitted, in full pages that it shares
+    computed: int = 0  # tokens, at least, whose KV the dispatched steps have written or will write
+    ahead: int = 0  # tokens beyond these that unread steps may have computed
     borrowed: int = 0  # pages at the end of `pages` that were taken for drafts alone
-    lost: int = 0  # tokens that were computed when it had to give up its pages, until it is admitted again
+    lost: int = 0  # tokens that were computed when it was preempted, until it is admitted again
     prefill_end: int = 0  # tokens to prefill: those known at admission
-    in_flight: int = 0  # dispatched steps that sample for it and are not yet read
-    expected: int = 0  # tokens of KV that it is thought to come to, once a policy asked
-    arrival: int = -1  # the place in the order of arrival, given by the scheduler
+    in_flight: int = 0  # unread steps that sample for it
+    expected: int = 0  # tokens of KV that a policy expects it to have in the end
+    arrival: int = -1  # its place in the order of arrival, given by the scheduler
     priority: int = 0  # lower values first
-    origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or what it is a fork of
+    origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or the one that was forked
     common: int = 0  # tokens that both begin with
-    guided: int = 0  # the index of the first token that its guide is of, if it has one
-    snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens: these are taken as they are
+    guided: int = 0  # where the text of its guide begins, if it has one
+    snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens, which are used as they are
     moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
-    private: bool = False  # these may be edited, so that its pages are no other request's
-    stop_ids: frozenset[int] = frozenset()  # tokens that end it: the ledger gives them
+    private: bool = False  # its K and V may be edited, so no other request shares its pages
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None
+    # The client's half
+    live: bool = False  # the ledger has it, and it has not ended
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None  # seconds from its submission to its first token
+    last_token: float = 0.0  # when the newest token was read, once there is one
+    answer: OutputText = field(default_factory=OutputText)
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    ends: frozenset[int] = frozenset()  # stop_ids, and the numbers that are no token
+    plain: bool = False  # no stop string and no log-probability asks for each of its tokens
+    matcher: Optional["Matcher"] = None  # of its guide
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    told: int = 0  # how many of these log-probabilities events had
+    prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
+    # rank, and the most likely token with its log p
 
     @property
     def length(self) -> int:
-        """Returns tokens known to the host."""
+        """Returns how many tokens the host knows."""
         return len(self.prompt) + len(self.output)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Returns its place among those that wait, and among those that run."""
+        """Returns its place among waiting sequences, and among running ones."""
         return self.priority, self.arrival
 
     @property
@@ -70,12 +90,12 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Returns whether KV of tokens known at admission is still to be computed (running sequences only)."""
+        """Returns whether a running sequence still lacks KV of tokens that were known at admission."""
         return self.computed < self.prefill_end
 
     @property
     def reach(self) -> int:
-        """Returns tokens that need a page before the next one is decoded. The last token of all never gets KV."""
+        """Returns how many tokens need a page before the next one is decoded. The last token of all never gets KV."""
         return min(self.computed + self.ahead + 1, self.max_length - 1)
 
     @property

@@ -93,7 +93,7 @@ class Recorder:
             raise OutputError(f"trace: {os.fspath(self._sink)} cannot be written: {error.strerror}") from None
         self._lines.clear()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.lost()
         self.flush()
 

@@ -20,7 +20,7 @@ class Turns:
         self._threads: dict[int, bool] = {}  # by thread, whether it steps; the first has the turn, the others wait
 
     @contextmanager
-    def take(self, *, to_step: bool = False) -> Iterator[None]:
+    def turn(self, *, to_step: bool = False) -> Iterator[None]:
         """Waits for the turn and holds it.
 
         Raises EngineBusy for a thread that has it or waits for it already: a signal handler's call would wait for the
@@ -50,7 +50,7 @@ def in_turn[S, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Conca
 
     @wraps(method)
     def wrapper(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turns.take():
+        with self._turns.turn():
             return method(self, *args, **kwargs)
 
     return wrapper

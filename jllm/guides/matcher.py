@@ -43,7 +43,7 @@ class Matcher:
     state: Any  # llguidance.LLMatcher
     taken: int = 0  # tokens of the sample that it has seen
 
-    def take(self, tokens: Sequence[int]) -> bool:
+    def feed(self, tokens: Sequence[int]) -> bool:
         """Takes in the sample's new tokens, of all its `tokens` so far. Returns whether they fit the guide."""
         new, self.taken = list(tokens[self.taken :]), len(tokens)
         return bool(self.state.consume_tokens(new)) if new else not self.state.is_error()
@@ -127,7 +127,7 @@ class Guides:
         paths: list[tuple[int, tuple[int, ...], Any]] = []
         short, long = [], []
         for i, (matcher, tokens, drafts) in enumerate(samples):
-            if not matcher.take(tokens):  # tokens drawn by a mask always fit
+            if not matcher.feed(tokens):  # tokens drawn by a mask always fit
                 continue
             for path in self._allowed_paths(matcher, drafts, tree):
                 at, along = len(paths) * (tree.depth + 1), self._along(path, drafts)

@@ -32,7 +32,7 @@ class FreeRuns:
         """Returns the length of the longest run."""
         return self._lengths[-1] if self._lengths else 0
 
-    def take(self, n: int) -> list[int]:
+    def reserve(self, n: int) -> list[int]:
         """Takes n pages from anywhere, short runs first."""
         pages: list[int] = []
         while len(pages) < n:

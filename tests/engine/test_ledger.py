@@ -90,19 +90,20 @@ def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
         for i, (sampling, _) in enumerate(samples)
     ]
     at = {(seq.request_id, seq.sample): i for i, seq in enumerate(seqs)}
-    lives = [ledger.add(seq, None) for seq in seqs]
+    for seq in seqs:
+        ledger.add(seq)
     want = [outcome(sampling, steps, text) for sampling, steps in samples]
     events, taken, scored = [], [0] * len(seqs), [[] for _ in seqs]
     for step in range(STEPS):
         rows = [(seqs[i], i, ROWS * i, steps[step]) for i, (_, steps) in enumerate(samples) if steps[step]]
         before = [len(seq.output) for seq in seqs]
-        for live, i, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), float(step)):
-            assert live is lives[i]
-            live.seq.output += kept
+        for seq, i, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), float(step)):
+            assert seq is seqs[i]
+            seq.output += kept
             assert len(kept) == want[i][1][step]
             scored[i] += [-(ROWS * i + row) for row in range(len(kept))]
             if reason is not None:
-                ledger.end(live, reason, float(step), kept[:-1] if reason == "stop" else kept)
+                ledger.end(seq, reason, float(step), kept[:-1] if reason == "stop" else kept)
         news = ledger.news(at_once=True)
         told = [at[e.id, e.sample] for e in news]
         assert told == sorted(set(told))
@@ -114,12 +115,12 @@ def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
         mine = [e for e in events if at[e.id, e.sample] == i]
         told = [token for e in mine for token in e.token_ids]
         done = [e.completion for e in mine if e.completion]
-        assert (ledger.sample(seqs[i]) is None) == (reason is not None) == bool(done)
+        assert (not seqs[i].live) == (reason is not None) == bool(done)
         assert taken[i] == sum(counts)
         if reason is None:
             assert told == kept[: len(told)]
             assert len(told) == len(kept) or samples[i][0].stop  # what may begin a stop string is held back
-            assert lives[i].output.tokens == kept
+            assert seqs[i].answer.tokens == kept
             continue
         assert [done[0].finish_reason, list(done[0].token_ids)] == [reason, kept]
         assert told == kept
@@ -140,8 +141,8 @@ def test_times_between_tokens_are_those_of_each_sample():
     """One sits out a step, one has two tokens of a step: between these there is no time."""
     ledger = Ledger(CONFIG, None)
     one, two = (Sequence(i, 0, PROMPT, SamplingParams(ignore_eos=True), 0, 99) for i in range(2))
-    ledger.add(one, None)
-    ledger.add(two, None)
+    ledger.add(one)
+    ledger.add(two)
     for now, rows in (
         (1.0, [(one, 1, 0, (7,))]),
         (4.0, [(one, 2, 0, (7, 8)), (two, 1, 2, (9,))]),
@@ -155,6 +156,6 @@ def test_times_between_tokens_are_those_of_each_sample():
 def test_a_row_without_a_token_of_a_sample_that_goes_on_is_an_internal_error():
     ledger = Ledger(CONFIG, None)
     seq = Sequence(3, 0, PROMPT, SamplingParams(), 0, 99)
-    ledger.add(seq, None)
+    ledger.add(seq)
     with pytest.raises(AssertionError, match="request 3: the device ended a sequence that the host runs"):
         list(ledger.take([(seq, 1, 0, (-1,))], outputs_of(1), 1.0))

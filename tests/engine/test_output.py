@@ -44,9 +44,9 @@ def test_what_is_shown_when(texts, stops, shown, counts, stopped):
     for token in range(len(texts) - 1):
         if not output.stopped:
             output.push(token)
-        taken.append(output.take(final=False))
+        taken.append(output.news(final=False))
     output.finish()
-    taken.append(output.take(final=True))
+    taken.append(output.news(final=True))
     assert [text for text, _ in taken] == shown
     assert [len(tokens) for _, tokens in taken] == counts
     assert (output.text, output.tokens) == ("".join(shown), list(range(sum(counts))))

@@ -4,8 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 
-from jllm.engine.packing import pack_plan
-from jllm.engine.plan import Chunk, StepPlan
+from jllm.engine.plan import StepPlan, next_chunk, pack_plan
 from jllm.engine.request import SamplingParams
 from jllm.engine.sequence import Sequence
 from jllm.model.sampling import STOP_IDS
@@ -19,14 +18,15 @@ LAYOUT = Layout(Bucket(3, 10, 3), deltas=3, bias=2)
 
 def test_a_plan_as_the_device_reads_it():
     asked = {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.5, "logit_bias": {7: -1.0}}
-    rare = SamplingParams(temperature=0.5, top_k=500, top_p=0.75, min_p=0.125, prompt_logprobs=True, **asked)
+    rare = SamplingParams(temperature=0.5, top_k=2**40, top_p=0.75, min_p=0.125, prompt_logprobs=True, **asked)
     first = Sequence(0, 0, (10, 11, 12, 13, 14), rare, 2**32 - 1, 50, [20, 21], slot=2, mapped=2)
     second = Sequence(0, 1, (30, 31), SamplingParams(temperature=0.0), 5, 9, slot=0, mapped=1)
     decodes = tuple(Sequence(2, 0, (1,), SamplingParams(), 0, 9, slot=slot, mapped=slot) for slot in (3, 1))
-    chunks = Chunk(first, 3, (13, 14, 20), False), Chunk(second, 0, (30, 31), True)
+    first.computed, first.prefill_end, second.prefill_end = 3, 7, 2
     first.stop_ids, second.stop_ids = frozenset(range(40, 40 + STOP_IDS + 3)), frozenset({9, 2})
+    chunks = next_chunk(first, 3, 8), next_chunk(second, 2, 8)
     plan = StepPlan(0, decodes, (2, 1), chunks, ((2, 1, 6), (0, 0, 4)))
-    buffer = pack_plan(LAYOUT, plan, 8, 97)
+    buffer = pack_plan(LAYOUT, plan, 8)
     batch = LAYOUT.unpack(buffer)
     assert buffer.dtype == np.int32
     want = {
@@ -44,7 +44,7 @@ def test_a_plan_as_the_device_reads_it():
         "chunk_final": [0, 1, 0],
         "prompt_len": [5, 2, 0],
         "max_length": [50, 9, 0],
-        "top_k": [97, 0, 0],
+        "top_k": [NOWHERE, 0, 0],
         "seed": [2**32 - 1, 5, 0],
         "sample": [0, 1, 0],
         "stop_ids": [list(range(40, 40 + STOP_IDS)), [2, 9] + [-1] * (STOP_IDS - 2), [-1] * STOP_IDS],

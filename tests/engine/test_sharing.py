@@ -214,11 +214,11 @@ def test_a_tree_of_forks(model, wide, keep):
     engine = Engine(model, **SMALL, prefix_cache=keep)
     request = engine.submit(list(STEMS[2]), sampling)
     steps_until(engine, 6)
-    known = {1: list(engine._ledger.find(request, 0).output.tokens)}
+    known = {1: list(engine._ledger.find(request, 0).answer.tokens)}
     assert engine.fork(request) == 1
     for _ in range(5):
         engine.step()
-    known[2] = list(engine._ledger.find(request, 1).output.tokens)
+    known[2] = list(engine._ledger.find(request, 1).answer.tokens)
     assert len(known[2]) > len(known[1])
     assert engine.fork(request, sample=1) == 2
     done = finish(engine)
@@ -235,10 +235,10 @@ def with_key(model, prompt, sampling, sample: int, begun: list[int]) -> tuple[in
     engine = Engine(model, **ALONE)
     engine.submit(list(prompt), sampling)
     request = engine._ledger.request(0)
-    request.unfinished[sample] = live = request.unfinished.pop(0)
-    live.seq.sample, live.seq.output = sample, list(begun)
+    request.unfinished[sample] = seq = request.unfinished.pop(0)
+    seq.sample, seq.output = sample, list(begun)
     for token in begun:
-        live.output.push(token)
+        seq.answer.push(token)
     request.started = sample + 1
     return next(iter(finish(engine).values())).token_ids
 

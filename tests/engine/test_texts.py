@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import pytest
 
-from jllm.engine import texts
+from jllm.engine import samples
 from jllm.engine.engine import Engine
+from jllm.engine.gate import variant_for
 from jllm.engine.request import SamplingParams
-from jllm.engine.samples import variant_for
-from jllm.engine.texts import Texts
+from jllm.engine.samples import Texts
 from jllm.errors import EngineClosed, RequestError
 from jllm.step.buckets import Bucket
 from tests.engine.test_engine import Letters
@@ -69,7 +69,7 @@ jobs = st.lists(job, min_size=1, max_size=6)
 def play(model, jobs, few: int, forks: set[int]):
     """What each sample's events say, all events in order, and the steps that there were."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "FEW", few)
+        patch.setattr(samples, "FEW", few)
         engine, events, ids, clock = Engine(model, **OPTIONS), [], {}, 0
         # What is compiled in the background lets others overtake, by the clock.
         engine._device.programs.permit(variant_for([sampling for _, sampling, _, _ in jobs]))
@@ -128,7 +128,7 @@ def test_the_same_events_in_the_same_order(model, jobs, few, forks):
 
 def test_the_loop_does_not_wait(model, monkeypatch):
     """While a step's text is made, the next step is dispatched and read; its events come one call later."""
-    monkeypatch.setattr(texts, "FEW", 0)
+    monkeypatch.setattr(samples, "FEW", 0)
     goes_on, made_in, push = threading.Event(), [], Decoder.push
 
     def slow(self, id):
@@ -171,7 +171,7 @@ def test_a_stop_string_that_the_length_limit_brings_out_is_the_reason(model):
 @pytest.mark.parametrize("few", [0, 64])
 def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
     """And nothing is lost: neither what ends well in the same step, nor what is known of the rest."""
-    monkeypatch.setattr(texts, "FEW", few)
+    monkeypatch.setattr(samples, "FEW", few)
 
     class Broken(Decoder):
         def push(self, id):
@@ -182,7 +182,7 @@ def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
 
     engine = Engine(model, **OPTIONS)
     broken, ends, runs = (engine.submit([5, 6, 7], greedy(count)) for count in (9, 1, 9))
-    engine._ledger.find(broken, 0).output.decoder = Broken()
+    engine._ledger.find(broken, 0).answer.decoder = Broken()
     with pytest.raises(ValueError, match="a broken tokenizer"):
         list(engine.run())
     last = {e.id: e.completion for e in engine.last_events if e.completion}
@@ -197,7 +197,7 @@ def test_an_exception_reaches_the_caller_and_closes(model, monkeypatch, few):
 
 
 def test_close_joins_while_text_is_made(model, monkeypatch):
-    monkeypatch.setattr(texts, "FEW", 0)
+    monkeypatch.setattr(samples, "FEW", 0)
     goes_on, begun, push = threading.Event(), threading.Event(), Decoder.push
 
     def slow(self, id):
@@ -221,6 +221,6 @@ def test_close_joins_while_text_is_made(model, monkeypatch):
 
 def test_nothing_is_nothing():
     made = Texts()
-    assert made.take([], now=False) == made.take([], now=True) == []
+    assert made.news(now=False) == made.news(now=True) == made.rest() == []
     assert not made.waiting
-    made.close()
+    made.join()

@@ -133,10 +133,10 @@ def test_turns_are_taken_in_order_and_one_that_gives_up_is_skipped(monkeypatch):
     turns, order = Turns(), []
 
     def call(name):
-        with turns.take():
+        with turns.turn():
             order.append(name)
 
-    with turns.take():
+    with turns.turn():
         callers = []
         for name in "abc":
             callers.append(Caller(lambda name=name: call(name)))
@@ -145,7 +145,7 @@ def test_turns_are_taken_in_order_and_one_that_gives_up_is_skipped(monkeypatch):
     call("again")  # whoever had the turn does not get it before those that wait
     assert order == ["a", "b", "c", "again"]
 
-    with turns.take():
+    with turns.turn():
         wait = turns._changed.wait
 
         def interrupted():
@@ -169,16 +169,16 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_refused():
 
     def interrupt():  # a signal handler runs in the thread that waits
         del turns._changed.wait
-        with pytest.raises(EngineBusy) as error, turns.take():
+        with pytest.raises(EngineBusy) as error, turns.turn():
             pass
         said.append(str(error.value))
         return turns._changed.wait()
 
     def call():
-        with turns.take():
+        with turns.turn():
             said.append("had its turn")
 
-    with turns.take():
+    with turns.turn():
         turns._changed.wait = interrupt
         caller = Caller(call)
         end = time.monotonic() + 60

@@ -412,7 +412,7 @@ def a_step_late(self, tokens):
 
 FAULTS = {
     "nothing is masked": (step_sample, "constrain", lambda logits, allowed: logits),
-    "the mask is of the token before": (Matcher, "take", a_step_late),
+    "the mask is of the token before": (Matcher, "feed", a_step_late),
 }
 
 

@@ -388,7 +388,7 @@ def test_times_and_urgency_go_along(pair):
         first.submit((5, 6, 7), GREEDY)
     late, given = hand_overs(first, 2)
     name = second.take_in(late, priority=-3, deadline=0.0)
-    assert second._ledger.find(name, 0).seq.priority == -3
+    assert second._ledger.find(name, 0).priority == -3
     end = rest(second)[name, 0]
     assert (end.finish_reason, end.token_ids) == ("deadline", late.samples[0].output)
     (begun,) = given.samples
@@ -431,7 +431,7 @@ def test_no_more_first_tokens_of_one_step_go_on_than_there_is_room_for(model):
         return name
 
     second.take_in = count
-    with first._turns.take():  # so that all three are there before its first step
+    with first._turns.turn():  # so that all three are there before its first step
         names = [engine.submit((5, 6, token), GREEDY) for token in (7, 8, 9)]
     ends = in_time(lambda: finish(engine))
     assert {name for name, _ in ends} == set(names)
@@ -444,13 +444,13 @@ def test_what_the_decoding_engine_cannot_do_ends_that_request_alone(model, what)
     jobs = [((5, 6, 7), replace(GREEDY, n=2, max_new_tokens=60)), ((8, 9), GREEDY)]
     engine = apart(model)
     second = engine._decode.engine
-    take_in, add, step = second.take_in, second._loop.add, second.step
+    take_in, add, step = second.take_in, second._loop.gate.add, second.step
     second.step = lambda: (time.sleep(0.02), step())[1]  # so that it runs when it is aborted
     bad, good = (engine.submit(*job) for job in jobs)
     if what == "take in":
         second.take_in = lambda given, **more: broken() if len(given.samples) == 2 else take_in(given, **more)
     elif what == "second sample":
-        second._loop.add = lambda seq: broken() if seq.sample == 1 else add(seq)
+        second._loop.gate.add = lambda seq: broken() if seq.sample == 1 else add(seq)
     else:
         second.abort = broken
     events = []

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jllm.engine.engine import Engine
+from jllm.engine.gate import variant_for
 from jllm.engine.request import SamplingParams
-from jllm.engine.samples import variant_for
 from jllm.model.sampling import Draws, Sampling, neutral_sampling, sample
 from jllm.parallel.mesh import make_mesh, rank_config, spread
 from jllm.step import draws

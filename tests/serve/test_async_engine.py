@@ -237,7 +237,7 @@ def test_what_had_ended_before_a_failure_arrives(model):
                 raise ZeroDivisionError("the step broke")
 
         loop.read = reads
-        loop.ledger.end = lambda live, reason, *rest: reasons.append(reason) or end(live, reason, *rest)
+        loop.ledger.end = lambda seq, reason, *rest: reasons.append(reason) or end(seq, reason, *rest)
         short, long = engine.submit_all([(PROMPT, greedy(3))]), engine.submit_all([(PROMPT, greedy(30))])
         ended, failed = await asyncio.gather(completions(short), completions(long), return_exceptions=True)
         assert [len(each.token_ids) for each in ended] == [3]

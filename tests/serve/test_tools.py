@@ -190,7 +190,7 @@ def test_guides_take_what_they_should(tool_model, form, many):
             want = (*want[:3], True, False, *want[5:]) if other == "" else want
             want = (True, False, *want[2:]) if other else want
         matchers = [guides.matcher(guide) for _ in texts]
-        found = [m.take(tokenizer.encode(t, add_bos=False)) and m.state.is_accepting() for m, t in zip(matchers, texts)]
+        found = [m.feed(tokenizer.encode(t, add_bos=False)) and m.state.is_accepting() for m, t in zip(matchers, texts)]
         assert tuple(found) == want, other
 
 
