@@ -1,4 +1,4 @@
-"""What the command lines of several experiments share."""
+"""Defines the command-line options that experiments share."""
 
 import argparse
 import os
@@ -21,11 +21,11 @@ from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.bench.numbers import positive, positive_number
 
-MEMORY_SHARE = 0.95  # of a GPU's memory, for weights, pages and steps
+MEMORY_SHARE = 0.95  # share of a GPU's memory for weights, pages and steps
 
 
 def dtype_name(text: str) -> str:
-    """Returns a dtype of weights by its name or short name, as `jllm.load` has them."""
+    """Returns the dtype of weights for a name or short name of `jllm.load`."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"{text!r} is not known; known are {', '.join(DTYPES)}")
@@ -33,7 +33,7 @@ def dtype_name(text: str) -> str:
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Returns a type of argparse's: text as it is, of which `check` refuses some as the library does."""
+    """Returns a type for argparse. It keeps the text, and refuses what `check` refuses."""
 
     def kept(text: str) -> str:
         try:
@@ -45,31 +45,32 @@ def checked(check: Callable[[str], object]) -> Callable[[str], str]:
     return kept
 
 
-known_scheme = checked(find_scheme)  # of weights, by its name or in a file
+known_scheme = checked(find_scheme)  # scheme of weights, by its name or file
 
 
 def outlier_strength(text: str) -> float:
-    """Returns how many times as large planted outliers are."""
+    """Returns the factor of planted outliers."""
     number = positive_number(text)
     checked(lambda _: check_strength(number))(text)
     return number
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -> None:
-    """Which model's steps are timed, and over which pages."""
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
+    """Adds the options of the model and pages of timed steps."""
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
+    parser.add_argument("--layers", type=positive, help="use only this many layers, for a trial")
     if scheme:
-        parser.add_argument("--scheme", type=known_scheme, default="bf16", help="of the weights")
+        parser.add_argument("--scheme", type=known_scheme, default="bf16", help="scheme of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of the weights before they are quantized")
-    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of the weights before quantization")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
 
 
 def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
-    """Returns the shapes that --config and --layers ask for. Before weights take minutes to be made, raises ConfigError
-    for a KV format that does not fit them, a --backend that lacks its GPU, and more `tokens` of a slot than its
-    context."""
+    """Returns the shapes of --config and --layers. Checks options before weights take minutes to build. Raises
+    ConfigError for a KV format that does not fit, a --backend without its GPU, and `tokens` beyond the context."""
     config = model_config(args.config, args.layers)
     parse_kv_cache(getattr(args, "kv_cache", None), config, jnp.bfloat16)
     check_backend(getattr(args, "backend", None))
@@ -79,39 +80,43 @@ def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
 
 
 def check_backend(name: str | Iterable[str] | None) -> None:
-    """ConfigError for kernels of GPUs, one backend's or among several, where there is no GPU."""
+    """Raises ConfigError if a backend needs a GPU and there is none."""
     asked = {name} if isinstance(name, str) else {*(name or ())}
     if (lacking := asked & {"mosaic", "triton"}) and jax.default_backend() != "gpu":
         raise ConfigError(f"--backend {', '.join(sorted(lacking))} needs a GPU, and here is none: xla runs everywhere")
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, steps: int, repeats: int) -> None:
-    """How steps are timed, and what their floor is held against."""
-    parser.add_argument("--steps", type=positive, default=steps, help="timed together, at least")
-    parser.add_argument("--repeats", type=positive, default=repeats, help="runs, of which the fastest counts")
+    """Adds the options of timing steps and of their floor."""
+    parser.add_argument("--steps", type=positive, default=steps, help="least number of steps timed together")
+    parser.add_argument("--repeats", type=positive, default=repeats, help="number of runs; the fastest counts")
     add_bandwidth(parser)
 
 
 def add_bandwidth(parser: argparse.ArgumentParser) -> None:
-    """What floors count with in place of the device's own bandwidth."""
+    """Adds the option that replaces the device's own bandwidth in floors."""
     parser.add_argument(
-        "--bandwidth", type=positive_number, help="bytes a second (default: the device's, of configs/devices)"
+        "--bandwidth",
+        type=positive_number,
+        help="bandwidth in bytes per second (default: the device's, of configs/devices)",
     )
 
 
 def ceilings_here(args: argparse.Namespace) -> Ceilings:
-    """Returns those of the device that runs, with the --bandwidth that was asked for."""
+    """Returns the ceilings of the device that runs, with --bandwidth."""
     return ceilings_of(jax.devices()[0].device_kind, args.bandwidth)
 
 
 def claim_memory(patience: float = 20.0) -> None:
-    """Lets JAX have MEMORY_SHARE of a GPU, unless the environment says otherwise: its own three quarters leave the
-    QPS workload fewer pages than slots. Before JAX first looks at its devices. Raises ConfigError where others still
-    hold more than the rest after `patience` seconds, in which a process that just ended gives its memory back: XLA
-    would take what there is, and end this process by a failed check once that is full."""
+    """Lets JAX have most of a GPU's memory, unless the environment sets a share. JAX's default of three quarters leaves
+    the QPS workload fewer pages than slots. Call it before JAX first looks at its devices.
+
+    Raises ConfigError if other processes still hold too much memory after `patience` seconds. A process that just ended
+    needs that time to release its memory. XLA itself would start, and end this process later by a failed check.
+    """
     if {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & os.environ.keys():
         return
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):  # else it takes what it needs
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):  # JAX takes what it needs
         _wait_for_memory(patience)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
 
@@ -130,12 +135,11 @@ def _wait_for_memory(patience: float) -> None:
 
 def _is_held(gpu: list[str]) -> bool:
     _, free, total = gpu
-    return free.isdecimal() and int(free) < MEMORY_SHARE * int(total)  # a GPU that shares the host's has no number
+    return free.isdecimal() and int(free) < MEMORY_SHARE * int(total)  # no number: the GPU has the host's memory
 
 
 def scheme_name(given: str) -> str:
-    """Returns what a scheme is called, of which the command line may give a file; one that is unknown is refused
-    later."""
+    """Returns the name of a scheme, which may be in a file. An unknown scheme keeps its text, and fails later."""
     try:
         return find_scheme(given).name
     except QuantizationError:
@@ -143,8 +147,8 @@ def scheme_name(given: str) -> str:
 
 
 def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
-    """Schemes as the command line gives them, by what they are called: a file's by the name that it says. One that is
-    unknown is itself, to be refused where it is used. Raises ConfigError for a name that stands for two."""
+    """Returns the command line's schemes by their names. A scheme in a file has the name that the file gives. An
+    unknown scheme keeps its text, and fails where it is used. Raises ConfigError for a name with two schemes."""
     found: dict[str, str | Scheme] = {}
     for given in schemes:
         try:
@@ -160,6 +164,6 @@ def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
 
 
 def check_draws_only(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command where --draw, which measures nothing, stands beside options of a measurement."""
+    """Ends the command if --draw, which measures nothing, comes with options of a measurement."""
     if args.draw:
         parser.refuse(vars(args).keys() - {"draw"}, "--draw measures nothing, so it goes without {}")

@@ -1,6 +1,6 @@
-"""What there is to measure on a GPU: a line each, with the seconds that it may take, the most wanted first.
+"""Lists all measurements for a GPU, one per line, with its time limit in seconds. The most important come first.
 
-`measure_all` runs them. `{results}` in a line becomes the results' directory. Tables have rows that 80 GB hold.
+`measure_all` runs them. `{results}` in a line becomes the results' directory. Tables only have rows that fit 80 GB.
 """
 
 import shlex
@@ -10,22 +10,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Command:
-    """One line for Python, and the seconds that it may take."""
+    """One command line for Python, and its time limit in seconds."""
 
     name: str
     line: str
     seconds: int
-    timed: bool = True  # alone on the device; tests run side by side
-    peer_seconds: int = 0  # more, where others are measured beside it; 0: it has none
-    of_peers: str = ""  # options about the others, refused without their scripts
-    gpus: int = 1  # that it takes, all of one host
+    timed: bool = True  # runs alone on the device; others run side by side
+    peer_seconds: int = 0  # extra seconds if peers are measured too; 0: it has no peers
+    of_peers: str = ""  # options for peers, which need their scripts
+    gpus: int = 1  # number of GPUs, all on one host
 
     def __post_init__(self) -> None:
         if self.gpus > 1 and not self.timed:
             raise ValueError(f"{self.name}: what is not timed shares a GPU: gpus must be 1, not {self.gpus}")
 
     def beside(self, peers: Path | None) -> "Command":
-        """Returns the command with others' scripts beside it, where it has any."""
+        """Returns the command with peers' scripts added, if it has peers."""
         if peers is None or not self.peer_seconds:
             return self
         line = " ".join(filter(None, (self.line, self.of_peers, f"--peers {shlex.quote(str(peers))}")))
@@ -39,20 +39,21 @@ def experiment(
 
 
 def bench(name: str, options: str, seconds: int, *, of: str = "", peer_seconds: int = 0, gpus: int = 1) -> Command:
-    """Returns the benchmark of a kernel, by its own name or by another one."""
+    """Returns the benchmark of a kernel, by its own name or another one."""
     line = f"-m pallas_kernels.{of or name}.bench {options} --results {{results}}".replace("  ", " ")
     return Command(name, line, seconds, True, peer_seconds, gpus=gpus)
 
 
-# 80 GB hold every scheme's weights at once, and beside them K and V in bf16 of 256 sequences of 160 tokens.
+# 80 GB hold every scheme's weights at once, with K and V in bf16 of 256 sequences of 160 tokens.
 STAGES = "decode:bf16:1,16,64,128,256 prefill:bf16:64,256 decode:int8-g8:64:bf16,w8a8"
 FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
-# Rows of throughput that 80 GB hold, each table's largest batches aside; the best, median and longest of three runs.
+# Rows of throughput that fit 80 GB, without each table's largest batches. They are the best, median and longest of
+# three runs.
 FEW = "1x8x256 16x8x256 64x8x256 128x8x256 256x8x256 1x1024x1024 16x1024x1024"
 FEWEST = "1x8x256 16x8x256 128x8x256"
 TIMED = "--seconds 0.3 --repeats 3 --threads 16"
-# What train_small --size subject leaves in ./subject, and schemes that all backends have: Mosaic refuses MLPs of 704,
-# as the bundled model's, fp4 and blocks of small floats, and no other backend takes over from one that is named.
+# The model that train_small --size subject writes to ./subject, with schemes that all backends have. Mosaic refuses
+# MLPs of 704 (as in the bundled model), fp4 and block floats, and a named backend has no fallback.
 SERVED = (
     "continuations --dtype bf16 --model subject --schemes w8a16 w8a8 w8a8-all w8a8-groups fp8 fp8-weight llm-int8"
     " uint8-zp nf4 nf4-dq w4a16-g128 w4a16-g64-zp"
@@ -66,7 +67,7 @@ CAMPAIGN = (
     Command("tests", TESTS, 700, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --results {results}", 240, timed=False),
     experiment("ceilings", "ceilings", 60),
-    # One process: two minutes of compiling, and each round's run of the usual policies, are shared.
+    # One process shares two minutes of compiling, and the default policies' run of each round.
     experiment("serving", "claims C1 C3 C11 C4", 680),
     bench("decode_attention", "", 170, peer_seconds=60),
     bench("prefill_attention", "", 130, peer_seconds=40),
@@ -157,7 +158,7 @@ TWO_GPUS = (
     experiment("replicas", "qps --replicas 1 2 --repeats 2", 360, gpus=2),
     experiment("two_70b_w8a8", f"{ON_TWO_70B} --label two-70b-w8a8 --scheme w8a8", 200, gpus=2),
     experiment("two_70b_w4a16", f"{ON_TWO_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
-    # Sixteen layers: of eight a step takes the GPU no longer than the host. Three engines' pages fit beside them.
+    # Sixteen layers: with eight, a step takes the GPU no longer than the host. Three engines' pages fit beside them.
     experiment("disaggregation", "disaggregation --layers 16 --levels merged replicas apart --requests 100 --repeats 2"
                " --load 0.5 0.8 --label 16-layers", 240, gpus=2),
     experiment("two_8b", f"decode_step --label two-8b --config configs/llama-3-8b.json {ON_TWO}", 160, gpus=2),
@@ -169,7 +170,7 @@ FOUR_GPUS = (
     experiment("four_70b", f"{OF_70B} --devices 4 --batch 1 16 64 --label four-70b", 240, gpus=4),
     experiment("four_meshes", "qps --devices 2 --replicas 2 --repeats 2", 300, gpus=4),
 )
-TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # two of 80 GB have no room
+TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # too large for 2 x 80 GB
 OF_SERVERS = "--peer-seconds 50 --peer-names vllm"
 ON_8B = "--config configs/llama-3-8b.json"
 TABLES = tuple(

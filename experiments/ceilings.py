@@ -1,11 +1,11 @@
-"""A device's ceilings: the best rates of memory, products and causal attention that anything here reaches on it.
+"""Measures a device's ceilings: the best rates of memory, matmuls and causal attention that anything here reaches.
 
     python -m experiments.ceilings
     python -m experiments.ceilings --keep experiments/results/ceilings-20261126-h200.json
 
-Each row is one kernel, or the few that XLA makes of one function, on operands that no cache holds, by the profiler's
-record of the device. The best of each quantity is what configs/devices/*.json calls measured, where --keep writes it,
-and what a floor counts with (experiments/steps/floors.py).
+Each row is one kernel, or the few kernels that XLA makes of one function. Operands exceed all caches, and the device's
+profiler gives the times. The best rate of each quantity is "measured" in configs/devices/*.json, where --keep writes
+it. Floors are computed from these rates (experiments/steps/floors.py).
 """
 
 import json
@@ -35,22 +35,22 @@ from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 
 Function = Callable[..., jax.Array]
-SCALED: dict[str, tuple[Function, str]] = {  # operations of 8-bit operands
+SCALED: dict[str, tuple[Function, str]] = {  # operations with 8-bit operands
     "int8": (int8_matmul, "int8"),
     "fp8": (fp8_matmul, "float8_e4m3fn"),
 }
-UNITS = {"bandwidth": "bytes/s"}  # of the other quantities: operations/s
+UNITS = {"bandwidth": "bytes/s"}  # operations/s for all other quantities
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed."""
+    """The sizes of timed operations."""
 
-    rows: int = 1 << 15  # that are summed, of 16-bit numbers: 4 GiB
+    rows: int = 1 << 15  # rows of a sum, in 16 bits: 4 GiB
     columns: int = 1 << 16
-    sequences: int = 128  # that decode
-    keys: int = 2048  # of each
-    tokens: int = 16_384  # of one causal prompt
+    sequences: int = 128  # decoding sequences
+    keys: int = 2048  # keys per sequence
+    tokens: int = 16_384  # tokens of one causal prompt
     heads: int = 32
     head_dim: int = 128
     products: tuple[tuple[int, int, int], ...] = (  # M, N, K
@@ -63,9 +63,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """One function on operands of these shapes, and the bytes or operations that count for its quantity."""
+    """One function on operands of these shapes, with the bytes or operations that count."""
 
-    quantity: str  # bandwidth, attention, or a product's kind
+    quantity: str  # bandwidth, attention, or a kind of matmul
     what: str
     amount: int
     run: Function
@@ -73,7 +73,7 @@ class Subject:
 
 
 def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
-    """Yields all that is timed, with this implementation of jax.nn.dot_product_attention."""
+    """Yields all timed functions, with this implementation of jax.nn.dot_product_attention."""
     table = jax.ShapeDtypeStruct((sizes.rows, sizes.columns), jnp.bfloat16)
     yield Subject("bandwidth", "row sums by XLA", _nbytes(table), _row_sums, (table,))
     attend = partial(jax.nn.dot_product_attention, implementation=attention)
@@ -98,14 +98,14 @@ def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
 
 
 def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:
-    """Yields a row each, with what is reached a second; one that fails says why. All are compiled before the first is
-    timed, as XLA tries candidates of its own on the device."""
+    """Yields a row per function, with its rate or its error. Everything is compiled before the first is timed, as XLA
+    tries candidates on the device."""
     lower = {subject: partial(jax.jit(subject.run).lower, *subject.operands) for subject in subjects}
     for subject, compiled in compile_ahead(lower, threads).items():
         row: Row = {"quantity": subject.quantity, "what": subject.what}
         try:
             us = _microseconds(subject, compiled)
-        except Exception as error:  # it costs its own row
+        except Exception as error:  # it loses only its own row
             yield row | {"error": (str(error) or repr(error)).splitlines()[0][:200]}
         else:
             rate = float(f"{1e6 * subject.amount / us:.4g}")
@@ -122,9 +122,9 @@ def best(rows: list[Row]) -> dict[str, float]:
 
 
 def keep(path: Path, sheets: Path = SHEETS) -> Path:
-    """Writes the best rates of a result to the sheet of its device, and says which that is. Raises InputFileError where
-    the file is no such result, and ConfigError where no sheet is of its device, or a rate is missing of which the sheet
-    has the maker's: floors would have none for it."""
+    """Writes the best rates of a result to its device's sheet, and returns the sheet's path. Raises InputFileError if
+    the file is no such result. Raises ConfigError if the device has no sheet, or if the result lacks a rate that the
+    maker states: floors would lack it too."""
     document = result_of(path, "ceilings")
     found, device = best(document["rows"]), document["device"]
     of = next((each for each in device_sheets(sheets).items() if each[1].device_kind == device), None)
@@ -161,10 +161,10 @@ def _microseconds(subject: Subject, compiled: Future[Any]) -> float:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Operands with all their bits in use: what they hold decides what power they take."""
+    """Returns operands with random bits everywhere, as their contents affect power."""
     if dtype == jnp.int8:
         return jax.random.randint(key, shape, -127, 128, jnp.int8)
-    if dtype == jnp.float8_e4m3fn:  # of magnitudes below 2, so that none is NaN
+    if dtype == jnp.float8_e4m3fn:  # magnitudes below 2, so that none is NaN
         return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8) & 0xBF, dtype)
     return jax.random.normal(key, shape, dtype)
 
@@ -172,8 +172,10 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--threads", type=positive, default=16, help="that compile")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="of a result, in configs/devices; measure nothing")
+    parser.add_argument("--threads", type=positive, default=16, help="number of threads that compile")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="store a result's best rates in configs/devices, and measure nothing"
+    )
     add_result_options(parser)
     args = parser.parse_args(argv)
     if args.keep:

@@ -1,20 +1,20 @@
-"""What quantization does to texts that are generated, beside teacher forcing; and serving beside the forward pass.
+"""Measures how quantization changes generated texts, beside teacher forcing. It also compares serving with the forward
+pass.
 
     python -m experiments.continuations [--schemes w8a8-all nf4] [--kv model int8-g8] [--new-tokens 64]
 
-Greedy continuations of the beginnings of documents, by each scheme with K and V in the model's dtype and each KV format
-with weights as loaded, against those of the model as loaded. `agreed` is after how many tokens a continuation becomes
-another (all of them where it never does), the mean over prompts, with its interval by bootstrap; `same_N` the share of
-continuations that are the same after N tokens. `forced_top1` and `forced_kl` are of teacher forcing along the model's
-own continuations, by forward passes without a cache, and `expected_N` is forced_top1 to the power of N: the share that
-would be the same if tokens differed independently.
+Documents' beginnings are continued greedily, and compared with the model as loaded. Each scheme has K and V in the
+model's dtype, and each KV format has weights as loaded. `agreed` is the mean number of tokens before a continuation
+differs (all of them if it never does), with a bootstrap interval over prompts. `same_N` is the share of continuations
+that agree for N tokens. `forced_top1` and `forced_kl` come from teacher forcing along the model's own continuations, by
+forward passes without a cache. `expected_N` is forced_top1 to the power of N: the share that would agree if tokens
+differed independently.
 
-`gap` is the largest difference between a token's log-probability as served (engine, pages, batch) and by the forward
-pass that training takes, over the scheme's own continuations in nats, and `gap_mean` the mean: of schemes alone, since
-that pass has no K and V in a cache. Both passes sum in other orders. Where activations are rounded that moves some of
-them to the next code, and those all that follow, so that the bound is of their bits (`activations`): 16, 8 or 4. In
-bfloat16 all have 8 at most, since its values do. `--backend` serves by kernels of that name, and the forward pass is
-XLA's. A run that was interrupted goes on where it stopped.
+`gap` compares a token's log-probability as served (engine, pages, batch) and by training's forward pass. It is the
+largest difference over the scheme's own continuations, in nats. `gap_mean` is the mean. Only schemes have them, since
+that pass has no K and V in a cache. The two passes sum in different orders. With rounded activations some then move to
+the next code, and change later ones. So the bound depends on their bits (`activations`: 16, 8 or 4). bfloat16 values
+have at most 8. `--backend` selects the serving kernels; the forward pass is XLA's. An interrupted run resumes.
 """
 
 import argparse
@@ -54,12 +54,13 @@ Row = dict[str, Any]
 SCHEMES = (*(name for name in PRESETS if name not in (PLAIN, "w8a8")), "mxfp8", "nvfp4", "mxfp4")
 KV = ("int8-g8", "fp8", "int4-g8")
 LENGTHS = (8, 32, 64)
-GAPS = {16: 1e-4, 8: 0.25, 4: 1.0}  # nats: bounds of `gap` by the bits of activations
+GAPS = {16: 1e-4, 8: 0.25, 4: 1.0}  # bounds of `gap` in nats, by the bits of activations
 logits_of = jax.jit(packed_logits, static_argnums=1)
 
 
 def beginnings(model: Model, args: argparse.Namespace) -> list[list[int]]:
-    """Of each document that is long enough, as token ids. Raises ConfigError where there are fewer than two."""
+    """Returns the token ids of each document's beginning, if it is long enough. Raises ConfigError for fewer than
+    two."""
     protocol = find_protocol("document")
     found = [encode(model.tokenizer, text, protocol)[: args.prompt_tokens] for text in read_documents(args.text)]
     found = [list(ids) for ids in found if len(ids) == args.prompt_tokens][: args.prompts]
@@ -77,7 +78,8 @@ def continuations(
 
 
 def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray:
-    """Returns f64[count, V]: what the forward pass without a cache says before each of the last `count` tokens."""
+    """Returns f64[count, V]: log-probabilities before each of the last `count` tokens, by the forward pass without a
+    cache."""
     tokens = jnp.asarray(ids, jnp.int32)
     batch = Packed(tokens, jnp.arange(len(ids), dtype=jnp.int32), jnp.zeros_like(tokens))
     logits = logits_of(model.params, model.config, batch)[-count - 1 : -1]
@@ -85,7 +87,7 @@ def forward_logprobs(model: Model, ids: Sequence[int], count: int) -> np.ndarray
 
 
 def gaps(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> np.ndarray:
-    """Returns f64: how far the log-probability of each generated token is from that of the forward pass."""
+    """Returns f64: the distance of each generated token's log-probability from the forward pass's."""
     each = []
     for prompt, completion in zip(prompts, found, strict=True):
         ids = completion.token_ids
@@ -95,7 +97,7 @@ def gaps(model: Model, prompts: Sequence[Sequence[int]], found: Sequence[Complet
 
 
 def agreed(ours: Sequence[int], plain: Sequence[int]) -> int:
-    """Returns how many tokens are the same before the first that is not."""
+    """Returns the number of equal tokens before the first difference."""
     differs = np.flatnonzero(np.asarray(ours) != np.asarray(plain))
     return int(differs[0]) if differs.size else len(plain)
 
@@ -123,7 +125,7 @@ def forced(model: Model, prompts: Sequence[Sequence[int]], plain: Sequence[Compl
 
 
 def activation_bits(model: Model) -> int:
-    """Returns the fewest that inputs of a linear layer are rounded to; 16 stands for float32 that is not rounded."""
+    """Returns the fewest bits of a linear layer's inputs; 16 stands for float32 without rounding."""
     leaves = linears(model.params).values()
     formats = [leaf.format.activations for leaf in leaves if isinstance(leaf, QuantizedWeight)]
     own = 8 if model.params.dtype == jnp.bfloat16 else 16
@@ -133,7 +135,7 @@ def activation_bits(model: Model) -> int:
 def rows(
     model: Model, args: argparse.Namespace, pairs: Sequence[tuple[Any, str]], before: Sequence[Row]
 ) -> Iterator[Row]:
-    """Yields one a pair of scheme and KV format; those that are there before are not computed again."""
+    """Yields a row per pair of scheme and KV format. Rows that exist are not computed again."""
     prompts = beginnings(model, args)
     plain = continuations(model, prompts, args.new_tokens, PLAIN_KV, args.backend)
     wide = [forward_logprobs(model, [*ids, *c.token_ids], len(c.token_ids)) for ids, c in zip(prompts, plain)]
@@ -162,15 +164,17 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help=".jsonl of documents")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help=".jsonl file of documents")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of weights, with plain K and V")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="schemes of weights, with plain K and V")
     parser.add_argument("--kv", nargs="*", default=list(KV), help="KV formats, with weights as loaded")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
-    parser.add_argument("--prompts", type=positive, default=24, help="documents, at most")
-    parser.add_argument("--prompt-tokens", type=positive, default=32, help="of each")
-    parser.add_argument("--new-tokens", type=positive, default=64, help="of each continuation")
+    parser.add_argument(
+        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
+    )
+    parser.add_argument("--prompts", type=positive, default=24, help="most documents")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="tokens of each continuation")
     add_result_options(parser)
     return parser.parse_args(argv)
 

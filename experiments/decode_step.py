@@ -1,11 +1,11 @@
-"""How long one decode step takes, and what share of the memory floor that is.
+"""Measures the time of one decode step, and its share of the memory floor.
 
     python -m experiments.decode_step --config configs/llama-2-7b.json --batch 1 32 128 --backend xla
 
-Random weights, every slot at --context tokens of KV, greedy. Steps are dispatched one after the other, each fed by the
-tokens that the one before left on the device, and timed together on the host's clock; the best of --repeats counts, all
-of which start at --context. The floor is that of floors.py on this device, with each slot's KV as long as it is on
-average over these steps. With --devices the model is spread over several, whose limits count together.
+Weights are random, every slot starts at --context tokens of KV, and sampling is greedy. Steps are dispatched one after
+the other: each takes the tokens that the previous one left on the device. They are timed together by the host's clock.
+The best of --repeats counts; all start at --context. The floor is floors.py's on this device, with each slot's mean KV
+length over the steps. With --devices the model is sharded over several, whose limits add up.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive
 
-TRITON = 1.25  # times the device's own step that backend triton may take
-ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two, at most
-SHARE_ON_TWO = {("llama-2-70b", 1): 0.75, ("llama-2-70b", 16): 0.75}  # of its floor, at least
+TRITON = 1.25  # times the device's own step: limit of backend triton
+ON_TWO = {("llama-2-7b", 1): 2.6, ("llama-2-7b", 64): 3.7}  # ms of a bf16 step on two devices, at most
+SHARE_ON_TWO = {("llama-2-70b", 1): 0.75, ("llama-2-70b", 16): 0.75}  # share of its floor, at least
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
 
 
 def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a decode step, and its floor."""
+    """Returns the milliseconds of a decode step, and its floor."""
     params, config, batch = timer.params, timer.config, case.batch
     timer.renew()
     timer.place(args.context)
@@ -74,23 +74,31 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
 
 
 def mean_length(args: argparse.Namespace) -> float:
-    """Returns KV tokens of a slot, on average over the timed steps."""
+    """Returns the mean KV tokens of a slot over the timed steps."""
     return args.context + (args.steps + 1) / 2
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_model_options(parser)
-    parser.add_argument("--devices", type=positive, nargs="+", default=[1], help="that share the model: each a case")
-    parser.add_argument("--threads", type=positive, default=8, help="that compile")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128], help="slots that decode")
+    parser.add_argument(
+        "--devices",
+        type=positive,
+        nargs="+",
+        default=[1],
+        help="numbers of devices to shard the model over, one case each",
+    )
+    parser.add_argument("--threads", type=positive, default=8, help="number of threads that compile")
+    parser.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 32, 128], help="numbers of decoding slots, one case each"
+    )
     parser.add_argument("--context", type=positive, default=256, help="KV tokens of each slot at the start")
     parser.add_argument(
         "--backend",
         nargs="+",
         choices=("default", *OF_MODELS),
         default=["default"],
-        help="default: chosen for the device",
+        help="backends (default: chosen for the device)",
     )
     add_timing_options(parser, steps=20, repeats=3)
     add_result_options(parser)
@@ -113,8 +121,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the kernels' rows against their bars, Triton's against the device's own. Runs on several devices have bars
-    of two that share a model, and none of one."""
+    """Yields the rows against their bars, and Triton's against the device's own. Runs on several devices have only bars
+    of two that share a model."""
     own = {row["batch"]: row.get("decode_ms") for row in rows if of_own_kernels(row)}
     for row in rows:
         case = row["model"], row["batch"]
@@ -135,7 +143,7 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    claim_memory()  # weights for each number of devices lie side by side
+    claim_memory()  # weights for each number of devices are there at once
     command = command_line("decode_step", argv)
     found = ({"model": Path(args.config).stem, **row} for row in rows(args))
     return record(args, "decode_step", command, found, bars=bars, ceilings=ceilings_here(args).document)

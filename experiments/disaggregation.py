@@ -1,20 +1,21 @@
-"""Prefill and decode apart: what it does to the tails of first tokens and of those between, and to throughput.
+"""Measures prefill and decode apart: its effect on tail latency of first and later tokens, and on throughput.
 
     python -m experiments.disaggregation --layers 8                  # two GPUs: levels -1, 0 and 1, measured
-    python -m experiments.disaggregation --simulate --gpus 2 8       # whole models on more of them, simulated
+    python -m experiments.disaggregation --simulate --gpus 2 8       # whole models on more GPUs, simulated
 
-Level -1 merges prompts and decodes in one step; 0 computes them in steps of their own, on one GPU; 1 has a GPU for
-prompts and one for decodes, which pages reach by a copy from device to device (jllm/distributed/disaggregated.py).
-Level 1 takes two GPUs. So level -1 runs on two as well, as replicas: the claim compares these two.
+Level -1 merges prompts and decodes in one step. Level 0 computes them in separate steps on one GPU. Level 1 has one GPU
+for prompts and one for decodes, with pages copied from device to device (jllm/distributed/disaggregated.py). It takes
+two GPUs. So level -1 also runs on two, as replicas: the claim compares these two.
 
-Prompts and outputs are of random lengths, half to three halves of --prompt and --output, the same for every level, and
-sent all at once (the throughput), then by Poisson arrivals at each --load, a share of the throughput of level -1 on one
-GPU, times the GPUs: equal load. Random weights of the model's first --layers. Times are those of experiments.qps.
+Prompts and outputs have random lengths, half to three halves of --prompt and --output, the same for every level. They
+start at once (the throughput), then arrive by a Poisson process at each --load. A load is a share of level -1's
+throughput on one GPU, times the number of GPUs. Weights are random, of the model's first --layers. Times are those of
+experiments.qps.
 
-Simulated, the engine's own scheduler plans each engine's steps, and the cost model says how long they take
-(steps/cost_model.py); pages arrive a copy's time after a first token (configs/links). With g GPUs level -1 is g
-replicas, and level 1 has each split of g into GPUs for prompts and for decodes that --splits names. Whole models, by
-default LLaMA-2-7B; the throughput that loads are shares of is simulated, too.
+In a simulation, the engine's own scheduler plans each engine's steps, and the cost model gives their time
+(steps/cost_model.py). Pages arrive a copy's time after a first token (configs/links). With g GPUs level -1 is g
+replicas. Level 1 has each split of --splits into GPUs for prompts and for decodes. Models are whole, by default
+LLaMA-2-7B, and the throughput behind loads is simulated too.
 """
 
 import argparse
@@ -54,14 +55,14 @@ from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import gibibytes, positive
 
 Row = dict[str, Any]
-LEVELS = ("merged", "replicas", "apart", "separate")  # -1, -1 on two GPUs, 1, 0
+LEVELS = ("merged", "replicas", "apart", "separate")  # levels -1, -1 on two GPUs, 1, 0
 LEVEL = {"merged": -1, "separate": 0, "replicas": -1, "apart": 1}
 LINK = "h200-nvlink"
 PAGE = 16
 
 
 def workload(args: argparse.Namespace, rate: float | None, seed: int = 0) -> list[Request]:
-    """Returns requests with arrivals, the same for the same rate and seed."""
+    """Returns requests with arrivals, which are the same for the same rate and seed."""
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> list[int]:
@@ -76,7 +77,7 @@ def workload(args: argparse.Namespace, rate: float | None, seed: int = 0) -> lis
 
 
 def sizes(args: argparse.Namespace, steps: str) -> dict[str, Any]:
-    """Returns options of every engine: pages for all slots, and where compiled steps go."""
+    """Returns the options of every engine: pages for all slots, and the folder of compiled steps."""
     longest = 3 * (args.prompt + args.output) // 2 + 1
     return {
         "max_slots": args.slots, "max_step_tokens": args.slots + args.step_tokens, "page_size": PAGE,
@@ -85,15 +86,15 @@ def sizes(args: argparse.Namespace, steps: str) -> dict[str, Any]:
 
 
 def buckets(slots: int, tokens: int) -> tuple[Bucket, ...]:
-    """Decodes alone, and with prompts: few sizes, since each takes seconds to compile."""
+    """Returns sizes for decodes alone and with prompts. They are few, since each takes seconds to compile."""
     return tuple(Bucket(slots, n, min(slots, n)) for n in (0, tokens))
 
 
 def options_of(level: str, args: argparse.Namespace, steps: str) -> tuple[Row, Row]:
-    """Returns options of a level's engines, and those that are others where prompts alone are computed."""
+    """Returns options of a level's engines, with changes for engines that only compute prompts."""
     S, T = args.slots, args.step_tokens
     options, usual = sizes(args, steps), buckets(S, T)
-    if level == "separate":  # steps of prompts alone are as small as they can be
+    if level == "separate":  # steps of prompts alone are as small as possible
         alone = tuple(Bucket(1, b.tokens, b.chunks) for b in usual if b.tokens)
         return options | {"buckets": (*usual, *alone)}, {}
     if level != "apart":
@@ -115,7 +116,8 @@ def make(level: str, model: Model, args: argparse.Namespace, steps: str) -> Engi
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Engines of all levels are there from the start, so that they compile side by side; one at a time has requests."""
+    """Yields rows of all levels. All engines exist from the start, so that they compile side by side; one at a time has
+    requests."""
     config = model_config(args.config, args.layers)
     model = Model(config, random_params(config, args.dtype))
     start, capacity = time.perf_counter(), 0.0
@@ -123,11 +125,11 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     for level in args.levels:
         if level in ("replicas", "apart") and len(jax.local_devices()) < 2:
             raise ConfigError(f"{level} takes two devices, and there is one: leave it out of --levels")
-    # Without files a replica's steps would be compiled again when they first run: what jit keeps is of one device.
+    # Without files, a replica would compile again at its first run: jit's own cache is per device.
     with tempfile.TemporaryDirectory() as steps, ThreadPoolExecutor(len(args.levels)) as threads:
         engines = {level: make(level, model, args, steps) for level in args.levels}
         first, *others = engines.values()
-        first.compile_ahead([sampling])  # most of what the others need is in its files
+        first.compile_ahead([sampling])  # its files have most of what the others need
         list(threads.map(lambda engine: engine.compile_ahead([sampling]), others))
     loaded = [f"{level} {m['compile_loaded']} of {m['compile_programs']}" for level, m in _metrics(engines)]
     what = f"all is compiled; from files: {', '.join(loaded)}"
@@ -174,7 +176,7 @@ def figures(served: list[Any], seconds: float, metrics: Row) -> Row:
 
 
 def simulation_of(args: argparse.Namespace, costs: Costs, level: str) -> Callable[..., Simulation]:
-    """Returns what makes an engine of a level; of which kind, the caller says."""
+    """Returns a function that makes an engine of a level, of the kind that the caller names."""
     S, T = args.slots, args.step_tokens
     token_pages = int(args.pool_gib * (1 << 30) / (PAGE * costs.cost.token_bytes))
 
@@ -233,7 +235,7 @@ def _arrivals(args: argparse.Namespace, rate: float | None) -> list[Arrival]:
 
 
 def with_claim(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yields the rows, and then what the claim compares: apart over merged on as many GPUs, at equal load."""
+    """Yields the rows, then the claim's comparison: apart over merged on as many GPUs, at equal load."""
     found = []
     for row in rows:
         found.append(row)
@@ -250,25 +252,35 @@ def with_claim(rows: Iterator[Row]) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, default=8, help="that are measured of it (simulated: all)")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
-    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="measured, merged first")
-    parser.add_argument("--load", type=float, nargs="*", default=[0.4, 0.7], help="shares of the throughput merged")
-    parser.add_argument("--requests", type=positive, default=160, help="of a run (simulated: for each GPU)")
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
+    parser.add_argument("--layers", type=positive, default=8, help="number of its layers to measure (simulated: all)")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of random weights")
+    parser.add_argument(
+        "--levels", nargs="+", choices=LEVELS, default=list(LEVELS), help="levels to measure, merged first"
+    )
+    parser.add_argument(
+        "--load", type=float, nargs="*", default=[0.4, 0.7], help="loads, as shares of the merged throughput"
+    )
+    parser.add_argument("--requests", type=positive, default=160, help="requests per run (simulated: per GPU)")
     parser.add_argument("--prompt", type=positive, default=1024, help="mean tokens of a prompt")
     parser.add_argument("--output", type=positive, default=64, help="mean tokens of an output")
-    parser.add_argument("--slots", type=positive, default=32, help="sequences that run at once")
-    parser.add_argument("--prefill-slots", type=positive, default=8, help="the same where prompts alone are computed")
+    parser.add_argument("--slots", type=positive, default=32, help="most sequences that run at once")
+    parser.add_argument(
+        "--prefill-slots", type=positive, default=8, help="most sequences at once in an engine for prompts"
+    )
     parser.add_argument("--step-tokens", type=positive, default=1024, help="most prompt tokens in a step")
     parser.add_argument("--warmup", type=positive, default=16, help="requests served before the clock starts")
-    parser.add_argument("--repeats", type=positive, default=1, help="of each run, of which the median counts")
-    parser.add_argument("--simulate", action="store_true", help="with the cost model, and no device")
-    parser.add_argument("--gpus", type=positive, nargs="+", default=[2, 8], help="simulated")
-    parser.add_argument("--splits", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="shares of GPUs for prompts")
+    parser.add_argument("--repeats", type=positive, default=1, help="runs of each level; the median counts")
+    parser.add_argument("--simulate", action="store_true", help="simulate with the cost model, without a device")
+    parser.add_argument("--gpus", type=positive, nargs="+", default=[2, 8], help="numbers of simulated GPUs")
+    parser.add_argument(
+        "--splits", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="shares of the GPUs for prompts"
+    )
     parser.add_argument("--quantize", help="scheme of the weights, simulated (default: bf16)")
     parser.add_argument("--kv-cache", help="KV format, simulated (default: bf16)")
-    parser.add_argument("--pool-gib", type=gibibytes, default=100.0, help="size of each page pool, simulated")
+    parser.add_argument("--pool-gib", type=gibibytes, default=100.0, help="size of each page pool in GiB, simulated")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if not args.simulate and args.levels[0] != "merged":

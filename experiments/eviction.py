@@ -1,4 +1,5 @@
-"""A cache that forgets, as StreamingLLM has it (arXiv 2309.17453), and texts read through it, or one that keeps all."""
+"""Evicts tokens from a cache as StreamingLLM does (arXiv 2309.17453), and reads texts through it or through a full
+cache."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,8 @@ PAGE = 16  # tokens
 
 @dataclass(frozen=True)
 class Policy:
-    """What a cache keeps: the first `sinks` tokens and the last `recent` ones, after every `chunk` that is read."""
+    """The tokens that a cache keeps: the first `sinks` and the last `recent` ones. It evicts after every `chunk` that
+    is read."""
 
     sinks: int
     recent: int
@@ -34,9 +36,9 @@ class Policy:
 
 
 def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConfig) -> Cache:
-    """Returns a cache of `texts` sequences, which have as many pages one after another, without the `gone` tokens after
-    the sinks of each. Keys of those after them turn back by as many positions: a rotation, so that no unrotated copy is
-    needed. What follows the kept tokens is zero. K and V are floats."""
+    """Returns a cache of `texts` sequences without the `gone` tokens after each one's sinks. Sequences have equally
+    many pages, in order. Later keys are rotated back by as many positions, so no unrotated copy is needed. Zeros follow
+    the kept tokens. K and V must be floats."""
     kept = np.r_[: policy.sinks, policy.sinks + gone : policy.sinks + gone + policy.recent]
     back = jnp.where(jnp.arange(len(kept)) < policy.sinks, 0, -gone)
 
@@ -55,14 +57,14 @@ def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConf
 
 def read(model: Model, ids: np.ndarray, kv: str, policy: Policy | None = None, last: int = 0) -> np.ndarray:
     """Returns hidden states [B, L - 1, E] of the inputs of texts i32[B, L], through the paged cache. With a policy, K
-    and V are in the model's dtype, and the `last` inputs are read together: nothing is forgotten between them."""
+    and V are in the model's dtype. The `last` inputs are read together, without eviction between them."""
     B, L = ids.shape
     if policy is None:
         windows = [Window(i, 0, 1, L) for i in range(B)]
         sizes = Sizes.of(windows, slots=4, tokens=1024, page_size=PAGE)
         return np.stack(read_states(Reader(model, kv), list(ids), windows, sizes, None))
     dtype = model.params.dtype
-    pages = -(-(policy.sinks + policy.recent + max(policy.chunk, last)) // PAGE)  # of each text
+    pages = -(-(policy.sinks + policy.recent + max(policy.chunk, last)) // PAGE)  # pages per text
     cache = make_cache(model.config, B * pages, PAGE, parse_kv_cache(None, model.config, dtype))
     states, held = [], 0
     ends = [*range(policy.chunk, L - 1 - last, policy.chunk), L - 1 - last, *([L - 1] if last else ())]

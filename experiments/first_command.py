@@ -1,8 +1,8 @@
-"""How long the README's first command takes, from the shell's point of view, to the last of 64 tokens.
+"""Times the README's first command, from its start in a shell to the last of 64 tokens.
 
     python -m experiments.first_command
 
-Each repeat starts it twice with a compile cache of its own: once empty, once as the first start left it.
+Each repeat starts it twice with its own compile cache: first empty, then as the first start left it.
 """
 
 import json
@@ -25,7 +25,7 @@ BARS = {"cold": 15.0, "cached": 6.0}  # seconds, on two CPU cores
 
 
 def start(cache: Path) -> float:
-    """Returns seconds that one start takes."""
+    """Returns the seconds of one start."""
     command = [sys.executable, "-m", "jllm.generate", "Once upon a time", "--compile-cache", str(cache)]
     options = ["--max-new-tokens", str(TOKENS), "--ignore-eos", "--seed", "1", "--json"]
     begin = time.perf_counter()
@@ -52,7 +52,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--repeats", type=positive, default=3, help="pairs of starts")
+    parser.add_argument("--repeats", type=positive, default=3, help="number of pairs of starts")
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("first_command", argv)

@@ -1,20 +1,20 @@
-"""The table of hardware of PPL.LLM's slides, LLaMA-7B in 16 bits, and beside it what our estimator says.
+"""Prints the hardware table of PPL.LLM's slides, for LLaMA-7B in 16 bits, beside our own estimates.
 
     python -m experiments.hardware                                  # every device of configs/devices
     python -m experiments.hardware --devices a10 l4 h100-sxm
     python -m experiments.hardware --draw hardware-20261127-cpu.json
 
-The slides' rules (`slides_`) need a device's memory in GB, bandwidth and dense arithmetic on 16 bits: weights take
-12 GB and a request a quarter of one, so 4 (GB - 12) requests; a step reads all of the memory at 0.8 of the bandwidth,
-1250 GB / (GB/s) ms; tokens a second are requests over that time; arithmetic takes 22.8 GFLOP a request, as if nothing
-else ran. Value for money is a million tokens for a dollar of rent (configs/devices); a device without a price has none.
+The slides' rules (`slides_`) use a device's memory in GB, bandwidth and dense 16-bit arithmetic. Weights take 12 GB and
+a request a quarter of one, so 4 (GB - 12) requests fit. A step reads all of the memory at 0.8 of the bandwidth, in 1250
+GB / (GB/s) ms. Tokens per second are requests over that time. Arithmetic takes 22.8 GFLOP per request, as if nothing
+else ran. Value for money is a million tokens per dollar of rent (configs/devices). A device without a price has none.
 
-Our estimate: a request is CONTEXT tokens of bf16 K and V, a quarter of a GiB. `same_ms` is a step of the slides' batch,
-whether it fits or not. `requests` is the largest batch that fits nine tenths of the memory beside the weights, and
-`step_ms` and `tokens_s` are its. Steps are costed as on an H200, whose shares of its own limits are carried over to the
-sheet's (steps/sheets.py), with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and
-plain XLA on older devices and AMD's. Of all these only H200 and H100 were measured: `check` rows hold the estimate
-against their steps, none of which it was fitted to; `off_by` is estimated over measured, less one.
+In our estimate a request is CONTEXT tokens of bf16 K and V, a quarter of a GiB. `same_ms` is a step of the slides'
+batch, even if it does not fit. `requests` is the largest batch that fits nine tenths of the memory beside the weights.
+`step_ms` and `tokens_s` are of that batch. Steps reach the same shares of a data sheet as on an H200 (steps/sheets.py),
+with the kernels that the device runs: Mosaic's on Hopper, Triton's from 8.0 to 8.9, and plain XLA on older devices and
+AMD's. Only H200 and H100 were measured. `check` rows compare the estimate with their steps, to which it was not fitted.
+`off_by` is estimated over measured, less one.
 """
 
 import argparse
@@ -55,7 +55,7 @@ GFLOP, WEIGHTS_GB, REQUESTS_GB, READ = (
     12,
     4,
     0.8,
-)  # the slides': of a token; of weights; of a request; of bandwidth
+)  # the slides': per token; weights; per request; bandwidth
 CHECKS = (  # files of measured steps on one device: (name, device in the name, its sheet, the backend that ran)
     ("decode_step-two", "h100-80gb-hbm3", "h100-sxm", "mosaic"),
     ("throughput_llama-2-7b_bf16_kv-bf16", "h200", "h200-sxm", "mosaic"),
@@ -65,14 +65,15 @@ CHECKS = (  # files of measured steps on one device: (name, device in the name, 
 
 
 def backend_of(sheet: DeviceSheet) -> str:
-    """Whose kernels a device runs: Triton's need bfloat16, which NVIDIA has from 8.0 on."""
+    """Returns the backend of a device. Triton's kernels need bfloat16, which NVIDIA has from 8.0 on."""
     if HOPPER.match(sheet.name):
         return "mosaic"
     return "triton" if sheet.name.startswith("NVIDIA") and "bf16" in sheet.dense_tflops else "xla"
 
 
 def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
-    """Returns what each backend's steps reached on an H200. Raises InputFileError where no file says."""
+    """Returns the share of an H200's limits that each backend's steps reached. Raises InputFileError if no file has
+    it."""
     found = newest(results, "decode_step")
     if found is None:
         raise InputFileError(f"{results}: no decode_step-DATE-h200.json to take shares of the floor from")
@@ -85,7 +86,7 @@ def shares_by_backend(results: Path = RESULTS) -> dict[str, Shares]:
 
 
 def slides_row(sheet: DeviceSheet) -> Row:
-    """Returns what the slides' rules say of a device."""
+    """Returns a device's row by the slides' rules."""
     requests = REQUESTS_GB * (sheet.memory_gb - WEIGHTS_GB)
     memory_ms = 1e3 / READ * sheet.memory_gb / sheet.bandwidth_gb_s
     tokens_s = 1e3 * requests / memory_ms
@@ -95,12 +96,12 @@ def slides_row(sheet: DeviceSheet) -> Row:
 
 
 def value(tokens_s: float, sheet: DeviceSheet) -> float | None:
-    """Returns million tokens for a dollar of rent."""
+    """Returns million tokens per dollar of rent."""
     return None if sheet.price is None else 3600 * tokens_s / sheet.price.usd_hour / 1e6
 
 
 def estimate_row(sheet: DeviceSheet, model: Model, shares: Shares, same: int) -> Row:
-    """Returns what our estimator says of a device, of a step of `same` requests too."""
+    """Returns our estimate for a device, with a step of `same` requests too."""
     cost = cost_on(sheet, model, shares)
 
     def seconds(batch: int) -> float:
@@ -127,8 +128,8 @@ def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares]) -> Iterator[
 
 
 def checks(shares: dict[str, Shares], results: Path = RESULTS) -> list[Row]:
-    """Returns the estimate beside every step of CHECKS that one device made alone, each case once, by its newest
-    file."""
+    """Returns the estimate beside every step of CHECKS that one device made alone. Each case comes once, from its
+    newest file."""
     model = model_shapes(MODEL)
     found: list[tuple[str, Row]] = []
     for name, device, sheet, backend in CHECKS:
@@ -161,7 +162,7 @@ def errors(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
-    """Tokens a second and for a dollar, the slides' and ours, of devices that have room for a request."""
+    """Draws tokens per second and per dollar, by the slides and by us, for devices with room for a request."""
     found = [row for row in rows if row["part"] == "table" and row["tokens_s"]]
     found.sort(key=lambda row: row["tokens_s"])
     for axes, key, label in zip(
@@ -180,15 +181,15 @@ def draw(figure: Any, rows: list[Row]) -> None:
 
 
 def write_picture(document: Row, path: Path) -> None:
-    """Says so where matplotlib is missing."""
+    """Writes the picture, or prints a note if matplotlib is missing."""
     with without_matplotlib_said(path.with_suffix(".json")), svg(path, (9, 4.6), "hardware", {}) as figure:
         draw(figure, document["rows"])
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"of {SHEETS.name}/ (default: all)")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result again, estimate nothing")
+    parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"devices of {SHEETS.name}/ (default: all)")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result again")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if args.draw and args.devices:

@@ -1,10 +1,10 @@
-"""Choices inside the KV policies, each against its alternative, without a GPU (simulate.py says how).
+"""Compares choices inside the KV policies with their alternatives, without a GPU (see simulate.py).
 
-python -m experiments.kv_choices --pool-gib 16 32
+    python -m experiments.kv_choices --pool-gib 16 32
 
-victim      who is preempted when pages are short: the cheapest that frees enough, or the one that came last
-overflow    where an outgrown extent goes on: in another run of pages, or all of it in a longer one, by a copy
-compaction  what moving extents together would be worth if it took no time: extents of pages from anywhere
+victim      which sequence is preempted when pages are short: the cheapest that frees enough, or the newest
+overflow    where an outgrown extent continues: in another run of pages, or all of it in a longer one, by a copy
+compaction  the gain of moving extents together, if that took no time: extents of pages from anywhere
 """
 
 import argparse
@@ -38,7 +38,7 @@ class NewestVictim(OnDemand):
 
 
 class Compacted(Extent):
-    """An extent may begin with pages from anywhere, as if all others had just moved out of its way."""
+    """A policy whose extents may begin with pages from anywhere, as if all others had just moved away."""
 
     def admit(self, seq: Sequence, running) -> bool:
         pool, run = self.pool, self.pool.allocate_run
@@ -50,7 +50,8 @@ class Compacted(Extent):
 
 
 def choices() -> Iterator[tuple[str, str, float | None, Callable[[], Policy]]]:
-    """Yields (question, answer, quantile, what makes the policy): a predictor that learns is new for each run."""
+    """Yields (question, answer, quantile, function that makes the policy). A predictor that learns is new for each
+    run."""
     yield "victim", "cheapest", None, OnDemand
     yield "victim", "newest", None, NewestVictim
     for q in QUANTILES:
@@ -85,12 +86,14 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--config", default="llama-2-7b", help="a model's shape, by its name in configs/")
-    parser.add_argument("--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0], help="sizes of the page pool")
-    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
+    parser.add_argument("--config", default="llama-2-7b", help="name of the model's shape in configs/")
+    parser.add_argument(
+        "--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0], help="sizes of the page pool in GiB"
+    )
+    parser.add_argument("--slots", type=positive, default=512, help="most sequences that run at once")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
     parser.add_argument("--requests", type=positive, default=2048, help=f"draws from {WORKLOAD}")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the draws")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the draws")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -1,13 +1,13 @@
-"""KV policies on a device: the QPS workload in a pool too small for it, and beside each run what the simulator says.
+"""Measures KV policies on a device, beside the simulator's results. The QPS workload runs in a pool that is too small.
 
     python -m experiments.kv_measured --pool-gib 16 --cases reserve paged extent:longest extent:oracle
     python -m experiments.kv_measured --pool-gib 16 32 --requests 256 --kv-cache int8-g8
 
-Random weights of --config; every request allows --allow tokens and is hung up on at the length that the workload says,
-which only the oracle knows. A case is a policy, or policy:predictor; predictors that learn from what has ended are left
-out, since they learn nothing from those who hang up. One process serves all, so that steps are compiled once; each case
-is served once. `sim_qps` and `sim_held_mean` are experiments.simulate's for the same requests, pool and options, with
-the cost model as calibrated; `sim_error` is how far its requests a second are from those measured.
+Weights of --config are random. Every request allows --allow tokens, and is aborted at the workload's length, which only
+the oracle knows. A case is a policy, or policy:predictor. Predictors that learn from ended requests are left out, as
+aborted ones teach nothing. One process serves all cases once each, so steps compile once. `sim_qps` and `sim_held_mean`
+are experiments.simulate's for the same requests, pool and options, with the calibrated cost model. `sim_error` is the
+distance of its requests per second from the measured ones.
 """
 
 import argparse
@@ -45,9 +45,9 @@ KEPT = (
 def measured(
     model: Model, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
-    """Returns the figures of one engine."""
+    """Returns the measures of one engine."""
     outputs = [request.output for request in requests]
-    oracle = Oracle(lambda prompt, params: outputs[params.seed or 0])  # requests are told apart by their seeds
+    oracle = Oracle(lambda prompt, params: outputs[params.seed or 0])  # seeds identify the requests
     settings = qps_args(["--repeats", "1", "--config", args.config, "--slots", str(args.slots)])
     changes = {
         "pool_gib": gib, "kv_policy": policy, "length_predictor": oracle if predictor == "oracle" else predictor,
@@ -60,7 +60,7 @@ def measured(
 def simulated(
     costs: Costs, requests: list[Request], policy: str, predictor: str | None, gib: float, args: argparse.Namespace
 ) -> Row:
-    """Returns what the simulator makes of the same."""
+    """Returns the simulator's result for the same."""
     samples = tuple(Sample((1,) * request.prompt, request.output) for request in requests)
     case = Case(args.config, None, args.kv_cache, policy, predictor, args.slots, gib, step_tokens=args.step_tokens)
     row = simulate(case, costs, Workload("requests", samples, False), max_new_tokens=args.allow)
@@ -89,7 +89,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def parse_case(text: str) -> tuple[str, str | None]:
-    """Returns extent:oracle -> ("extent", "oracle"). Raises argparse's error for what cannot be served."""
+    """Returns ("extent", "oracle") for extent:oracle. Raises argparse's error for a policy that cannot be served."""
     policy, _, predictor = text.partition(":")
     if policy not in KV_POLICIES:
         raise argparse.ArgumentTypeError(f"{policy!r} is no policy; policies: {', '.join(KV_POLICIES)}")
@@ -104,17 +104,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     names = ("reserve", "paged", "extent:longest", "extent:oracle")
     cases = [parse_case(name) for name in names]
-    who = f"who gets pages when (default: {' '.join(names)})"
+    who = f"KV policies, with their predictors (default: {' '.join(names)})"
     parser.add_argument("--cases", type=parse_case, nargs="+", default=cases, metavar="POLICY[:PREDICTOR]", help=who)
-    parser.add_argument("--pool-gib", type=gibibytes, nargs="+", default=[16.0], help="sizes of the page pool")
-    parser.add_argument("--requests", type=positive, help="how many, the first ones (default: all)")
-    parser.add_argument("--allow", type=positive, help="tokens of every request (default: the longest output)")
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
+    parser.add_argument("--pool-gib", type=gibibytes, nargs="+", default=[16.0], help="sizes of the page pool in GiB")
+    parser.add_argument("--requests", type=positive, help="number of requests, from the first on (default: all)")
+    parser.add_argument("--allow", type=positive, help="tokens that every request allows (default: the longest output)")
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
-    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    parser.add_argument("--step-tokens", type=positive, default=2048, help="most in a step")
+    parser.add_argument("--slots", type=positive, default=512, help="most sequences that run at once")
+    parser.add_argument("--step-tokens", type=positive, default=2048, help="most prompt tokens in a step")
     parser.add_argument("--warmup", type=natural, default=32, help="requests served before the clock starts")
-    parser.add_argument("--workload", type=Path, default=qps_args([]).workload, help="JSON with requests")
+    parser.add_argument("--workload", type=Path, default=qps_args([]).workload, help="JSON file of requests")
     add_result_options(parser)
     return parser.parse_args(argv)
 

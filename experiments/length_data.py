@@ -1,9 +1,8 @@
-"""What a length predictor learns from: whole texts that a model made and ended itself, and requests cut out of them.
+"""Makes data for length predictors: whole texts that a model ended itself, and requests cut from them.
 
-A text that was sampled token by token is, behind any cut, a sample of what the model says after the part before it: so
-one text gives a request (prompt, number of tokens that follow) wherever it is cut, as long as the place doesn't depend
-on what comes after it. Requests are of two kinds, as clients send them: a story to its end token, and a paragraph,
-which stops at the first line break.
+A text sampled token by token is, after any cut, a sample of the model's continuation of the part before it. So one text
+gives a request (prompt, number of following tokens) at every cut, if its place does not depend on the later tokens.
+Requests have two kinds, like clients': a story to its end token, and a paragraph that stops at the first line break.
 """
 
 import json
@@ -35,25 +34,27 @@ class Text:
 
     seed: int
     tokens: tuple[int, ...]  # without the end token
-    ended: bool  # by itself; else it was cut off
+    ended: bool  # False: it was cut off
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, the strings that stop it, and the tokens that follow, the last one included."""
+    """A prompt, the strings that stop it, and the tokens that follow, with the last one."""
 
     prompt: tuple[int, ...]
     stop: tuple[str, ...]
     output: int
-    ended: bool = True  # else it has at least `output` tokens
+    ended: bool = True  # False: it has at least `output` tokens
 
 
 def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[Text]:
-    """Texts of seeds 0 .. count-1, at temperature 1 from the begin token, and those of other seeds that `path` has.
-    What it has is not made again, and new ones are appended to it as they end, so that an interrupted run goes on: it
-    must, since the texts that are missing by then are long ones. Raises InputFileError for a file of another model,
-    OutputError for one that cannot be written or that another process writes, RequestError for a model without a begin
-    token."""
+    """Returns the texts of seeds 0 .. count-1, and all other texts in `path`. They are drawn at temperature 1 from the
+    begin token. Existing texts are kept, and new ones are appended as they end. So an interrupted run resumes; it must,
+    since the missing texts are the long ones.
+
+    Raises InputFileError for another model's file. Raises OutputError if it cannot be written, or another process
+    writes it. Raises RequestError for a model without a begin token.
+    """
     if model.config.bos_id is None:
         raise RequestError("texts are sampled from the begin token, and this model has none")
     try:
@@ -79,7 +80,7 @@ def generate_texts(model: Model, count: int, longest: int, path: Path) -> list[T
 
 
 def about_texts(model: Model, longest: int) -> dict[str, object]:
-    """Returns what decides texts, besides their seeds."""
+    """Returns everything that decides texts, except their seeds."""
     config = digest([repr(model.config).encode(), str(model.params.dtype).encode()])
     return {"longest": longest, "config": config, "weights": of_params(model.params)} | of_machine()
 
@@ -99,7 +100,8 @@ def _generate(model: Model, seeds: Sequence[int], longest: int) -> Iterator[Text
 
 
 def read_texts(path: Path, about: dict[str, object]) -> list[Text]:
-    """Without a last line that was cut off. Raises InputFileError where the file is not of this model and length."""
+    """Returns the texts in a file, without an incomplete last line. Raises InputFileError for another model or
+    length."""
     try:
         head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         told = dict(json.loads(head))
@@ -113,15 +115,15 @@ def read_texts(path: Path, about: dict[str, object]) -> list[Text]:
 
 
 def line_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns ids of tokens with a line break in their text."""
+    """Returns the ids of tokens with a line break in their text."""
     return frozenset(i for i in range(tokenizer.vocab_size) if LINE in tokenizer.decode([i]))
 
 
 def cut_requests(
     texts: Sequence[Text], begin: int, lines: frozenset[int], cuts: int, rng: np.random.Generator
 ) -> list[Request]:
-    """Returns requests from each text at `cuts` places, of both kinds in turn. Places are drawn log-uniformly from
-    SHORTEST .. LONGEST tokens whatever the text; those behind its end are dropped."""
+    """Returns requests from each text at `cuts` places, of both kinds in turn. Places are drawn log-uniformly from the
+    allowed prompt lengths, without looking at the text. Places after its end are dropped."""
     requests = []
     for text in texts:
         places = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), cuts)).astype(int).tolist()

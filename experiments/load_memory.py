@@ -1,8 +1,9 @@
-"""What host memory loading takes beyond the params: `python -m experiments.load_memory 2048` for a 2 GiB checkpoint.
+"""Measures the host memory that loading takes beyond the params: `python -m experiments.load_memory 2048` for a 2 GiB
+checkpoint.
 
-Generates a bfloat16 checkpoint of about that many MiB, loads it in this process, and says the MiB of
-params, of the largest fused tensor, and of the peak resident set over baseline and params (`overhead_mib`). `--naive`
-loads a whole file first, as a check that the measure would show it. Linux only (/proc).
+It generates a bfloat16 checkpoint of about that many MiB, and loads it in this process. It reports the MiB of params,
+of the largest fused tensor, and of the peak resident set over baseline and params (`overhead_mib`). `--naive` loads a
+whole file first, to show that the measure works. It runs on Linux only (/proc).
 """
 
 import argparse
@@ -66,7 +67,7 @@ def generate(directory: Path, config: LlamaConfig) -> None:
 
 
 def memory(field: str) -> float:
-    """Returns MiB that /proc says: VmRSS is resident now, VmHWM the most that ever was."""
+    """Returns MiB from /proc: VmRSS is resident now, VmHWM is the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
 
@@ -113,10 +114,12 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("mib", type=positive, help="size of the checkpoint that is made and loaded, in MiB")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="what to load as (the file has bfloat16)")
-    parser.add_argument("--naive", action="store_true", help="load it all to the host first, to compare with")
-    parser.add_argument("--quantize", metavar="SCHEME", help="quantize while loading")
+    parser.add_argument("mib", type=positive, help="size in MiB of the checkpoint to make and load")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default="bfloat16", help="dtype of the loaded params (the file has bfloat16)"
+    )
+    parser.add_argument("--naive", action="store_true", help="load the whole file to the host first, for comparison")
+    parser.add_argument("--quantize", metavar="SCHEME", help="scheme to quantize to while loading")
     add_result_options(parser)
     args = parser.parse_args(argv)
     command = command_line("load_memory", argv)

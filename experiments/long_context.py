@@ -1,19 +1,19 @@
-"""Long contexts by position: needles found, and perplexity, with K and V in each format and with a cache that forgets.
+"""Measures long contexts by position: needles found and perplexity, by KV format, and with a cache that evicts.
 
     python -m experiments.long_context
     python -m experiments.long_context --draw results/long_context-20261125-cpu.json
 
-Part "needle": the share of questions that the model of experiments.train_needle answers (`accuracy`, its 95 %
-interval by Wilson), by how deep in the context the pair lies that is asked for: 0 is the beginning. Each context asks
-one question at each depth, so that a row's answers are independent. `nats` is the mean -log p of the answers. Part
-"outlier": the same at all depths together, beside outliers planted into two channels of each head's K and V without
-changing the function (jllm.analysis.outliers); strength 1 has none. Part "position": nats a token of a text by the
-bundled model, by position (`upto` is where a bin ends), with an interval by bootstrap over windows; what lies beyond
-the model's context is there to show what a cache that forgets is for.
+Part "needle" asks the model of experiments.train_needle for the value of a key. `accuracy` is the share of correct
+answers by the depth of the pair in the context (0 is the beginning), with its 95 % Wilson interval. Each context asks
+one question at each depth, so a row's answers are independent. `nats` is the mean -log p of the answers. Part "outlier"
+has all depths together, with outliers planted into two channels of each head's K and V, which keep the function
+(jllm.analysis.outliers). Strength 1 has none. Part "position" has nats per token of a text by the bundled model, by
+position (`upto` ends a bin), with a bootstrap interval over windows. Positions beyond the model's context show the
+purpose of eviction.
 
-`policy` "all" keeps every token. "4+252" forgets as StreamingLLM does (arXiv 2309.17453): all but the first 4 tokens
-and the last 252, after every 64 tokens read, and gives what it keeps the positions it has in the cache. A needle that
-it forgot cannot be found: those rows must be at chance, or the measure sees something else.
+`policy` "all" keeps every token. "4+252" evicts as StreamingLLM does (arXiv 2309.17453): after every 64 tokens it keeps
+the first 4 and the last 252, at their positions in the cache. An evicted needle cannot be found. Its rows must be at
+chance, or the measure sees something else.
 """
 
 import argparse
@@ -49,19 +49,20 @@ Row = dict[str, Any]
 NEEDLE = Path(__file__).parent / "needle"
 DEPTHS = 8  # questions of a context, one in each part of it
 BIN = 128  # positions
-FLOOR, FOUND = 0.05, 0.95  # of the questions: chance at most, and at least where the answer can be found
+FLOOR, FOUND = 0.05, 0.95  # of the questions: most by chance, and least if the answer can be found
 ALL = "all"
-LEFT_OUT = ("fp8", "int4-g32", "int4-g32-h")  # of perplexity by position, as quant_accuracy has them
+LEFT_OUT = ("fp8", "int4-g32", "int4-g32-h")  # left out of perplexity by position, as in quant_accuracy
 
 
 def kv_formats(head_dim: int) -> tuple[str, ...]:
-    """From 16 bits to four; a group is a whole head's, or 32 values."""
+    """Returns KV formats from 16 bits to four. A group is a whole head, or 32 values."""
     whole = f"int4-g{head_dim}"
     return "bf16", "fp8", "int8-g8", "int4-g32", "int4-g32-h", whole, f"{whole}-zp", f"{whole}-h", f"{whole}-zp-h"
 
 
 def score(model: Model, states: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns -log p of the targets i32[B, Q] by hidden states [B, Q, E], and whether each is the likeliest token."""
+    """Returns -log p of the targets i32[B, Q] by hidden states [B, Q, E]. Returns also which targets are the likeliest
+    token."""
     bare = replace(model.params, layers=())
 
     @jax.jit
@@ -76,8 +77,8 @@ def score(model: Model, states: np.ndarray, targets: np.ndarray) -> tuple[np.nda
 
 
 def contexts(count: int, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns rows of at most `tokens` tokens i32[count, L] with a question at each depth, in random order; the depths
-    in the order asked i32[count, DEPTHS]; and the pairs of a context."""
+    """Returns rows of at most `tokens` tokens i32[count, L], each with a question per depth in random order. It also
+    returns the depths in the order asked i32[count, DEPTHS], and the number of pairs in a context."""
     pairs = (tokens - 1) // 2 - DEPTHS
     rng = np.random.default_rng(seed)
     order = np.stack([rng.permutation(DEPTHS) for _ in range(count)])
@@ -89,7 +90,7 @@ def contexts(count: int, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray
 
 
 def ask(model: Model, kv: str, args: argparse.Namespace, tokens: int, policy: Policy | None = None) -> Row:
-    """Returns nats and hits [contexts, DEPTHS] by depth, and where each depth's part begins and ends in tokens."""
+    """Returns nats and hits [contexts, DEPTHS] by depth, and the token range of each depth."""
     ids, order, pairs = contexts(args.contexts, tokens, args.seed)
     at = questions(pairs, DEPTHS)
     states = read(model, ids, kv, policy, last=2 * DEPTHS - 1)[:, at]
@@ -127,7 +128,7 @@ def needle_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Itera
             row: Row = {"part": "needle", "tokens": size, "kv": kv if kept is None else "model"}
             row |= {"policy": kept.name if kept else ALL, "depth": (i + 0.5) / DEPTHS}
             if kept:
-                first = int(found["edges"][-1]) - kept.recent  # of the context, that is not forgotten
+                first = int(found["edges"][-1]) - kept.recent  # of the context, not evicted
                 row["kept"] = "all" if start >= first else "none" if end <= first else "some"
             yield rounded(row | shares(found["nats"][:, i], found["hits"][:, i]))
 
@@ -142,7 +143,7 @@ def outlier_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
-    """Returns i32[B, 1 + L]: BOS and L tokens of the text, beginning at every half of L. Raises ConfigError for too
+    """Returns i32[B, 1 + L]: BOS and L tokens of the text, from every multiple of L / 2. Raises ConfigError for too
     few."""
     assert model.tokenizer is not None
     ids = np.asarray(model.tokenizer.encode("\n\n".join(read_documents(args.text)))[1:], np.int32)
@@ -167,14 +168,15 @@ def position_rows(model: Model, ids: np.ndarray, args: argparse.Namespace, polic
 
 
 def rows(needle: Model, model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
-    ids = windows_of(model, args)  # a text that is none is told before the others are measured
+    ids = windows_of(model, args)  # a bad text fails before the long measurements
     yield from needle_rows(needle, args, policy)
     yield from outlier_rows(needle, args)
     yield from position_rows(model, ids, args, policy)
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """Where every answer can be found, and where none can: so the measure can pass and fail."""
+    """Yields bars for cases in which every answer can be found, and in which none can. So the measure can pass and
+    fail."""
     of = [row for row in found if row["part"] == "needle"]
     longest = [row for row in of if row["tokens"] == max(row["tokens"] for row in of)]
     plain = [row["accuracy"] for row in longest if (row["kv"], row["policy"]) == ("bf16", ALL)]
@@ -189,7 +191,8 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def draw_result(document: Row, file: Path) -> Path | None:
-    """Returns three panels beside the result; None without matplotlib, which is said."""
+    """Draws three panels beside the result, and returns the file. Without matplotlib it prints a note and returns
+    None."""
     path = file.with_suffix(".svg")
     with (
         without_matplotlib_said(file),
@@ -206,7 +209,7 @@ def draw_result(document: Row, file: Path) -> Path | None:
 
 
 def lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """By KV format and policy, named by what is not usual."""
+    """Yields the rows of each line by KV format and policy, named by what is not default."""
     for key in dict.fromkeys((row["kv"], row.get("policy", ALL)) for row in rows):
         name = key[0] if key[1] == ALL else f"sinks and recent tokens, {key[1]}"
         yield name, [row for row in rows if (row["kv"], row.get("policy", ALL)) == key]
@@ -246,21 +249,23 @@ def draw_nats(axes: Any, rows: list[Row]) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="a model of train_needle")
-    parser.add_argument("--contexts", type=positive, default=48, help="of each size")
-    parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 1024], help="tokens of a context")
-    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
-    parser.add_argument("--sinks", type=positive, default=4, help="first tokens that are kept")
-    parser.add_argument("--recent", type=positive, default=252, help="last tokens that are kept")
+    parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="model of train_needle")
+    parser.add_argument("--contexts", type=positive, default=48, help="contexts of each size")
+    parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 1024], help="numbers of tokens of a context")
+    parser.add_argument(
+        "--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="strengths of outliers, powers of two"
+    )
+    parser.add_argument("--sinks", type=positive, default=4, help="number of first tokens to keep")
+    parser.add_argument("--recent", type=positive, default=252, help="number of last tokens to keep")
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
     parser.add_argument(
-        "--model", default=BUNDLED, help="of perplexity: directory or Hub id (default: the bundled one)"
+        "--model", default=BUNDLED, help="model of perplexity, by directory or Hub id (default: the bundled model)"
     )
-    parser.add_argument("--positions", type=positive, default=2048, help="tokens of a window")
-    parser.add_argument("--windows", type=positive, default=6, help="of the text, at most; 2 or more")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of contexts, outliers and intervals")
+    parser.add_argument("--positions", type=positive, default=2048, help="tokens per window")
+    parser.add_argument("--windows", type=positive, default=6, help="most windows of the text; 2 or more")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of contexts, outliers and intervals")
     add_result_options(parser)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result's picture again")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     if args.windows < 2:
@@ -269,7 +274,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(model: Model, args: argparse.Namespace) -> None:
-    """ConfigError for sizes that no context has."""
+    """Raises ConfigError for sizes that no context has."""
     if model.config.vocab_size != VOCAB:
         raise ConfigError(f"--needle {args.needle}: {model.config.vocab_size} tokens, a model of needles has {VOCAB}")
     least, most = 2 * (2 * DEPTHS) + 1, min(model.config.context, 2 * (KEYS + DEPTHS) + 1)

@@ -1,16 +1,16 @@
-"""Everything that wants a GPU, in one go: the tests first, side by side, then each measurement alone.
+"""Runs everything that needs a GPU: first the tests, side by side, then each measurement alone.
 
-    python -m experiments.measure_all --seconds 540                 # what fits, the most wanted first
-    python -m experiments.measure_all --only decode_attention C5    # these alone; --list names all
+    python -m experiments.measure_all --seconds 540                 # what fits, the most important first
+    python -m experiments.measure_all --only decode_attention C5    # only these; --list shows all
     python -m experiments.measure_all --only campaign triton        # by topic; without --only: campaign
     python -m experiments.measure_all --gpus 2                      # on two GPUs of one host, one command on each
-    python -m experiments.measure_all --peers                       # others' side of the same work in the same files
+    python -m experiments.measure_all --peers                       # peers on the same work, in the same files
     python -m experiments.measure_all --record                      # into experiments/results, to be committed
 
-Commands share what JAX compiles: in `compiled` beside the results, unless JAX_COMPILATION_CACHE_DIR names a folder. A
-command has its own log beside the results. It gets the seconds of its line, or what is left of --seconds. With less
-than half of its seconds left it is not begun. What a command measured before it was cut off stays in its result file,
-marked incomplete. Each of several GPUs has its share of the host's cores. What takes several GPUs comes last.
+Commands share JAX's compile cache: `compiled` beside the results, or the folder in JAX_COMPILATION_CACHE_DIR. Each
+command has its own log beside the results. It gets the seconds of its line, or the rest of --seconds. With less than
+half of its seconds left, it does not start. Rows of a command that was cut off stay in its result file, which is marked
+incomplete. Each of several GPUs has its share of the host's cores. Commands for several GPUs come last.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from pallas_kernels.bench.command import Parser, add_results_folder, interruptib
 from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.bench.peers import add_folder, asked
 
-LEAST = 0.5  # of a command's seconds: with fewer left, it is not begun
-POLL = 0.1  # seconds between looks at whether a command has ended
+LEAST = 0.5  # least share of a command's seconds; with fewer left, it does not start
+POLL = 0.1  # seconds between checks for a command's end
 
 
 def compile_cache(results: Path) -> dict[str, str]:
-    """Returns what makes JAX keep all that it compiles, quick and small programs too."""
+    """Returns the variables that make JAX cache everything it compiles, even quick and small programs."""
     folder = results.absolute().parent / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
@@ -50,7 +50,7 @@ def compile_cache(results: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def ending(stopped: threading.Event) -> Iterator[None]:
-    """Sets `stopped` where an exception leaves the block. What other threads run ends with it."""
+    """Sets `stopped` if an exception leaves the block. That ends all commands of other threads."""
     try:
         yield
     except BaseException:
@@ -61,8 +61,8 @@ def ending(stopped: threading.Event) -> Iterator[None]:
 def run(
     command: Command, results: Path, deadline: float, gpu: str | None = None, stopped: threading.Event | None = None
 ) -> str:
-    """Runs a command on these GPUs, as CUDA_VISIBLE_DEVICES names them (None: all), and returns how it ended. What it
-    started ends with it. It ends once `stopped` is set."""
+    """Runs a command on these GPUs, given as for CUDA_VISIBLE_DEVICES (None: all), and returns how it ended. Its child
+    processes end with it. It ends early once `stopped` is set."""
     stopped = stopped or threading.Event()
     limit = min(command.seconds, deadline - time.monotonic())
     if stopped.is_set() or limit < LEAST * command.seconds:
@@ -89,7 +89,7 @@ def run(
 
 
 def end_session(leader: int) -> None:
-    """Kills a process's group, and the groups that processes of its session began."""
+    """Kills a process's group, and the groups that processes of its session started."""
     os.killpg(leader, signal.SIGKILL)
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
@@ -98,7 +98,7 @@ def end_session(leader: int) -> None:
 
 
 def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
-    """Returns the commands of these names and topics, in that order. Raises ValueError for another name."""
+    """Returns the commands of these names and topics, in that order. Raises ValueError for an unknown name."""
     names = {command.name: (command,) for commands in TOPICS.values() for command in commands}
     if unknown := [name for name in only if name not in names | TOPICS]:
         known = f"topics: {', '.join(TOPICS)}; commands: {', '.join(sorted(names))}"
@@ -108,7 +108,7 @@ def chosen(only: Sequence[str], peers: Path | None = None) -> list[Command]:
 
 
 def keep_to_share(gpu: int, of: int) -> None:
-    """Binds this thread, and so what it starts, to one GPU's share of the cores that it may use."""
+    """Binds this thread and its children to one GPU's share of the available cores."""
     cores = sorted(os.sched_getaffinity(0))
     if each := len(cores) // of:
         os.sched_setaffinity(0, cores[gpu * each : (gpu + 1) * each])
@@ -117,15 +117,15 @@ def keep_to_share(gpu: int, of: int) -> None:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these commands or topics (default: campaign)")
-    parser.add_argument("--seconds", type=positive_number, default=3600, help="for all together")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="commands or topics to run (default: campaign)")
+    parser.add_argument("--seconds", type=positive_number, default=3600, help="seconds for all commands together")
     parser.add_argument(
-        "--jobs", type=positive, default=8, help="commands that run side by side on a GPU, where they are not timed"
+        "--jobs", type=positive, default=8, help="number of untimed commands that run side by side on a GPU"
     )
     add_folder(parser, "others' side of those that have one")
-    parser.add_argument("--gpus", type=positive, default=1, help="GPUs to spread the commands over")
+    parser.add_argument("--gpus", type=positive, default=1, help="number of GPUs that share the commands")
     add_results_folder(parser)
-    parser.add_argument("--list", action="store_true", help="print the commands with their topics, and run none")
+    parser.add_argument("--list", action="store_true", help="only print the commands with their topics")
     args = parser.parse_args(argv)
     asked(parser, args)
     try:

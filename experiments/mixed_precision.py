@@ -1,17 +1,16 @@
-"""Mixed precision by sensitivity: the format of each layer, chosen under a budget of bytes.
+"""Chooses the format of each layer by its sensitivity, under a budget of bytes.
 
     python -m experiments.mixed_precision [--formats w4a16-g64-zp w8a16] [--budgets 0.6 0.75] [--seeds 0 1 2]
     python -m experiments.mixed_precision --budgets 0.65 --write mixed.toml     # a scheme that --quantize takes
 
-A layer's sensitivity to a format is the divergence where it alone has that format (jllm.analysis.layer_divergence), on
-tokens that the model wrote itself. The choice is that of the least sum of these within the budget, in bytes a weight of
-all linear layers, scales included: a knapsack with one choice a layer, solved exactly.
+A layer's sensitivity to a format is the divergence if only it has that format (jllm.analysis.layer_divergence), on the
+model's own tokens. The choice has the least sum of sensitivities within the budget. A budget is in bytes per weight of
+all linear layers, scales included. It is a knapsack with one choice per layer, solved exactly.
 
-Part "uniform" has each format for all layers, part "mixed" the choice for a budget by the tokens of a seed, and part
-"shuffled" the same formats given to layers at random: as many bytes, and no sensitivity. kl is the divergence of the
-whole from the model as loaded, `kl_95` its interval by bootstrap over documents; `over` is the uniform format of least
-divergence that fits the budget, and `ratio` the divergence over its, `ratio_95` its interval. A run that was
-interrupted goes on where it stopped.
+Part "uniform" has each format for all layers. Part "mixed" has the choice for a budget by the tokens of a seed. Part
+"shuffled" gives the same formats to layers at random: as many bytes without sensitivity. kl is the divergence of the
+whole model from the model as loaded, with its bootstrap interval over documents in `kl_95`. `over` is the best uniform
+format within the budget. `ratio` is kl over that format's, with its interval in `ratio_95`. An interrupted run resumes.
 """
 
 import argparse
@@ -52,20 +51,19 @@ BUDGETS = (0.5625, 0.594, 0.65, 0.75)
 
 
 def check_formats(schemes: Mapping[str, Scheme]) -> None:
-    """Raises ConfigError for a scheme that does more than to give all linear layers one format."""
+    """Raises ConfigError for a scheme that does more than give all linear layers one format."""
     for name, scheme in schemes.items():
         if len(scheme.rules) != 1 or scheme.rules[0][0] != "*_proj" or scheme.rotate is not None:
             raise ConfigError(f"--formats: {name} is not one format for all linear layers, as w8a16 is")
 
 
 def mixed_scheme(name: str, chosen: Sequence[str], schemes: Mapping[str, Scheme]) -> Scheme:
-    """Returns the scheme of each layer's format, by the names that `schemes` has."""
+    """Returns the scheme of each layer's format, by the names in `schemes`."""
     return Scheme(name, tuple((f"layers.{i}.*_proj", schemes[fmt].rules[0][1]) for i, fmt in enumerate(chosen)))
 
 
 def layer_bytes(model: Model, schemes: Mapping[str, Scheme]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bytes i64[L, formats] of the linear layers, and how many weights i64[L] they have. Nothing is
-    quantized."""
+    """Returns bytes i64[L, formats] of the linear layers, and their numbers of weights i64[L]. Nothing is quantized."""
     plain = jax.eval_shape(lambda: model.params)
     found = [quantize(plain, scheme).layers for scheme in schemes.values()]
 
@@ -78,26 +76,26 @@ def layer_bytes(model: Model, schemes: Mapping[str, Scheme]) -> tuple[np.ndarray
 
 
 def sensitivities(model: Model, schemes: Mapping[str, Scheme], tokens: np.ndarray) -> np.ndarray:
-    """Returns f64[L, formats]: the divergence where one layer alone has the format, the mean over rows of tokens i32[W,
+    """Returns f64[L, formats]: the divergence if one layer alone has the format, as a mean over rows of tokens i32[W,
     T]."""
     quantized = [replace(model, params=quantize(model.params, scheme)) for scheme in schemes.values()]
     return np.array([np.mean([divergence_by_layer(q, model, row) for row in tokens], axis=0) for q in quantized]).T
 
 
 def choose(costs: np.ndarray, sizes: np.ndarray, budget: float) -> list[int]:
-    """Returns the format of each layer: the least sum of costs f64[L, formats] whose sizes, likewise, add up to the
-    budget or less, as some do."""
+    """Returns the format of each layer with the least sum of costs f64[L, formats]. The sum of sizes, of the same
+    shape, must be at most the budget. Some choice must fit."""
     layers, formats = costs.shape
     one_each = LinearConstraint(np.kron(np.eye(layers), np.ones(formats)), 1, 1)
     fits = LinearConstraint(sizes.reshape(1, -1) / budget, -np.inf, 1)
-    scale = max(float(costs.max()), np.finfo(float).tiny)  # so that the solver's tolerances are none
+    scale = max(float(costs.max()), np.finfo(float).tiny)  # makes the solver's tolerances negligible
     found = milp(costs.ravel() / scale, constraints=[one_each, fits], integrality=1, bounds=Bounds(0, 1))
     assert found.x is not None, found.message
     return np.argmax(found.x.reshape(layers, formats), axis=1).tolist()
 
 
 def rows(model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row]) -> Iterator[Row]:
-    """Yields formats alone, then each budget with each seed; what is there before is not computed again."""
+    """Yields formats alone, then each budget with each seed. Rows that exist are not computed again."""
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     sizes, weights = layer_bytes(model, schemes)
@@ -136,13 +134,13 @@ def key(row: Row) -> tuple[str, float | None, int | None]:
 
 
 def row_of(found: Evaluation, plain: Evaluation, **names: Any) -> Row:
-    """As ptq_methods has them, without a time."""
+    """Returns a row in the form of ptq_methods, without a time."""
     return {name: value for name, value in as_row(found, plain, seconds=0, **names).items() if name != "seconds"}
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """By budget, the worst of seeds: the choice is no worse than the best uniform format that fits (the upper end of
-    ratio_95), and than its formats in other layers."""
+    """Yields bars by budget, for the worst seed. By the upper end of ratio_95, the choice is no worse than the best
+    uniform format. Nor is it worse than its formats in other layers."""
     mixed = [row for row in found if row["part"] == "mixed"]
     shuffled = {key(row)[1:]: row["kl"] for row in found if row["part"] == "shuffled"}
     for budget in dict.fromkeys(row["budget"] for row in mixed):
@@ -156,7 +154,7 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]) -> None:
-    """The choice of the first seed. Raises OutputError where it cannot be written."""
+    """Writes the choice of the first seed. Raises OutputError if it cannot be written."""
     row = next(row for row in found if row["part"] == "mixed")
     try:
         file.write_text(mixed_scheme(file.stem, row["formats"], schemes).to_toml(), encoding="utf-8")
@@ -166,17 +164,27 @@ def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
-    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
+    parser.add_argument(
+        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+    )
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of which each layer gets one")
-    parser.add_argument("--budgets", nargs="+", type=positive_number, default=list(BUDGETS), help="bytes a weight")
-    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of the tokens for sensitivity")
-    parser.add_argument("--rows", type=positive, default=4, help="of these tokens, the model's own")
-    parser.add_argument("--length", type=positive, default=256, help="tokens a row")
-    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="the scheme of the one budget and first seed")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="formats; each layer gets one")
+    parser.add_argument(
+        "--budgets", nargs="+", type=positive_number, default=list(BUDGETS), help="budgets in bytes per weight"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="seeds of the tokens for sensitivity"
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=4, help="number of rows of these tokens, which the model generates"
+    )
+    parser.add_argument("--length", type=positive, default=256, help="tokens per row")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.toml", help="file for the scheme of the only budget and the first seed"
+    )
     add_result_options(parser)
     args = parser.parse_args(argv)
     if args.write is not None and (len(args.budgets) != 1 or args.write.suffix != ".toml"):

@@ -1,15 +1,15 @@
-"""One page about how a model of yours may be quantized: bytes, accuracy, speed, and what to take for which budget.
+"""Writes one page on how your model may be quantized: bytes, accuracy, speed, and a choice for each budget.
 
     python -m experiments.report --model ~/models/Llama-3.2-1B-Instruct
     python -m experiments.report --model DIR --text mine.txt --tokens 8192 --device rtx-4090 --out report.html
     python -m experiments.report --schemes w8a8-all nf4 --kv int8-g8          # these, each with each, and plain ones
 
-Each scheme of weights with each format of K and V is measured as experiments.quant_accuracy does (its result file lies
-beside the page, and a run that was interrupted goes on where it stopped). The page is one file of HTML, which loads
-nothing: tables, pictures, and two lists: the least bytes for each limit of divergence, and the least divergence for
-each limit of bytes. Bytes are those of the weights and of the K and V of --sequences of --context tokens each, in 16
-bits where nothing is quantized. Milliseconds of a decode step are ESTIMATED, from a data sheet (configs/devices) and
-from the shares of it that an H200 was measured to reach; they say how formats compare, not what you will see.
+Each scheme of weights is measured with each format of K and V, as experiments.quant_accuracy does. Its result file is
+beside the page, and an interrupted run resumes. The page is one HTML file that loads nothing, with tables and pictures.
+Two lists show the least bytes for each limit of divergence, and the least divergence for each limit of bytes. Bytes are
+those of the weights, and of the K and V of --sequences of --context tokens each. Unquantized values have 16 bits.
+Milliseconds of a decode step are ESTIMATED from a data sheet (configs/devices), with the shares of it that an H200
+reached. They compare formats, and do not predict your times.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def plain_shapes(config: LlamaConfig, scheme: str | Scheme | None = None) -> Mod
 
 
 def decode_ms(model: Model, kv: str | None, sheet: DeviceSheet, sequences: int, context: int) -> float | None:
-    """Milliseconds of a step that decodes a token of each sequence, estimated; None for arithmetic that the device's
-    sheet does not have."""
+    """Returns the estimated milliseconds of a step that decodes a token per sequence. Returns None if the device's
+    sheet lacks its arithmetic."""
     try:
         floor = floor_on(sheet, model)
     except KeyError:
@@ -68,7 +68,7 @@ def decode_ms(model: Model, kv: str | None, sheet: DeviceSheet, sequences: int, 
 
 
 def choices(rows: Iterable[Row], config: LlamaConfig, schemes: Any, sheet: DeviceSheet, args: Any) -> list[Choice]:
-    """Of the rows of a sweep, in their order."""
+    """Returns the choices of a sweep's rows, in their order."""
     found = []
     for row in rows:
         scheme = find_scheme(schemes[row["scheme"]])
@@ -82,7 +82,8 @@ def choices(rows: Iterable[Row], config: LlamaConfig, schemes: Any, sheet: Devic
 
 
 def runnable(model: Model, asked: dict[str, str | Scheme], kind: str) -> tuple[dict[str, str | Scheme], dict[str, str]]:
-    """Schemes (or with kind "kv" formats) that this model can have, and of the others why not."""
+    """Returns the schemes (or with kind "kv" the formats) that this model can have, and the reasons against the
+    others."""
     good, bad = {}, {}
     for name, value in asked.items():
         pair = (PLAIN, name) if kind == "kv" else (name, PLAIN_KV)
@@ -100,22 +101,30 @@ def runnable(model: Model, asked: dict[str, str | Scheme], kind: str) -> tuple[d
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m experiments.report")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
-    parser.add_argument("--schemes", nargs="+", help=f"of weights (default: {', '.join(SCHEMES)}, where they fit)")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
+    parser.add_argument(
+        "--schemes", nargs="+", help=f"schemes of weights (default: {', '.join(SCHEMES)}, where they fit)"
+    )
     parser.add_argument("--kv", nargs="+", help=f"formats of K and V (default: {', '.join(KV)}, where they fit)")
-    parser.add_argument("--device", default=REFERENCE, help="whose steps are estimated: a file of configs/devices")
-    parser.add_argument("--sequences", type=positive, default=8, help="that are held and decode together")
-    parser.add_argument("--context", type=positive, help="tokens of each (default: the model's context, 4096 at most)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="default: beside the result file")
+    parser.add_argument("--device", default=REFERENCE, help="device of the estimated steps: a file of configs/devices")
+    parser.add_argument("--sequences", type=positive, default=8, help="sequences that decode together")
+    parser.add_argument(
+        "--context", type=positive, help="tokens of each sequence (default: the model's context, 4096 at most)"
+    )
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument(
+        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="file of the page (default: beside the result file)"
+    )
     add_result_options(parser)
     return parser.parse_args(argv)
 
 
 def measured(args: argparse.Namespace, command: list[str], schemes: Sequence[str], kv: Sequence[str]) -> Any:
-    """Returns the sweep's result file: each scheme with each format, the plain ones included."""
+    """Returns the sweep's result file: each scheme with each format, with the plain ones."""
     asked = ["--text", str(args.text), "--tokens", str(args.tokens), "--no-groups", "--grid"]
     asked += ["--model", args.model] if args.model != BUNDLED else []
     asked += ["--results", str(args.results)] + (["--label", args.label] if args.label else [])
@@ -126,7 +135,7 @@ def measured(args: argparse.Namespace, command: list[str], schemes: Sequence[str
 
 
 def report(args: argparse.Namespace, command: list[str]) -> tuple[Row, Path]:
-    """Measures what is missing, writes the page, and returns the document and where the page is."""
+    """Measures missing rows and writes the page. Returns the document and the page's path."""
     sheet, config = device_sheet(args.device), load_config(find_model(args.model))
     args.context = args.context or min(config.context, 4096)
     if args.out is not None and not args.out.resolve().parent.is_dir():

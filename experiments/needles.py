@@ -1,8 +1,8 @@
-"""Needles: pairs of a key and a value, and questions for the value of a key, as rows of tokens.
+"""Draws needles as rows of tokens: pairs of a key and a value, then questions for the value of a key.
 
-A context is BOS and n pairs, whose keys are distinct and drawn anew for each context; every pair is a needle, and all
-others are its haystack. Questions follow: a key of the context, and after it the value, which is what has to be found.
-Tokens: 0 is BOS, then KEYS keys, then VALUES values.
+A context is BOS and n pairs, with distinct keys drawn for each context. Every pair is a needle, and all others are its
+haystack. A question is a key of the context, followed by the value to be found. Tokens: 0 is BOS, then KEYS keys, then
+VALUES values.
 """
 
 import jax
@@ -13,7 +13,7 @@ VOCAB = 1 + KEYS + VALUES
 
 
 def draw(key: jax.Array, pairs: int, asked: jax.Array) -> jax.Array:
-    """Returns one row of tokens i32[1 + 2 (pairs + Q)], whose questions are for the pairs `asked` i32[Q], in this
+    """Returns one row of tokens i32[1 + 2 (pairs + Q)]. Its questions are for the pairs `asked` i32[Q], in this
     order."""
     of_keys, of_values = jax.random.split(key)
     keys = 1 + jax.random.permutation(of_keys, KEYS)[:pairs]
@@ -24,5 +24,5 @@ def draw(key: jax.Array, pairs: int, asked: jax.Array) -> jax.Array:
 
 
 def questions(pairs: int, count: int) -> slice:
-    """Returns the rows of the keys of `count` questions: each one's next token is the answer."""
+    """Returns the rows of the keys of `count` questions. Each one's next token is the answer."""
     return slice(1 + 2 * pairs, 1 + 2 * (pairs + count), 2)

@@ -1,15 +1,15 @@
-"""What activation outliers of large models do to quantization, seen on a small one with planted outliers.
+"""Measures the effect of large models' activation outliers on quantization, in a small model with planted outliers.
 
     python -m experiments.outliers [--text FILE] [--strengths 1 4 16 64]
     python -m experiments.outliers --draw results/outliers-20261123-cpu.json
 
-Outliers are planted without changing the model's function (jllm.analysis.outliers), so that all that is lost is
-quantization's doing: kl is the divergence from the unquantized model in nats a token, `kl_95` its interval by bootstrap
-over documents. Part "strength": int8 activations with one scale for all tokens, one a token, or one a token beside
-outliers in 16 bits (LLM.int8), with and without SmoothQuant, by how much larger than others the outlier channels are;
-`massive` is the first token's massive activation alone. Part "group": int4 weights alone, by how many share a scale.
-Part "channel": the largest activation of each input channel of one layer's QKV projection, sorted. One picture of all
-three lies beside the JSON. A run that was interrupted goes on with the strength it was at.
+Planted outliers keep the model's function (jllm.analysis.outliers), so quantization causes all of the loss. kl is the
+divergence from the unquantized model in nats per token, with its bootstrap interval over documents in `kl_95`. Part
+"strength" has int8 activations by the strength of the outlier channels. There is one scale for all tokens, one per
+token, or one per token beside 16-bit outliers (LLM.int8), each with and without SmoothQuant. `massive` is the first
+token's massive activation alone. Part "group" has int4 weights alone, by the number that share a scale. Part "channel"
+has the largest activation of each input channel of one layer's QKV projection, sorted. A picture of all three is beside
+the JSON. An interrupted run resumes at its strength.
 """
 
 import argparse
@@ -49,8 +49,8 @@ FORMATS = {"tensor": "w8a8-tensor", "token": "w8a8", "outliers": "llm-int8"}
 SCALES = {name: Scheme(name, (("*_proj", fmt),)) for name, fmt in FORMATS.items()}
 LABELS = {"tensor": "one scale for all tokens", "token": "one scale a token", "outliers": "LLM.int8"}
 GROUPS = (8, 16, 32, 64)
-MASSIVE = "massive"  # in place of a strength
-LAYER = 4  # whose inputs part "channel" shows, in the middle of the bundled model
+MASSIVE = "massive"  # replaces a strength
+LAYER = 4  # of part "channel", in the middle of the bundled model
 
 
 def planted(model: Model, strength: float | str, seed: int) -> Model:
@@ -60,7 +60,7 @@ def planted(model: Model, strength: float | str, seed: int) -> Model:
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
-    """Yields strength by strength; one whose rows are all there before is not computed again."""
+    """Yields the rows of each strength. A strength with all rows present is not computed again."""
     for group in args.groups:
         quantize(jax.eval_shape(lambda: model.params), f"w4a16-g{group}")
     ids, protocol = read_tokens(model, args)
@@ -92,14 +92,14 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
 
 
 def channel_maxima(model: Model, tokens: np.ndarray, layer: int) -> np.ndarray:
-    """Returns [E]: the largest activation of each channel that a layer's QKV projection reads."""
+    """Returns [E]: the largest activation of each input channel of a layer's QKV projection."""
     stats = ptq.layer_statistics(model, tokens, ("qkv",), gram=False)
     return np.asarray([found["qkv"].absmax for _, found in zip(range(layer + 1), stats)][-1])
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """At the greatest strength: one scale a token is better than one for all, and SmoothQuant and LLM.int8 are better
-    than neither."""
+    """Yields bars at the greatest strength. One scale per token must beat one for all, and SmoothQuant and LLM.int8
+    must beat neither."""
     of = [row for row in found if row["part"] == "strength" and row["strength"] != MASSIVE]
     greatest = max((row["strength"] for row in of), default=0)
     kl = {(row["scale"], row["smooth"]): row["kl"] for row in of if row["strength"] == greatest}
@@ -119,7 +119,8 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 
 def draw(document: Row, file: Path) -> Path | None:
-    """Beside a result's file, of its rows alone. None without matplotlib, which is said."""
+    """Draws a picture beside a result's file, and returns its path. Without matplotlib it prints a note and returns
+    None."""
     path = file.with_suffix(".svg")
     with (
         without_matplotlib_said(file),
@@ -134,7 +135,7 @@ def draw(document: Row, file: Path) -> Path | None:
 
 
 def draw_channels(axes: Any, rows: list[Row]) -> None:
-    """Largest activations by rank, of the greatest strength and of none."""
+    """Draws the largest activations by rank, at the greatest strength and without outliers."""
     greatest = max(row["strength"] for row in rows if row["strength"] != MASSIVE)
     least = min(row["strength"] for row in rows if row["strength"] != MASSIVE)
     for row in rows:
@@ -147,7 +148,7 @@ def draw_channels(axes: Any, rows: list[Row]) -> None:
 
 
 def draw_strengths(axes: Any, rows: list[Row]) -> None:
-    """Divergence by strength; the massive token alone as crosses on the left."""
+    """Draws divergence by strength. The massive token alone has crosses on the left."""
     for color, scale in enumerate(dict.fromkeys(row["scale"] for row in rows)):
         for smooth in (False, True):
             some = [row for row in rows if (row["scale"], row["smooth"]) == (scale, smooth)]
@@ -182,20 +183,32 @@ def draw_groups(axes: Any, rows: list[Row]) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
-    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
+    parser.add_argument(
+        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+    )
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 4, 16, 64], help="powers of two")
-    parser.add_argument("--groups", nargs="+", type=positive, default=list(GROUPS), help="weights that share a scale")
-    parser.add_argument("--alpha", type=fraction, default=0.5, help="of SmoothQuant, from 0 to 1")
-    parser.add_argument("--layer", type=natural, default=LAYER, help="of part channel (default: %(default)s)")
-    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
-    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the channels and of calibration tokens")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument(
+        "--strengths",
+        nargs="+",
+        type=outlier_strength,
+        default=[1, 4, 16, 64],
+        help="strengths of outliers, powers of two",
+    )
+    parser.add_argument(
+        "--groups", nargs="+", type=positive, default=list(GROUPS), help="numbers of weights that share a scale"
+    )
+    parser.add_argument("--alpha", type=fraction, default=0.5, help="migration strength of SmoothQuant, from 0 to 1")
+    parser.add_argument("--layer", type=natural, default=LAYER, help="layer of part channel (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=positive, default=16, help="number of calibration rows, which the model generates"
+    )
+    parser.add_argument("--length", type=positive, default=256, help="tokens per calibration row")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the channels and of calibration tokens")
     add_result_options(parser)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the picture of a result again")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result's picture again")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     return args

@@ -1,4 +1,4 @@
-"""KV policies by the names that options of experiments have for them, and for what admission counts on."""
+"""Makes KV policies by their names in options of experiments, with the predictor for admission."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jllm.kv_policies.length import Longest, Predictor, Quantile
 from jllm.kv_policies.predicted import Predicted
 from jllm.model.model import Model
 
-LEARNED = "learned:"  # a file's path follows
+LEARNED = "learned:"  # followed by a file's path
 PREDICTORS = {"longest": Longest, "quantile": Quantile}
 NAMES = ("none", *PREDICTORS)
 
@@ -23,8 +23,8 @@ def learned_by(name: str, model: Model) -> Learned:
 def policy_with(
     policy: str, predictor: str | Predictor | None = None, quantile: float | None = None, overflow: str | None = None
 ) -> Policy:
-    """Returns a KV policy by its name. `predictor` is an object or one of NAMES; None leaves it to the policy. Raises
-    ConfigError for what does not go together."""
+    """Returns a KV policy by its name. `predictor` is an object or one of NAMES; None keeps the policy's default.
+    Raises ConfigError for options that do not go together."""
     if isinstance(predictor, str) and predictor not in NAMES:
         raise ConfigError(f"a length predictor must be one of {', '.join(NAMES)} or {LEARNED}FILE, not {predictor!r}")
     if policy == "extent" and predictor == "none":

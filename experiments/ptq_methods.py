@@ -1,18 +1,17 @@
-"""What calibrated quantization gains over plain rounding at equal bits: GPTQ, AWQ, SmoothQuant; of the model as it is
-(`plain`), and with outliers such as large models have (jllm.analysis.outliers): in what norms give on (`planted`),
-where weights are as much smaller, or in the residual stream (`stream`), where weights are as others.
+"""Compares calibrated quantization with plain rounding at equal bits: GPTQ, AWQ and SmoothQuant. Models are as they are
+(`plain`), or have outliers like large models (jllm.analysis.outliers). Outliers are in the norms' outputs, with smaller
+weights to match (`planted`), or in the residual stream, with ordinary weights (`stream`).
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
     python -m experiments.ptq_methods --schemes mxfp4 nvfp4 --methods h gptq gptq-h mr-gptq  # of 4-bit floats
 
-Calibration tokens are the model's own, drawn by `--seeds` (not those of the bundled text); a row is of one seed. kl is
-the divergence from the unquantized model in nats a token; `kl_95` its interval by bootstrap over documents (or windows,
-where a text is one document); `ratio` is kl over that of plain rounding in the same model and scheme, and `ratio_95`
-its interval over the same draws of documents: below 1 throughout means better. Seconds are of this machine. A run that
-was interrupted goes on where it stopped, if nothing that decides its rows has changed. Methods `h`, `gptq-h` and
-`mr-gptq` (arXiv 2509.23202) store a scheme's blocks of small floats rotated (`mxfp4-h` for `mxfp4`); their ratios are
-over rounding in blocks as they are.
+The model generates its calibration tokens by `--seeds`; they are not those of the bundled text. A row is of one seed.
+kl is the divergence from the unquantized model in nats per token. `kl_95` is its bootstrap interval over documents (or
+windows, if a text is one document). `ratio` is kl over plain rounding's in the same model and scheme, and `ratio_95`
+its interval over the same draws. An interval below 1 means better. Seconds are of this machine. An interrupted run
+resumes, if nothing that decides its rows has changed. Methods `h`, `gptq-h` and `mr-gptq` (arXiv 2509.23202) store a
+scheme's block floats rotated (`mxfp4-h` instead of `mxfp4`). Their ratios are over rounding without rotation.
 """
 
 import argparse
@@ -66,7 +65,7 @@ MODELS: dict[str, Callable[[Model], Model]] = {
     "planted": plant,
     "stream": lambda model: plant_in_stream(model, own_tokens(model, rows=4, length=256, seed=0)),
 }
-ROUNDING = ("round", "h")  # which take no tokens
+ROUNDING = ("round", "h")  # need no tokens
 FOUR, EIGHT = ("round", "awq", "gptq"), ("round", "smoothquant")
 CLAIMS: tuple[tuple[str, str, str], ...] = (  # model, scheme, method: better than rounding there
     ("plain", "w4a16-g64", "gptq"),
@@ -74,7 +73,7 @@ CLAIMS: tuple[tuple[str, str, str], ...] = (  # model, scheme, method: better th
     ("planted", "w8a8-all", "smoothquant"),
     *product(MODELS, ("mxfp4", "nvfp4"), ("mr-gptq",)),
 )
-ORDER = (  # scheme, method, and one that it is better than by its paper, mean of seeds
+ORDER = (  # scheme, method, and one that its paper reports as worse, mean of seeds
     ("mxfp4", "h", "round"),
     ("mxfp4", "mr-gptq", "gptq"),
     ("mxfp4", "mr-gptq", "gptq-h"),
@@ -85,8 +84,7 @@ ORDER = (  # scheme, method, and one that it is better than by its paper, mean o
 
 
 def rotated_blocks(scheme: Scheme) -> Scheme:
-    """Returns the scheme with blocks of small floats times a Hadamard matrix of the block's size; other formats as they
-    are."""
+    """Returns the scheme with block floats times a Hadamard matrix of the block's size. Other formats stay."""
 
     def one(name: str) -> str:
         found = parse_formats(name)
@@ -97,7 +95,7 @@ def rotated_blocks(scheme: Scheme) -> Scheme:
 
 
 def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000, seed: int = 0) -> list[float]:
-    """Returns 95 % of the divergence over plain rounding's, both of the same draws of documents."""
+    """Returns the 95 % interval of the divergence over plain rounding's, from the same draws of documents."""
     kl = np.asarray([[part.kl for part in e.parts] for e in (found, plain)], np.float64)
     drawn = np.random.default_rng(seed).integers(kl.shape[1], size=(samples, kl.shape[1]))
     sums = kl[:, drawn].sum(axis=2)
@@ -109,7 +107,7 @@ def rounded(value: float) -> float:
 
 
 def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]], str]:
-    """Documents as token ids, `tokens` of them at most, and the protocol."""
+    """Returns documents as token ids, at most `tokens` of them, and the protocol."""
     documents = read_documents(args.text)
     name = args.protocol or ("document" if len(documents) > 1 else "windows-512")
     if find_protocol(name).joined:
@@ -124,7 +122,8 @@ def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]]
 
 
 def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[str, str, int, str]]:
-    """Returns model, scheme, seed and method of each row; rounding before what is held against it."""
+    """Returns model, scheme, seed and method of each row. Rounding comes before the methods that are compared with
+    it."""
     found = []
     for model, scheme, seed in product(args.models, schemes, args.seeds):
         formats = PRESETS[scheme].rules if scheme in PRESETS else ()
@@ -145,8 +144,8 @@ def run_of(args: argparse.Namespace) -> Row:
 def rows(
     model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row] = ()
 ) -> Iterator[Row]:
-    """Yields one a job; those that are there before are not computed again. What doesn't fit the model raises before
-    the first."""
+    """Yields a row per job. Rows that exist are not computed again. Jobs that do not fit the model raise before the
+    first."""
     planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     for name, scheme in schemes.items():
@@ -172,7 +171,7 @@ def rows(
         found, seconds = run(*job)
         if method == "round":
             plain[name, scheme] = found
-        elif (name, scheme) not in plain:  # its row was there
+        elif (name, scheme) not in plain:  # its row existed
             plain[name, scheme], _ = run(name, scheme, seed, "round")
         yield as_row(found, plain[name, scheme], model=name, scheme=scheme, method=method, seed=seed, seconds=seconds)
 
@@ -213,20 +212,24 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=8192, help="of the text, at most")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=8192, help="most tokens of the text")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
     parser.add_argument(
-        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="the model as it is, or with outliers"
+        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models: as it is, or with outliers"
     )
-    parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="of weights")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: by scheme")
-    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0], help="of calibration tokens")
-    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens")
-    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
-    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
-    parser.add_argument("--name", type=label, default="ptq_methods", help="of the result file")
+    parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="schemes of weights")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="methods (default: by scheme)")
+    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0], help="seeds of calibration tokens")
+    parser.add_argument(
+        "--rows", type=positive, default=16, help="number of calibration rows, which the model generates"
+    )
+    parser.add_argument("--length", type=positive, default=256, help="tokens per calibration row")
+    parser.add_argument(
+        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+    )
+    parser.add_argument("--name", type=label, default="ptq_methods", help="label of the result file")
     add_result_options(parser)
     return parser.parse_args(argv)
 

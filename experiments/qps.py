@@ -1,24 +1,24 @@
-"""Requests a second on a workload of conversations, and how long each of them waited.
+"""Measures requests per second on a workload of conversations, and each one's latency.
 
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
-    python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, and what static batching makes of them
+    python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, with static batching
     python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/sampling.md)
     python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
 
-1,024 prompts of random tokens, of the lengths that the workload says, each continued to its given length whatever is
-sampled: the work is the same for everyone. All are sent at once, or at --rate by a Poisson process of a fixed seed.
-Everything is compiled and --warmup requests are served before the clock starts; then the workload runs --repeats times.
+The workload has 1,024 prompts of random tokens, with given lengths of prompts and outputs. The sampled tokens do not
+change the work. All requests start at once, or arrive at --rate by a Poisson process with a fixed seed. Everything is
+compiled and --warmup requests are served before the clock starts. Then the workload runs --repeats times.
 
-Times count from a request's arrival: what a busy host adds before it takes one in is part of them. A percentile is
-that of the nearest rank, exact for first tokens and whole requests, within 0.5 % between tokens. Goodput counts
-requests with the first token within 2 s and at most 50 ms a token from there on average; the first --cut requests to
-arrive, which find the engine empty, count for neither. Intervals are Student's t at 95 % over the repeats.
+Times start at a request's arrival, so they include delays of a busy host. Percentiles use the nearest rank. They are
+exact for first tokens and whole requests, and within 0.5 % between tokens. Goodput counts requests with the first token
+within 2 s, and a mean of at most 50 ms per token after it. The first --cut requests, which find the engine empty, are
+left out of both. Intervals are Student's t at 95 % over the repeats.
 
-The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py;
-those of an engine's devices count together, and each replica has the workload once.
---batching static, --prefill padded, --sampling sort and --host wait each take one idea away.
+The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
+The limits of an engine's devices add up. Each replica has the workload once. --batching static, --prefill padded,
+--sampling sort and --host wait each remove one idea.
 """
 
 import argparse
@@ -56,15 +56,15 @@ OVER_HTTP = (  # options of a run against a server
     *("url", "stream", "config", "workload", "requests", "rate", "seed", "warmup", "repeats"),
     *("temperature", "top_k", "top_p", "min_p", "results", "label", "json"),
 )
-BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests a second, and over vLLM's
-TRITON = 0.8  # of the requests a second by the device's own kernels, at least
-REPLICA = 0.95  # of one engine's requests a second, that each of several adds
-SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows where they are not the default
+BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests per second, and over vLLM's
+TRITON = 0.8  # least share of the requests per second of the device's own kernels
+REPLICA = 0.95  # share of one engine's requests per second that each replica must add
+SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows if they are not the default
 
 
 def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each repeat and then their summary, of one backend after the other. Each replica has the
-    workload once, where all is sent at once: as much work as one alone."""
+    """Yields a row per repeat and then their summary, one backend after the other. Each replica has the workload once,
+    if all is sent at once: as much work as for one engine."""
     for replicas, backend in product(args.replicas or [None], args.backend):
         own = argparse.Namespace(**{**vars(args), "replicas": replicas})
         each = requests * (replicas or 1) if args.rate is None else requests
@@ -121,8 +121,9 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
-    """Bars of the mean, or the last repeat so far, of the whole workload on an H200, or of its schedule alone: of the
-    device's own kernels, beside vLLM where that served in the same job, and of Triton's beside them."""
+    """Yields bars of the mean, or of the last repeat so far. They apply to the whole workload on an H200, or to its
+    schedule alone. The device's own kernels are compared with vLLM's in the same job, and Triton's with the device's
+    own."""
     last = {row.get("backend", OWN[0]): row for row in rows if "peer" not in row}
     row = next((row for row in last.values() if of_own_kernels(row)), None)
     if row is None or "over" in row:
@@ -148,7 +149,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
-    """Of the means of several replicas over that of one; there are none of one alone."""
+    """Yields bars of several replicas' means over one engine's."""
     means = {each["replicas"]: each["qps"] for each in rows if "replicas" in each and each["repeat"] == "mean"}
     for count, qps in means.items():
         if count > 1 and 1 in means:
@@ -160,58 +161,70 @@ def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--config", default="configs/llama-2-7b.json", help="model shape (a config.json), random weights"
+        "--config",
+        default="configs/llama-2-7b.json",
+        help="file with the shape (a config.json) of a model with random weights",
     )
-    parser.add_argument("--model", help="a model's directory or id, instead of random weights")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
+    parser.add_argument("--model", help="directory or id of a model, instead of random weights")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of random weights")
     parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights")
-    parser.add_argument("--workload", type=Path, default=WORKLOAD, help="JSON with requests [prompt, output] in tokens")
-    parser.add_argument("--requests", type=positive, help="only this many, the first")
-    parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of arrivals and prompts")
+    parser.add_argument(
+        "--workload", type=Path, default=WORKLOAD, help="JSON file of requests [prompt, output] in tokens"
+    )
+    parser.add_argument("--requests", type=positive, help="number of requests, from the first on")
+    parser.add_argument(
+        "--rate", type=positive_number, help="requests per second of Poisson arrivals (default: all at once)"
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of arrivals and prompts")
     parser.add_argument(
         "--warmup", type=natural, default=32, help="requests served before the clock starts, 16 tokens each"
     )
-    parser.add_argument("--cut", type=natural, default=0, help="first arrivals left out of percentiles and goodput")
-    parser.add_argument("--repeats", type=positive, default=3, help="runs, for a mean and its interval")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of all requests; 0: the likeliest token")
-    parser.add_argument("--top-k", type=natural, default=0, help="likeliest tokens that are drawn from; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability that is drawn from")
+    parser.add_argument("--cut", type=natural, default=0, help="first arrivals to leave out of percentiles and goodput")
+    parser.add_argument("--repeats", type=positive, default=3, help="number of runs, for a mean and its interval")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of all requests; 0: the likeliest token"
+    )
+    parser.add_argument("--top-k", type=natural, default=0, help="number of likeliest tokens to draw from; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to draw from")
     parser.add_argument("--min-p", type=float, default=0.0, help="least probability, as a share of the greatest")
-    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    parser.add_argument("--devices", type=positive, metavar="N", help="that share an engine's model")
-    each = "that many engines, each on --devices, one number after another; --slots and --requests are of each"
+    parser.add_argument("--slots", type=positive, default=512, help="most sequences that run at once")
+    parser.add_argument("--devices", type=positive, metavar="N", help="number of devices of each engine")
+    each = "numbers of engines, one after another, each on --devices; --slots and --requests are per engine"
     parser.add_argument("--replicas", type=positive, nargs="+", help=each)
-    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
-    parser.add_argument("--pages", dest="num_pages", type=positive, help="in the pool (default: what memory holds)")
-    parser.add_argument("--pool-gib", type=gibibytes, help="size of the pool, in place of --pages")
-    parser.add_argument("--kv-policy", choices=KV_POLICIES, help="who gets pages when (default: paged)")
-    parser.add_argument("--length-predictor", help="what admission counts on: a name, or learned:FILE")
-    parser.add_argument("--admission-quantile", type=float, help="of predicted lengths")
-    whose = "file that the schedule goes to, of the warm-up and then of each repeat, for experiments.simulate --replay"
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
+    parser.add_argument(
+        "--pages", dest="num_pages", type=positive, help="pages in the pool (default: as memory allows)"
+    )
+    parser.add_argument("--pool-gib", type=gibibytes, help="size of the pool in GiB, instead of --pages")
+    parser.add_argument("--kv-policy", choices=KV_POLICIES, help="KV policy (default: paged)")
+    parser.add_argument("--length-predictor", help="length predictor of admission: a name, or learned:FILE")
+    parser.add_argument("--admission-quantile", type=float, help="quantile of predicted lengths")
+    whose = "file of the schedules of the warm-up and each repeat, for experiments.simulate --replay"
     parser.add_argument("--trace", help=whose)
     parser.add_argument("--allow", type=positive, default=0, help="tokens that each request allows, at least its own")
-    parser.add_argument("--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most in a step")
+    parser.add_argument(
+        "--step-tokens", dest="max_step_tokens", type=positive, default=2048, help="most prompt tokens in a step"
+    )
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument(
         "--backend",
         nargs="+",
         choices=("default", *OF_MODELS),
         default=OWN[:1],
-        help="one after another (default: chosen for the device)",
+        help="backends, one after another (default: chosen for the device)",
     )
-    processes = "that trace steps beside this one as an engine starts (docs/serving.md)"
+    processes = "extra processes that trace steps while an engine starts (docs/serving.md)"
     parser.add_argument("--compile-processes", type=natural, default=0, metavar="N", help=processes)
-    share = "of the requests has a guide; 0: none, but texts are made as with one, to compare with"
+    share = "share of requests with a guide; 0: none, but with texts, as a baseline"
     parser.add_argument("--guided", type=fraction, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():
         parser.add_argument(f"--{name}", choices=choices, default=choices[0], help=ABOUT[name])
-    parser.add_argument("--host-only", action="store_true", help="no device: slack and the host's work")
+    parser.add_argument("--host-only", action="store_true", help="use no device: measure slack and the host's work")
     add_bandwidth(parser)
     parser.add_argument(
-        "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, in place of a model"
+        "--url", metavar="http://HOST:PORT/v1", help="send the workload to a server, instead of a model"
     )
-    parser.add_argument("--stream", action="store_true", help="with --url: every request streams")
+    parser.add_argument("--stream", action="store_true", help="with --url: stream every request")
     peers.add_options(parser, peers.SERVERS, 110)
     add_result_options(parser)
     args = parser.parse_args(argv)
@@ -244,7 +257,7 @@ def serve_peers(requests: list[Request], args: argparse.Namespace) -> list[dict[
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """Returns name of the result: what the run was about, policies that are not the default included."""
+    """Returns the name of the result. It has the run's subject, and policies that are not the default."""
     if args.url is not None:
         return "_".join(["qps_http", *(["stream"] if args.stream else [])])
     parts = ["qps_host" if args.host_only else "qps", Path(args.model or args.config).stem]
@@ -264,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.url is None and not args.host_only:  # a server may hold the memory of this host's GPUs
         claim_memory()
-    sampling_of(args)  # what a request would be refused for is told before weights take minutes to be made
+    sampling_of(args)  # a bad request fails before weights take minutes to build
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     if not 0 <= args.cut < len(requests):
         raise ConfigError(f"--cut must leave some of {len(requests)} requests, not cut {args.cut}")

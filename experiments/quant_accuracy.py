@@ -1,4 +1,5 @@
-"""What quantization costs in accuracy and saves in bytes: schemes of weights, formats of K and V, layers, group sizes.
+"""Measures the loss of accuracy and the bytes of quantization: schemes of weights, formats of K and V, layers, group
+sizes.
 
     python -m experiments.quant_accuracy                                       # the bundled model and text
     python -m experiments.quant_accuracy --model DIR --text wiki.txt --protocol wikitext2-2048
@@ -6,24 +7,24 @@
     python -m experiments.quant_accuracy --schemes nf4 --scheme mine:int3 --between mine:int3 nf4
     python -m experiments.quant_accuracy --draw experiments/results/quant_accuracy-*.json
 
-Schemes with KV in the model's dtype, KV formats with weights as loaded, and some of both, or with --grid each with
-each; by a protocol of jllm.analysis.protocols, through the paged cache and the kernels that serve. `added` is the
-growth of perplexity, kl Kullback-Leibler's divergence in nats a token, top1 how often the same token is most likely;
-each against the model as loaded (float32 on a CPU) or --reference, and `_95` its interval by bootstrap with a fixed
-seed over documents, or over windows where the protocol joins texts. Bytes are those of a linear layer's weight and of a
-value of K or V, scales included; what is not quantized counts with two.
+Rows have schemes with KV in the model's dtype, KV formats with weights as loaded, and some pairs; --grid has all pairs.
+They follow a protocol of jllm.analysis.protocols, through the paged cache and the serving kernels. `added` is the
+growth of perplexity. kl is the Kullback-Leibler divergence in nats per token. top1 is how often the most likely token
+is the same. Each is against the model as loaded (float32 on a CPU) or --reference. `_95` is its bootstrap interval with
+a fixed seed, over documents, or over windows if the protocol joins texts. Bytes are per weight of linear layers and per
+value of K or V, scales included. Unquantized values count as 2 bytes.
 
---scheme package.module:NAME adds one of your own, from the current directory as well: a Scheme, a function that rounds
-a weight [outputs, inputs] of each linear layer (its attribute `bits` says what a weight takes), or a KVFormat.
---between A B says by how much A costs more than B on the same documents, with its interval.
+--scheme package.module:NAME adds your own, also from the current directory. It may be a Scheme, a function that rounds
+a weight [outputs, inputs] of each linear layer (with bits per weight in its attribute `bits`), or a KVFormat. --between
+A B shows how much more A costs than B on the same documents, with its interval.
 
-A .jsonl of {"text": ..} has documents, any other file is one. Without --text it is what the bundled model wrote itself
-(experiments/texts). Rows are written as they come, and a run that was interrupted goes on where it stopped, if nothing
-that decides its rows has changed: command, text, weights, tokenizer, rules of schemes, device, versions. Beside the
-JSON lie a page of tables (.md) and pictures (.svg), made of it alone, again by --draw; speeds are those that result
-files of GPUs have, in the same directory or else in experiments/results. --against takes another run's file and says
-how far the order of schemes is the same. --workers spreads the jobs over a Ray cluster, a model a GPU (extra `ray`):
-its address, or local for one on this machine; rows are written in the order of the jobs.
+A .jsonl of {"text": ..} has documents; any other file is one document. The default text is the bundled model's own
+(experiments/texts). Rows are written as they come. An interrupted run resumes, if nothing that decides its rows has
+changed: command, text, weights, tokenizer, rules of schemes, device, versions. A page of tables (.md) and pictures
+(.svg) are beside the JSON, and come from it alone; --draw makes them again. Speeds come from result files of GPUs in
+the same directory, or else in experiments/results. --against takes another run's file, and shows how well the order of
+schemes agrees. --workers runs the jobs on a Ray cluster, a model per GPU (extra `ray`); it takes the address, or local
+for one on this machine. Rows are written in the order of the jobs.
 """
 
 import argparse
@@ -80,28 +81,28 @@ SCHEMES = (
     "nf4", "nf4-dq",
 )  # fmt: skip
 BOTH = (("w8a8", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
-LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # whose layers are tried one by one
+LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # layers of these are tried one by one
 WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
 TOKENS = 8192
-LEAST_COMMON = 3  # rows of another run, for the order of schemes to be compared
+LEAST_COMMON = 3  # least common rows of another run, to compare the order of schemes
 
 
 @dataclass(frozen=True)
 class Job:
-    """Some rows of one part; what names it is in each of them."""
+    """Some rows of one part. Each has the fields that name the job."""
 
     key: Row
     count: int
     make: Callable[[], Iterable[Row]]
 
     def done(self, rows: list[Row]) -> list[Row]:
-        """Returns those of its rows that are there already; none where some are missing."""
+        """Returns the existing rows of the job, or none if some are missing."""
         found = [row for row in rows if self.key.items() <= row.items()]
         return found if len(found) == self.count else []
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Returns Scheme and KV format of each row."""
+    """Returns the scheme and KV format of each row."""
     if args.grid:
         return list(dict.fromkeys(itertools.product(args.schemes, args.kv)))
     both = [pair for pair in BOTH if pair[0] in args.schemes and pair[1] in args.kv]
@@ -110,8 +111,8 @@ def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> list[Any]:
-    """Returns the documents that are within the first `limit` tokens; where a text is one, or the first is longer, its
-    ids so far. As the protocol has it: joined, and begun with BOS."""
+    """Returns the documents within the first `limit` tokens. A single or too long first document becomes its first ids.
+    They are joined, and begin with BOS, as the protocol has it."""
     if find_protocol(protocol).joined:
         texts = ["\n\n".join(texts)]
     if limit is None:
@@ -122,7 +123,7 @@ def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> 
 
 
 def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
-    """Returns i32[W, T] from the beginning of all texts, for the parts that take windows of one size."""
+    """Returns i32[W, T] from the beginning of all texts, for the parts with windows of one size."""
     named = find_protocol(protocol)
     ids = [encode(model.tokenizer, text, named) if isinstance(text, str) else text for text in texts]
     flat = np.concatenate([np.asarray(each, np.int32) for each in ids])
@@ -134,7 +135,7 @@ def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
 def jobs(
     model: Model, reference: Model, texts: list[str], args: argparse.Namespace, schemes: Mapping[str, AnyScheme]
 ) -> list[Job]:
-    """Returns all of the run's. Raises for a protocol or a text that doesn't fit the model."""
+    """Returns all jobs of the run. Raises for a protocol or a text that does not fit the model."""
     selected = chosen(model, texts, args.protocol, args.tokens)
     windows = windows_of(model, selected, args.protocol)
 
@@ -160,7 +161,7 @@ def jobs(
 
 
 def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
-    """In the order of the jobs; what was there before is not computed again."""
+    """Yields rows in the order of the jobs. Rows that exist are not computed again."""
     seen = sys.stderr.isatty()
     times = {"delay": 2, "mininterval": 0.1} if seen else {"delay": 10, "mininterval": 10}  # a log has fewer lines
     with tqdm(total=len(todo), desc="sweep", unit="job", maxinterval=times["mininterval"], **times) as bar:
@@ -171,7 +172,7 @@ def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
 
 
 def check_common(args: argparse.Namespace, against: Row) -> None:
-    """Raises ConfigError where too few rows would be there to compare their order."""
+    """Raises ConfigError if too few common rows would compare their order."""
     others = {(row["scheme"], row["kv"]) for row in part(against["rows"], "scheme")} - {(PLAIN, PLAIN_KV)}
     if len(others & set(pairs(args))) < LEAST_COMMON:
         raise ConfigError(
@@ -180,7 +181,7 @@ def check_common(args: argparse.Namespace, against: Row) -> None:
 
 
 def in_run(name: str, args: argparse.Namespace) -> tuple[str, str]:
-    """Returns scheme and KV format of SCHEME, KV or SCHEME/KV. Raises ConfigError for what the run has not."""
+    """Returns scheme and KV format of SCHEME, KV or SCHEME/KV. Raises ConfigError if the run lacks it."""
     scheme, slash, kv = name.partition("/")
     wanted = [(scheme, kv)] if slash else [(name, PLAIN_KV), (PLAIN, name)]
     if found := [pair for pair in wanted if pair in pairs(args)]:
@@ -198,29 +199,46 @@ def compared(rows: list[Row], args: argparse.Namespace) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 (default: the bundled text)")
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--reference", help="directory or Hub id of what it is compared with (default: itself)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="of weights")
-    parser.add_argument("--scheme", action="append", default=[], metavar="MODULE:NAME", help="one of your own; again")
     parser.add_argument(
-        "--between", nargs=2, action="append", default=[], metavar=("A", "B"), help="SCHEME, KV or SCHEME/KV; again"
+        "--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text (default: the bundled text)"
+    )
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--reference", help="directory or Hub id of the reference (default: the model itself)")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="schemes of weights")
+    parser.add_argument(
+        "--scheme", action="append", default=[], metavar="MODULE:NAME", help="your own scheme; may be repeated"
+    )
+    parser.add_argument(
+        "--between",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("A", "B"),
+        help="two of SCHEME, KV or SCHEME/KV to compare; may be repeated",
     )
     parser.add_argument("--kv", nargs="*", help=f'KV formats ("{PLAIN_KV}": the model\'s dtype; also k=..,v=..)')
-    parser.add_argument("--grid", action="store_true", help="every scheme with every KV format")
-    parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes that are tried layer by layer")
-    parser.add_argument("--no-groups", dest="groups", action="store_false", help="no error by group size")
+    parser.add_argument("--grid", action="store_true", help="combine every scheme with every KV format")
+    parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes to try layer by layer")
+    parser.add_argument("--no-groups", dest="groups", action="store_false", help="leave out the error by group size")
     parser.add_argument(
-        "--protocol", help="of analysis.protocols (default: document; windows-512 where there is but one)"
+        "--protocol", help="protocol of analysis.protocols (default: document; windows-512 where there is but one)"
     )
-    parser.add_argument("--tokens", type=positive, help=f"of the text (default: all of the bundled one, else {TOKENS})")
-    parser.add_argument("--backend", help="xla, mosaic or triton (default: the best for the device and each format)")
-    parser.add_argument("--workers", metavar="ADDRESS", help="spread the jobs over a Ray cluster; local for one here")
-    parser.add_argument("--actors", type=positive, help="workers (default: one a GPU; without any, a CPU)")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="another run, whose order of schemes is compared")
     parser.add_argument(
-        "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="table and pictures of results"
+        "--tokens", type=positive, help=f"most tokens of the text (default: all of the bundled one, else {TOKENS})"
+    )
+    parser.add_argument(
+        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
+    )
+    parser.add_argument(
+        "--workers", metavar="ADDRESS", help="address of a Ray cluster that runs the jobs; local starts one here"
+    )
+    parser.add_argument("--actors", type=positive, help="number of workers (default: one per GPU or CPU)")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="another run's file, to compare the order of schemes"
+    )
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="only draw tables and pictures of results"
     )
     add_result_options(parser)
     args = parser.parse_args(argv)
@@ -233,7 +251,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """Returns what result files of other models and texts don't share."""
+    """Returns the part of a result's name that depends on model and text."""
     parts = [Path(args.model).name] if args.model != BUNDLED else []
     parts += [args.text.stem] if args.text != BUNDLED_TEXT else []
     return "_".join(["quant_accuracy", *parts])
@@ -266,7 +284,7 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
 
 
 def named_schemes(names: Iterable[str]) -> dict[str, AnyScheme]:
-    """Returns schemes by what they are called, those of one's own by their whole name."""
+    """Returns schemes by their names. A user's own have their whole name."""
     names = list(names)
     known = by_name(name for name in names if not is_own(name))
     return {**known, **{name: own_scheme(name) for name in names if is_own(name)}}
@@ -284,7 +302,7 @@ def warn_of_wide_rules(schemes: Mapping[str, AnyScheme]) -> None:
 
 
 def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
-    """Returns the model, and what it is compared with."""
+    """Returns the model and its reference."""
     model = jllm.load(args.model, dtype=args.dtype)
     return model, model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
 
@@ -295,8 +313,7 @@ def prepared(
     schemes: Mapping[str, AnyScheme],
     models: tuple[Model, Model] | None = None,
 ) -> list[Job]:
-    """Returns all jobs, of models that are loaded where they are not given. Raises ConfigError for what cannot run
-    here."""
+    """Returns all jobs. Models are loaded if they are not given. Raises ConfigError for jobs that cannot run here."""
     model, reference = models or loaded(args)
     check_all_run(model, pairs(args), args.layers, args.backend, schemes)
     return jobs(model, reference, texts, args, schemes)

@@ -1,16 +1,16 @@
-"""What each weight format makes of a whole step's time: LLaMA-7B, decoding and prefilling, by batch, in one run.
+"""Measures the time of whole steps by weight format: LLaMA-7B, decoding and prefilling, by batch, in one run.
 
     python -m experiments.quant_steps --stages decode:bf16:1,16,64,128,256,512 prefill:bf16:128,512
     python -m experiments.quant_steps --stages decode:int8-g8:1,64,512:bf16,w8a8
 
-Random weights, made and quantized on the device one by one; all schemes stay there side by side. A stage (kind of step,
-KV format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding: every slot at
---context tokens of KV, greedy, steps dispatched one after the other and timed together on the host's clock. Schemes of
-a batch are timed in turn, --repeats times; a row has all of its times (`_ms_runs`) and the best. Prefill: a step with a
-prompt of --input tokens for each slot. Floors are those of floors.py on this device.
+Random weights are made and quantized on the device one by one, and all schemes stay there. A stage (kind of step, KV
+format, batches, schemes if not all) is compiled as a whole before its first step is timed. Decoding starts every slot
+at --context tokens of KV, greedily. Steps are dispatched one after the other and timed together by the host's clock.
+Schemes of a batch are timed in turn, --repeats times. A row has all of its times (`_ms_runs`) and the best. Prefill is
+a step with a prompt of --input tokens for each slot. Floors are those of floors.py on this device.
 
-What the rows say of claims is said there: C7 (W8A8) reads this experiment's files, C8 (INT4 weights) times these steps
-itself. What a row has is said in steps/speedups.py. --draw FILE.json draws a run's crossover as SVG beside it.
+Claims decide by these rows: C7 (W8A8) reads this experiment's files, and C8 (INT4 weights) times these steps itself.
+steps/speedups.py describes the rows. --draw FILE.json draws a run's crossover as SVG beside it.
 """
 
 import argparse
@@ -63,11 +63,11 @@ Row = dict[str, Any]
 SCHEMES = ("bf16", "w8a8", "w8a8-all", "w4a16-g128", "nf4", "fp8")
 BATCHES = (1, 16, 64, 128, 256, 512)
 PAGE = 16
-W4A16_MS = 1.75  # of a decode step of one sequence, at most
+W4A16_MS = 1.75  # most ms of a decode step of one sequence
 
 
 def slot_tokens(kind: str, args: argparse.Namespace) -> int:
-    """Returns the most that a slot has in steps of that kind."""
+    """Returns the most tokens of a slot in steps of that kind."""
     return (args.context + args.steps if kind == "decode" else args.input) + 1
 
 
@@ -86,14 +86,14 @@ class Case:
         return step_work(0, 0, [(0, prompt, True)] * self.batch)
 
     def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
-        """Returns slots have pages for a prompt, or for --context tokens and --steps more."""
+        """Returns a timer whose slots have pages for a prompt, or for --context tokens and all --steps."""
         pool = pool_for(self.batch, slot_tokens(self.kind, args), PAGE, self.kv)
         return StepTimer(params, config, pool, args.backend)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps that are compiled together, by every scheme where it names none."""
+    """Steps that are compiled together, by every scheme if it names none."""
 
     kind: str
     kv: str
@@ -101,13 +101,13 @@ class Stage:
     schemes: tuple[str, ...] = ()
 
     def cases(self, schemes: list[str]) -> list[Case]:
-        """Returns plain weights first, since others are held against them."""
+        """Returns plain weights first, since others are compared with them."""
         names = sorted(dict.fromkeys(self.schemes or schemes), key=lambda name: name != "bf16")
         return [Case(name, self.kind, batch, self.kv) for name in names for batch in self.batches]
 
 
 def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> float:
-    """Returns seconds of one step; its pages are gone with it."""
+    """Returns the seconds of one step. Its pages are released with it."""
     timer.renew()
     timer.place(args.context if case.kind == "decode" else 0)
     try:
@@ -118,11 +118,11 @@ def seconds(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
 
 
 def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each case, with an "error" where it could not be measured."""
+    """Yields a row per case, with an "error" if it could not be measured."""
     start, note = time.perf_counter(), stopwatch()
     params = random_params(config, "bfloat16")
     schemes = list(dict.fromkeys(case.scheme for stage in args.stages for case in stage.cases(args.schemes)))
-    with ThreadPoolExecutor(len(schemes)) as pool:  # most of the time goes into compiling
+    with ThreadPoolExecutor(len(schemes)) as pool:  # compiling takes most of the time
         models = dict(zip(schemes, pool.map(lambda scheme: quantize(params, scheme), schemes)))
     jax.block_until_ready(models)
     note("quantized")
@@ -152,7 +152,7 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
 def in_turn(
     timers: dict[Case, StepTimer], steps: dict[Case, Future[Any]], args: argparse.Namespace
 ) -> dict[Case, list[float] | Exception]:
-    """Returns seconds of a step of each case, as many as --repeats, or why it could not be measured."""
+    """Returns the seconds of a step of each case, as many as --repeats, or its error."""
     found: dict[Case, list[float] | Exception] = {case: [] for case in timers}
     for _ in range(args.repeats):
         for case, timer in timers.items():
@@ -161,7 +161,7 @@ def in_turn(
                 continue
             try:
                 times.append(seconds(case, timer, steps[case].result(), args))
-            except Exception as error:  # whatever a compiler or a kernel may do: the other cases go on
+            except Exception as error:  # a compiler or kernel may raise anything; other cases go on
                 found[case] = error
     return found
 
@@ -169,7 +169,7 @@ def in_turn(
 def row(
     case: Case, params: Params, config: LlamaConfig, times: list[float], base: float | None, args: argparse.Namespace
 ) -> Row:
-    """Returns times: seconds of a step, of each round; base: the best of bf16's."""
+    """Returns a case's row. times: seconds of a step, by round; base: the best of bf16's."""
     seconds = min(times)
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
@@ -201,7 +201,8 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 
 def parse_stage(text: str) -> Stage:
-    """Returns decode:bf16:1,16 or decode:bf16:1,16:w8a8-all,nf4. Raises argparse's error for another form."""
+    """Returns the stage of decode:bf16:1,16 or decode:bf16:1,16:w8a8-all,nf4. Raises argparse's error for another
+    form."""
     kind, kv, batches, *schemes = text.split(":") + [""] * (2 - text.count(":"))
     names = tuple(schemes[0].split(",")) if schemes else ()
     known = kind in KINDS and kv and len(schemes) < 2 and all(names)
@@ -216,10 +217,12 @@ def parse_stage(text: str) -> Stage:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
     parser.add_argument(
-        "--schemes", type=known_scheme, nargs="+", default=list(SCHEMES), help="of the stages that name none"
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
+    parser.add_argument("--layers", type=positive, help="use only this many layers, for a trial")
+    parser.add_argument(
+        "--schemes", type=known_scheme, nargs="+", default=list(SCHEMES), help="schemes of stages that name none"
     )
     stages = [f"{kind}:{kv}:{','.join(map(str, BATCHES))}" for kv in ("bf16", "int8-g8") for kind in KINDS]
     parser.add_argument(
@@ -228,16 +231,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="KIND:KV:BATCHES[:SCHEMES]",
         default=[parse_stage(s) for s in stages],
-        help=f"steps that are compiled together: decode or prefill, a KV format, batches (default: {' '.join(stages)})",
+        help=f"steps to compile together: decode or prefill, a KV format, batches (default: {' '.join(stages)})",
     )
-    parser.add_argument("--seconds", type=positive_number, help="begin no stage after so long")
+    parser.add_argument("--seconds", type=positive_number, help="begin no stage after this time")
     parser.add_argument("--context", type=positive, default=136, help="KV tokens of each slot when decoding starts")
     parser.add_argument("--input", type=positive, default=8, help="tokens of each prompt")
-    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
+    parser.add_argument("--backend", choices=OF_MODELS, help="backend (default: chosen for the device)")
     add_timing_options(parser, steps=20, repeats=3)
-    parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
+    parser.add_argument("--threads", type=positive, default=12, help="number of threads that compile")
     add_result_options(parser)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a result, measure nothing")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result")
     args = parser.parse_args(argv)
     check_draws_only(parser, args)
     return args

@@ -1,4 +1,5 @@
-"""The result file of experiments: that of the kernels' benchmarks, with the library's error and its packages."""
+"""Writes the result files of experiments. They have the format of the kernels' benchmarks, with the library's errors
+and packages."""
 
 import argparse
 import functools
@@ -15,11 +16,11 @@ from pallas_kernels.bench.bars import bar as bar
 from pallas_kernels.bench.command import interruptible
 
 Row = dict[str, Any]
-Bars = Callable[[list[Row]], Iterable[Row]]  # of all rows
+Bars = Callable[[list[Row]], Iterable[Row]]  # from all rows
 
 
 class ResultFile(result_file.ResultFile):
-    """Raises OutputError where it cannot be written."""
+    """A result file being written. Raises OutputError if it cannot be written."""
 
     packages = (*result_file.ResultFile.packages, "optax", "sentencepiece")
     error: ClassVar[type[OSError]] = OutputError
@@ -32,8 +33,8 @@ class ResultFile(result_file.ResultFile):
         shown: Callable[[Row], bool] = lambda row: True,
         hidden: Collection[str] = (),
     ) -> None:
-        """Adds rows as they come and prints those that are `shown`, without the keys that are `hidden`; then the bars.
-        A run of which a row of its own has an "error" is incomplete."""
+        """Adds rows as they come, then the bars. It prints `shown` rows, without `hidden` keys. A run is incomplete if
+        one of its own rows has an "error"."""
         for row in rows:
             self.add(row)
             if shown(row):
@@ -44,11 +45,11 @@ class ResultFile(result_file.ResultFile):
 
 
 class ResumedFile(ResultFile):
-    """A result that goes on with what an interrupted run left, if that was the same: by command, versions and `run`,
-    which says what else decides its rows (jllm.files.run_identity).
+    """A result that resumes an interrupted run of the same command, versions and `run`. `run` has all else that decides
+    its rows (jllm.files.run_identity).
 
-    Within its `with` block `before` has the rows that are there, and the file is replaced as soon as it has as many.
-    Raises OutputError where it would replace rows of another run.
+    Within its `with` block `before` has the existing rows. The file is replaced once the new one has as many. Raises
+    OutputError if it would replace rows of another run.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ResumedFile(ResultFile):
         self.before: list[Row] = []
 
     def go_on(self, rows: Callable[[list[Row]], Iterable[Row]], bars: Bars, *, hidden: Collection[str] = ()) -> None:
-        """The whole run: `rows` makes its rows of those that are there, which it need not compute again."""
+        """Runs everything. `rows` gets the existing rows, which it need not compute again, and yields the others."""
         with self:
             self.fill(rows(self.before), bars, hidden=hidden)
 
@@ -94,13 +95,13 @@ class ResumedFile(ResultFile):
 
 
 def _decides(document: Row) -> Row:
-    """Returns what two runs share that may go on with each other's rows."""
+    """Returns what two runs must share to reuse each other's rows."""
     named = {"command": document["command"], "versions": document["versions"]}
     return named | document.get("run", {})
 
 
 def _read(path: Path) -> Row | None:
-    """Returns a result, None for what is none."""
+    """Returns a result, or None for any other file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return document if {"command", "versions", "complete", "rows"} <= document.keys() else None
@@ -109,20 +110,20 @@ def _read(path: Path) -> Row | None:
 
 
 def command_line(experiment: str, argv: Sequence[str] | None) -> list[str]:
-    """Returns what a result says that was run: argv, or what this process was given."""
+    """Returns the command line for a result: argv, or this process's own."""
     return ["python", "-m", f"experiments.{experiment}", *(sys.argv[1:] if argv is None else argv)]
 
 
 def refusing(main: Callable[..., int]) -> Callable[..., int]:
-    """Returns a command that ends with status 2, after a line that says why, where the library refuses; and at Ctrl-C
-    as all that are `interruptible` do."""
+    """Returns a command that handles the library's errors: it prints one line and returns 2. It handles Ctrl-C like all
+    `interruptible` commands."""
 
     @interruptible
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
         try:
             return main(*args, **options)
-        except (JllmError, NotImplementedError) as error:  # the second: a kernel's, of shapes that it lacks
+        except (JllmError, NotImplementedError) as error:  # the second: from a kernel, for shapes that it lacks
             print(f"error: {error}", file=sys.stderr)
             return 2
 
@@ -139,7 +140,7 @@ def check_output(path: str | Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder for what hours of work will make. Raises OutputError."""
+    """Makes a folder for results of long work. Raises OutputError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,15 +148,15 @@ def make_folder(path: Path) -> None:
 
 
 def told(args: argparse.Namespace, result: ResultFile) -> int:
-    """Returns the end of a command that went well: the whole document as the last line, if asked. Returns the exit
-    status."""
+    """Ends a successful command, and returns its exit status. If requested, it prints the whole document as the last
+    line."""
     if args.json:
         print(json.dumps(result.document))
     return 0
 
 
 def draw_all(paths: Iterable[Path], draw: Callable[[Path], None]) -> int:
-    """Returns the exit status of a command that draws results beside them."""
+    """Draws results beside them. Returns the exit status."""
     try:
         for path in paths:
             draw(path)
@@ -182,13 +183,13 @@ def record(
     shown: Callable[[Row], bool] = lambda row: True,
     **extra: Any,
 ) -> int:
-    """Returns a command's measurement: rows and bars to a result file (ResultFile.fill), and what is told. args: as
-    add_result_options has them. Returns the exit status."""
+    """Writes rows and bars to a result file (ResultFile.fill), and ends the command. args: those of add_result_options.
+    Returns the exit status."""
     with ResultFile(args.results, experiment, command, args.label, **extra) as result:
         result.fill(rows, bars, shown=shown)
     return told(args, result)
 
 
 def rounded(row: Row) -> Row:
-    """Floats to five digits."""
+    """Returns a row with floats of five digits."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}

@@ -1,9 +1,9 @@
-"""The page of results, from the newest file of each name and device in experiments/results.
+"""Writes the page of results, from the newest file of each name and device in experiments/results.
 
     python -m experiments.results_page           # writes experiments/RESULTS.md and its pictures
-    python -m experiments.results_page --check   # writes nothing, and says whether the page is what it would write
+    python -m experiments.results_page --check   # writes nothing, and reports if the page differs
 
-Claims and bars have the verdicts of their day, which their files carry. Pictures need matplotlib (the extra
+Claims and bars have the verdicts in their files, which are those of their day. Pictures need matplotlib (the extra
 `notebooks`).
 """
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parent / "RESULTS.md"
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page differs")
     args = parser.parse_args(argv)
     try:
         results = Results(read_all(RESULTS))

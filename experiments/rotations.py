@@ -1,21 +1,31 @@
-"""What rotations (QuaRot, arXiv 2404.00456) gain where a model has outliers, of K and V and of what linear layers read,
-and scales of K's and V's channels beside them.
+"""Measures rotations (QuaRot, arXiv 2404.00456) of K and V and of linear layers' inputs, in models with outliers. It
+also measures scales of K's and V's channels.
 
     python -m experiments.rotations
     python -m experiments.rotations --strengths 1 8 --seeds 0
     python -m experiments.rotations --label stream --parts stream
 
-Outliers are planted without changing the model's function (jllm.analysis.outliers), where a seed draws the channels; at
-strength 1 there are none. kl is the divergence from the unquantized model in nats a token, through the paged cache, and
-`kl_95` its interval by bootstrap over documents. Part "kv": K and V in 4 bits as they are, rotated (-h) and with zero
-points (-zp), with outliers in two channels of each head's K and V. Part "weights": a scheme by rounding or a method of
-jllm.quant.calibration, of the model as it is and rotated, with outliers in four channels of what norms give on. There
-a rotation's first step, which takes weights of norms into what reads them, undoes the outliers by itself. So part
-"stream" has that done everywhere, and its outliers are in the residual stream: turned such that its main directions are
-four channels (`channels` 4), or as it is (0). Part "smooth": 4-bit K and V of part "kv" with scales of channels that
-are found ahead (SmoothAttention of QServe, arXiv 2405.04532), by `alpha`; 0 is without. Part "channel": the model of
-part "kv" with K in 4 and 2 bits with zero points, per token and per channel (KIVI, arXiv 2402.02750), and V per token,
-each beside the other in the model's dtype, and both. A run that was interrupted goes on where it stopped.
+Planted outliers keep the model's function (jllm.analysis.outliers). A seed draws their channels; strength 1 has none.
+kl is the divergence from the unquantized model in nats per token, through the paged cache. `kl_95` is its bootstrap
+interval over documents.
+
+Part "kv": 4-bit K and V, plain, rotated (-h) and with zero points (-zp). Outliers are in two channels of each head's K
+and V.
+
+Part "weights": a scheme by rounding, or a method of jllm.quant.calibration, of the model as it is and rotated. Outliers
+are in four channels of the norms' outputs. There a rotation's first step, which moves norm weights into the matrices
+that read them, removes the outliers by itself.
+
+Part "stream": that step is done everywhere, and outliers are in the residual stream. It is turned so that its main
+directions are four channels (`channels` 4), or left as it is (0).
+
+Part "smooth": 4-bit K and V of part "kv" with calibrated scales of channels (SmoothAttention of QServe, arXiv
+2405.04532), by `alpha`; 0 is without.
+
+Part "channel": the model of part "kv", with zero points. K has 4 and 2 bits, per token and per channel (KIVI, arXiv
+2402.02750). V is per token. Each is beside the other in the model's dtype, then both are quantized.
+
+An interrupted run resumes.
 """
 
 import argparse
@@ -61,12 +71,12 @@ METHODS: dict[str, Callable[[Model, str, Any], Params]] = {
 WEIGHTS = (("w8a8-all", "round"), ("fp8", "round"), *(("w4a16-g64", method) for method in METHODS))
 STREAM = ("w8a8-all", "fp8", "w4a16-g64", "mxfp4", "mxfp4-h", "nvfp4", "nvfp4-h")  # by rounding
 PARTS = ("kv", "weights", "stream", "smooth", "channel")
-STREAM_PART = "stream"  # whose rows come with what makes their models
+STREAM_PART = "stream"  # its rows come with functions that make their models
 ALPHAS = (0.0, 0.5, 1.0)
-NONE = "none"  # in place of a rotation
-CHANNELS = 4  # that have outliers
-PAGE = 16  # tokens, where the KV format does not ask for more
-HALF = 0.5  # of the divergence, at most, is what rotation leaves of 4-bit K and V at the greatest strength
+NONE = "none"  # replaces a rotation
+CHANNELS = 4  # number of channels with outliers
+PAGE = 16  # tokens, unless the KV format needs more
+HALF = 0.5  # most that rotation may leave of 4-bit K and V's divergence at the greatest strength
 
 
 def kv_formats(head_dim: int) -> tuple[str, ...]:
@@ -74,7 +84,7 @@ def kv_formats(head_dim: int) -> tuple[str, ...]:
     return base, f"{base}-h", f"{base}-zp", f"{base}-zp-h", "int4-g32", "int4-g32-h"
 
 
-# K by what shares a scale, channels of a token or tokens of a channel, beside V in 16 bits; V beside such K; and both.
+# K by what shares a scale (channels of a token, or tokens of a channel) beside 16-bit V; V beside 16-bit K; and both.
 CHANNEL = (
     *(f"k={fmt},v={PLAIN_KV}" for fmt in ("int4-g32-zp", "kivi4-g32-r32", "int2-g32-zp", "kivi2-g32-r32", "kivi2-g32")),
     *(f"k={PLAIN_KV},v={fmt}" for fmt in ("int4-g32-zp", "int2-g32-zp")),
@@ -83,7 +93,7 @@ CHANNEL = (
 
 
 def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
-    """Yields strength by strength and seed by seed; what is there before is not computed again."""
+    """Yields rows strength by strength and seed by seed. Rows that exist are not computed again."""
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     tokens = own_tokens(model, rows=args.rows, length=args.length, seed=0)
@@ -94,7 +104,7 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
             yield done.get(json.dumps(key)) or key | score(make(), ids, protocol, recorded)
     todo = product(args.strengths, args.seeds) if set(args.parts) - {STREAM_PART} else ()
     for strength, seed in tqdm(list(todo), delay=2, disable=None):
-        if strength == 1 and seed != args.seeds[0]:  # which plants nothing
+        if strength == 1 and seed != args.seeds[0]:  # plants nothing, so seeds do not matter
             continue
         of_kv = plant(model, channels=0, gated=0, kv=2, massive=False, strength=strength, seed=seed)
         of_norms = plant(model, gated=0, massive=False, strength=strength, seed=seed)
@@ -123,11 +133,11 @@ def rows(model: Model, args: argparse.Namespace, before: Sequence[Row] = ()) -> 
 
 
 def of_stream(model: Model, seeds: Sequence[int], tokens: np.ndarray) -> Iterator[tuple[Row, Callable[[], Model]]]:
-    """Yields the rows of part "stream", without scores, and what makes the model of each."""
+    """Yields the rows of part "stream" without scores, each with a function that makes its model."""
     for channels, seed in product((0, CHANNELS), seeds):
         planted = plant_in_stream(model, tokens[:4], channels=channels, seed=seed)
         for which in (NONE, "all"):
-            if (channels, which) == (0, NONE) and seed != seeds[0]:  # of which nothing is drawn
+            if (channels, which) == (0, NONE) and seed != seeds[0]:  # nothing is drawn, so seeds do not matter
                 continue
             turned = planted if which == NONE else rotate(planted, which, seed=seed)
             for scheme in STREAM:
@@ -146,8 +156,7 @@ def score(subject: Model, ids: list[list[int]], protocol: str, recorded: Recorde
 
 
 def halved(kl: Mapping[Any, float], pairs: Iterable[tuple[Any, Any]], text: str, strength: float) -> Iterator[Row]:
-    """Yields what the first of each pair leaves of the second's divergence, the worst of those pairs that are
-    measured."""
+    """Yields how much of the second's divergence the first of a pair leaves. The worst measured pair counts."""
     if ratios := [kl[one] / kl[other] for one, other in pairs if one in kl and other in kl]:
         name = f"{text}, strength {strength:g}, worst seed"
         yield {
@@ -156,9 +165,9 @@ def halved(kl: Mapping[Any, float], pairs: Iterable[tuple[Any, Any]], text: str,
 
 
 def bars(found: list[Row]) -> Iterator[Row]:
-    """Yields what rotation leaves of outliers in the stream, mean of seeds. At the greatest strength: what it leaves of
-    each 4-bit format's divergence, seed by seed, the worst of them; and its means over seeds for 8-bit activations,
-    which must fall."""
+    """Yields the divergence that rotation leaves of outliers in the stream, as a mean of seeds. At the greatest
+    strength it also yields what rotation leaves of each 4-bit format's divergence, for the worst seed. For 8-bit
+    activations it yields means over seeds, which must fall."""
     streams = [row for row in found if row["part"] == STREAM_PART and row["channels"]]
     for scheme in dict.fromkeys(row["scheme"] for row in streams):
         of = [row for row in streams if row["scheme"] == scheme]
@@ -196,16 +205,24 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=4096, help="of the text, at most")
-    parser.add_argument("--protocol", help="of jllm.analysis.protocols (default: document, or windows-512 of one text)")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
+    parser.add_argument(
+        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+    )
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument("--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="powers of two")
-    parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of the channels")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--rows", type=positive, default=16, help="of calibration tokens, the model's own")
-    parser.add_argument("--length", type=positive, default=256, help="tokens a row of calibration")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument(
+        "--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="strengths of outliers, powers of two"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="seeds of the channels with outliers"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
+    parser.add_argument(
+        "--rows", type=positive, default=16, help="number of calibration rows, which the model generates"
+    )
+    parser.add_argument("--length", type=positive, default=256, help="tokens per calibration row")
     add_result_options(parser)
     return parser.parse_args(argv)
 

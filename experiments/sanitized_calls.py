@@ -1,4 +1,4 @@
-"""Calls of kernels that compute-sanitizer watches: each on small inputs, beside the formula's result."""
+"""Calls kernels for compute-sanitizer, each on small inputs, and returns the formula's result beside."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 Result = tuple[Any, Any]  # a kernel's, and the formula's
 FORMATS = ("bf16", "fp8", "int8-g8", "int4-g32", "int4-g32-zp", "int8-g128-zp")  # of K and V
-ROTATED = ("bf16-h", "int4-g32-h", "int8-g8-zp-h")  # likewise; Triton has none
+ROTATED = ("bf16-h", "int4-g32-h", "int8-g8-zp-h")  # of K and V; Triton has none
 WIDTHS: dict[str, Any] = {"heads": (4, 2), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 
 
@@ -21,7 +21,7 @@ def attend_decode(kv: str, backend: str) -> Result:
 
 
 def attend_segments(kv: str, backend: str) -> Result:
-    """Of four rows a sequence, in a chain."""
+    """Attends with four rows per sequence, in a chain."""
     from pallas_kernels.decode_attention import decode_attention, reference
     from pallas_kernels.decode_attention.cases import Case
 
@@ -42,7 +42,7 @@ def attend_prefill(kv: str, backend: str) -> Result:
 
 
 def update_cache(kv: str, backend: str) -> Result:
-    """Returns the rotated Q; what is stored is compared by the tests, to the bit."""
+    """Returns the rotated Q. Tests compare what is stored bitwise."""
     from pallas_kernels.cache_update import cache_update, reference
     from pallas_kernels.cache_update.cases import Case
 
@@ -51,7 +51,7 @@ def update_cache(kv: str, backend: str) -> Result:
 
 
 def move(kv: str, backend: str) -> Result:
-    """Returns K and V of all layers after accepted drafts went to their places, as they are stored."""
+    """Returns the stored K and V of all layers after accepted drafts have moved to their places."""
     import jax
     import numpy as np
 
@@ -88,7 +88,7 @@ def activate(kind: str, backend: str) -> Result:
 
 
 def plain(rows: Any) -> Any:
-    """Returns rows as numbers, whether they are quantized or not."""
+    """Returns rows as floats, quantized or not."""
     import numpy as np
 
     from pallas_kernels.formats.quantized_rows import QuantizedRows
@@ -136,7 +136,7 @@ def multiply_scaled(product: Callable[..., Any], operand: str, rows: str, backen
 
 
 def quantize_and_multiply(rows: str, backend: str) -> Result:
-    """Returns the product of rows that it norms and quantizes itself."""
+    """Returns the matmul of rows that it norms and quantizes itself."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -157,7 +157,7 @@ def quantize_and_multiply(rows: str, backend: str) -> Result:
 
 
 def multiply_codes(which: str, backend: str) -> Result:
-    """Returns `which`: the format of the weight and the rows of x."""
+    """Returns a matmul by codes. `which`: the weight's format and the rows of x."""
     from pallas_kernels.weight_only_matmul import reference, weight_only_matmul
 
     x, w, bias, residual = codes(which)
@@ -166,7 +166,7 @@ def multiply_codes(which: str, backend: str) -> Result:
 
 
 def multiply_codes_by_warp(which: str, backend: str) -> Result:
-    """Returns the same by products of single warps, cut so that their ring goes round."""
+    """Returns the same by matmuls of single warps, cut so that their ring wraps around."""
     from pallas_kernels.weight_only_matmul import mosaic_sm90, reference, weight_only_matmul
     from pallas_kernels.weight_only_matmul.config import Config
 
@@ -180,7 +180,7 @@ def multiply_codes_by_warp(which: str, backend: str) -> Result:
 
 
 def codes(which: str) -> tuple[Any, ...]:
-    """Returns x, a weight, bias and residual of a product by codes."""
+    """Returns x, a weight, bias and residual of a matmul by codes."""
     from pallas_kernels.weight_only_matmul.cases import Case
 
     name, _, rows = which.partition(":")
@@ -188,7 +188,7 @@ def codes(which: str) -> tuple[Any, ...]:
 
 
 def draw(vocabulary: str, backend: str) -> Result:
-    """Returns tokens, of rows with all filters."""
+    """Returns tokens of rows with all filters."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -202,7 +202,7 @@ def draw(vocabulary: str, backend: str) -> Result:
 
 @dataclass(frozen=True)
 class Kernel:
-    run: Callable[[str, str], Result]  # of a case, by a backend: its result and the formula's
+    run: Callable[[str, str], Result]  # runs a case on a backend: its result and the formula's
     cases: tuple[str, ...]
     backends: tuple[str, ...] = ("mosaic", "triton")
 

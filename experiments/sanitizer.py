@@ -1,14 +1,14 @@
-"""What compute-sanitizer says of kernels, on small inputs whose results are checked too.
+"""Runs kernels under compute-sanitizer, on small inputs whose results are checked too.
 
     python -m experiments.sanitizer [--tools memcheck racecheck] [--kernels decode_attention ...] [--json]
-    python -m experiments.sanitizer --backend triton        # those that have such a kernel
+    python -m experiments.sanitizer --backend triton        # kernels with a Triton form
 
-Attention and the cache update run with K and V in several formats, products with several numbers of rows or weights,
-sampling with filters of all kinds: a `case` each. Each kernel and case runs in a process of its own under each tool.
-Arrays come from cudaMalloc one by one (XLA_PYTHON_CLIENT_ALLOCATOR=platform): in one common pool, whatever lies past an
-array is another's, and memcheck would find nothing wrong. `errors` is what the tool counts; a process that failed, or
-whose result is wrong, makes the result incomplete. Needs a GPU and compute-sanitizer; a machine whose runtime hides the
-device from the tool is named.
+Attention and the cache update have a `case` for each of several KV formats. Matmuls have one for several numbers of
+rows or weights, and sampling for filters of all kinds. Each kernel and case runs in its own process under each tool.
+Arrays come from cudaMalloc one by one (XLA_PYTHON_CLIENT_ALLOCATOR=platform). In a common pool, memory past an array
+belongs to another one, and memcheck would find no error. `errors` is the tool's count. A process that failed, or has a
+wrong result, makes the result incomplete. It needs a GPU and compute-sanitizer. If the runtime hides the device from
+the tool, the row's error names that.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from pallas_kernels.bench.command import Parser, add_result_options, interruptib
 from pallas_kernels.bench.numbers import positive, positive_number
 
 TOOLS = ("memcheck", "racecheck")
-TOLERANCE = 8e-3  # of a row's norm: what rounding to bfloat16 costs, several times
+TOLERANCE = 8e-3  # relative to a row's norm: several times the cost of rounding to bfloat16
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 DONE = "wrong by"
 TRIES = 2
 
 
 def run_kernel(kernel: str, case: str, backend: str) -> int:
-    """Returns what the tools watch: one call, and its distance from the formula."""
+    """Runs what the tools watch: one call. Returns its distance from the formula."""
     import numpy as np
 
     out, expected = (np.asarray(x).astype(np.float64) for x in KERNELS[kernel].run(case, backend))
@@ -48,8 +48,8 @@ def run_kernel(kernel: str, case: str, backend: str) -> int:
 
 
 def watch(sanitizer: str, timeout: float, backend: str, tool: str, kernel: str, case: str) -> dict[str, Any]:
-    """Returns one row: a kernel and case under a tool. Of 67 processes under memcheck up to nine have waited for ever,
-    with cases that take 10 s otherwise: each is begun again once, and the row's `tries` says so."""
+    """Returns the row of a kernel and case under a tool. Some processes under memcheck hang, with cases that usually
+    take seconds. So each is tried a second time, and the row's `tries` counts."""
     options = ["--report-api-errors", "no"] if tool == "memcheck" else ["--racecheck-report", "all"]
     command = [
         sanitizer,
@@ -84,7 +84,7 @@ def watch(sanitizer: str, timeout: float, backend: str, tool: str, kernel: str, 
 
 
 def judge(output: str) -> dict[str, Any]:
-    """Returns the tool's count of errors or hazards and what it says first, or why there is none."""
+    """Returns the tool's count of errors or hazards and its first message, or the reason for having none."""
     reports = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
     said = [line for line in reports if line and not line.startswith(("COMPUTE-SANITIZER", "ERROR SUMMARY"))]
     wrong, summary = re.search(rf"{DONE} (\S+)", output), SUMMARY.search(output)
@@ -98,7 +98,8 @@ def judge(output: str) -> dict[str, Any]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields memcheck finds nothing. Racecheck's report has no bar: it does not know all that orders accesses."""
+    """Yields the bar that memcheck finds nothing. Racecheck's report has no bar, as it does not know every way to order
+    accesses."""
     for row in rows:
         if row["tool"] == "memcheck" and "errors" in row:
             what = row["kv"] if "kv" in row else f"{row['case']} {row['backend']}"  # files before 2026-11-24 have kv
@@ -107,15 +108,18 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="that are run")
-    parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="whose kernels")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of the kernels' cases these alone, such as bf16")
-    parser.add_argument("--jobs", type=positive, default=8, help="processes at a time")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="tools of compute-sanitizer")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="kernels to run")
+    parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="backend of the kernels")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="run only these cases of the kernels, such as bf16")
+    parser.add_argument("--jobs", type=positive, default=8, help="number of processes at a time")
     parser.add_argument(
-        "--timeout", type=positive_number, default=60, help="seconds that a process may take, which is begun again once"
+        "--timeout",
+        type=positive_number,
+        default=60,
+        help="limit in seconds of a process, which is tried a second time",
     )
-    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="path of the program")
     add_result_options(parser)
     parser.add_argument("--run", nargs=3, metavar=("KERNEL", "CASE", "BACKEND"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -1,23 +1,24 @@
-"""KV policies and length predictors on a workload, without a GPU: the engine's scheduler, and steps that are costed.
+"""Compares KV policies and length predictors on a workload, without a GPU: the engine's scheduler plans steps with
+computed costs.
 
     python -m experiments.simulate --policy paged reserve extent --predictor none quantile oracle --pool-gib 16 32 64
     python -m experiments.simulate --config llama-3-8b --kv-cache bf16 int8-g8 --slots 128 512 --rate 25
     python -m experiments.simulate --requests 100000 --rate 27.8     # an hour of traffic
     python -m experiments.simulate --replay run.jsonl    # a trace that an engine recorded, Engine(trace="run.jsonl")
 
-Every combination is one row. The pool has as many pages as --pool-gib hold; weights count for time alone. A request
-allows --max-new-tokens and makes what the workload says, which only the oracle knows. Step times are those of a cost
-model fitted to measured steps (cost_model.py; --floor takes floors alone), the same for every policy; the file says
-which results it is from, and how far from them. Nothing is measured but `host_us`: this machine's own microseconds in
-the scheduler for each running sequence and step. reserve asks no predictor, and is simulated once.
+Every combination is one row. The pool has as many pages as fit --pool-gib; weights only affect time. A request allows
+--max-new-tokens, and makes the workload's number, which only the oracle knows. Step times come from a cost model fitted
+to measured steps (cost_model.py; --floor uses floors alone), the same for every policy. The file names the results
+behind it, and its distance from them. Only `host_us` is measured: this machine's microseconds in the scheduler per
+running sequence and step. reserve uses no predictor, and is simulated once.
 
-A workload is the name of one of workloads/, or a file: {"requests": [[prompt, output], ..]}, or JSON lines {"prompt":
-[ids] or their number, "output": tokens, "stop": [strings]}. With --requests as many are drawn from it, with
-replacement, fixed seed. A predictor called learned:FILE was made for --predictor-model (train_length_predictor.py).
+A workload is the name of one in workloads/, or a file: {"requests": [[prompt, output], ..]}, or JSON lines {"prompt":
+[ids] or their number, "output": tokens, "stop": [strings]}. --requests draws that many from it, with replacement and a
+fixed seed. A predictor learned:FILE must be made for --predictor-model (train_length_predictor.py).
 
---replay simulates nothing: it takes each recorded step's work and says how far the cost model's seconds are from what
-the step took, as calibrated and as fitted to the first half of the trace and judged by the second (--config, --quantize
-and one --kv-cache must be those of the engine).
+--replay simulates nothing. It takes each recorded step's work, and compares the cost model's seconds with the step's.
+One model is as calibrated. The other is fitted to the first half of the trace and judged by the second. --config,
+--quantize and one --kv-cache must be the engine's.
 """
 
 import argparse
@@ -51,13 +52,13 @@ from pallas_kernels.bench.numbers import gibibytes, positive, positive_number, s
 
 Row = dict[str, Any]
 GIB = 1 << 30
-HOST_BAR = 5.0  # microseconds a running sequence and step
+HOST_BAR = 5.0  # microseconds per running sequence and step
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation: what its row is called."""
+    """One simulation, by the names in its row."""
 
     config: str
     scheme: str | None
@@ -88,7 +89,7 @@ class Costs:
 
 
 def make_costs(config: str, scheme: str | None, kv_cache: str | None, floor: bool = False) -> Costs:
-    """Raises ConfigError for an unknown configuration."""
+    """Returns the costs. Raises ConfigError for an unknown configuration."""
     if not ((CONFIGS / f"{config}.json").exists() or Path(config).exists()):
         known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
         raise ConfigError(f"no configuration is called {config!r}; known are {known}")
@@ -97,7 +98,7 @@ def make_costs(config: str, scheme: str | None, kv_cache: str | None, floor: boo
 
 
 def options_of(case: Case, costs: Costs, truth: Truth, learned: Any = None) -> EngineOptions:
-    """Returns the engine's options, its checks included. Raises ConfigError."""
+    """Returns the engine's options, after its checks. Raises ConfigError."""
     page_bytes = case.page_size * token_bytes(costs.model, case.kv_cache)
     predictor: Any = truth.oracle() if case.predictor == "oracle" else learned or case.predictor
     return EngineOptions(
@@ -124,7 +125,7 @@ def simulate(
     seed: int = 0,
     learned: Any = None,
 ) -> Row:
-    """Returns one row. Raises ConfigError or RequestError where the engine would."""
+    """Returns one row. Raises ConfigError or RequestError as the engine would."""
     truth = Truth()
     options = options_of(case, costs, truth, learned)
     longest = max_new_tokens or workload.longest_output
@@ -135,7 +136,7 @@ def simulate(
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """Returns the product of what was asked for. Raises ConfigError where nothing is left of it."""
+    """Returns the product of all options. Raises ConfigError if nothing is left of it."""
     found = []
     for kv, slots, gib, policy in product(args.kv_cache, args.slots, args.pool_gib, args.policy):
         for predictor in predictors_of(policy, args.predictor):
@@ -154,7 +155,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def predictors_of(policy: str, names: list[str]) -> list[str | None]:
-    """Returns those that a policy can be asked with; None for its default."""
+    """Returns the predictors that a policy can use; None is its default."""
     if policy == "reserve":
         return [None]
     fit: list[str | None] = [name for name in names if policy != "extent" or name != "none"]
@@ -176,7 +177,7 @@ def simulate_all(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def learned_of(args: argparse.Namespace) -> dict[str, Learned]:
-    """Returns those asked for, by name. Raises LengthPredictorError."""
+    """Returns the learned predictors among the options, by name. Raises LengthPredictorError."""
     names = [name for name in args.predictor if name.startswith(LEARNED)]
     model = load(args.predictor_model) if names else None
     return {name: learned_by(name, model) for name in names if model is not None}
@@ -190,7 +191,7 @@ def replay_all(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def bars(rows: list[Row]) -> list[Row]:
-    """Returns what the scheduler itself may cost, of the longest run where one is an hour's traffic."""
+    """Returns the bar of the scheduler's own cost, of the longest run if one is an hour's traffic."""
     hours = [row for row in rows if row.get("requests", 0) >= 100_000 and row["seconds"] >= 0.98 * HOUR]
     return [
         bar(f"host work a running request a step, {row['kv_policy']}, {row['requests']} requests in "
@@ -201,27 +202,33 @@ def bars(rows: list[Row]) -> list[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"], help="who gets pages when")
+    parser.add_argument("--policy", nargs="+", choices=KV_POLICIES, default=["paged"], help="KV policies")
     parser.add_argument("--predictor", nargs="+", default=["none"], help=f"{', '.join(NAMES)}, oracle, learned:FILE")
     parser.add_argument("--predictor-model", default=BUNDLED, help="directory or id (default: the bundled model)")
-    parser.add_argument("--quantile", type=float, help="of predicted lengths, that admission counts on")
-    parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests go on")
+    parser.add_argument("--quantile", type=float, help="quantiles of predicted lengths for admission")
+    parser.add_argument("--overflow", choices=OVERFLOWS, help="extent: where outgrown requests continue")
     parser.add_argument("--kv-cache", nargs="+", default=["bf16"], help="KV formats")
     parser.add_argument(
-        "--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0, 64.0], help="sizes of the page pool"
+        "--pool-gib", nargs="+", type=gibibytes, default=[16.0, 32.0, 64.0], help="sizes of the page pool in GiB"
     )
     parser.add_argument("--slots", nargs="+", type=positive, default=[512], help="most sequences that run at once")
-    parser.add_argument("--config", default="llama-2-7b", help="a model's shape: a name in configs/, or a path")
+    parser.add_argument("--config", default="llama-2-7b", help="the model's shape: a name in configs/, or a path")
     parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights (default: bf16)")
-    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens a KV page")
-    parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens in a step")
-    parser.add_argument("--workload", default="ppl_samples_1024", help="by its name in workloads/, or a file")
-    parser.add_argument("--requests", type=positive, help="draws from the workload (default: it, once)")
-    parser.add_argument("--max-new-tokens", type=positive, help="of every request (default: the longest output)")
-    parser.add_argument("--rate", type=positive_number, help="requests a second, Poisson (default: all at once)")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of draws and arrivals")
-    parser.add_argument("--replay", help="a trace to compare with, in place of a simulation")
-    parser.add_argument("--floor", action="store_true", help="steps at their floor, no measured share of it")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
+    parser.add_argument("--step-tokens", type=positive, default=2048, help="most tokens of a step")
+    parser.add_argument("--workload", default="ppl_samples_1024", help="workload: a name in workloads/, or a file")
+    parser.add_argument(
+        "--requests", type=positive, help="number of draws from the workload (default: the whole workload once)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, help="tokens that every request allows (default: the longest output)"
+    )
+    parser.add_argument(
+        "--rate", type=positive_number, help="requests per second of Poisson arrivals (default: all at once)"
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of draws and arrivals")
+    parser.add_argument("--replay", help="compare with a trace, instead of simulating")
+    parser.add_argument("--floor", action="store_true", help="use steps at their floor, without measured shares of it")
     add_result_options(parser)
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""How far the simulator is from what was served on one GPU and on two, figure by figure.
+"""Compares the simulator with measured serving on one GPU and on two, value by value.
 
     python -m experiments.simulation_error
 
@@ -6,11 +6,11 @@ It simulates three kinds of runs that were measured on H100s:
 
 serving   the QPS workload through one engine, all at once and by Poisson arrivals (claim C23's file)
 replicas  the same all at once, through an engine on each of one and two GPUs
-level     a few layers, with prompts in steps with decodes, in steps of their own, and on a GPU of their own
+level     a few layers, with prompts in steps with decodes, in separate steps, and on a separate GPU
           (experiments.disaggregation)
 
-Each run is the newest file of its label. `off_by` is the simulated figure over the measured one, less 1. Engines that
-are simulated side by side share no host. Engines of one process do.
+Each run is the newest file of its label. `off_by` is the simulated value over the measured one, less 1. Simulated
+engines do not share a host; real engines of one process do.
 """
 
 import json
@@ -47,7 +47,7 @@ COMPARED = ("qps", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 
 
 def figures(results: Path = RESULTS) -> Iterator[Row]:
-    """Yields a row for each figure that was measured."""
+    """Yields a row for each measured value."""
     yield from of_one_engine(results)
     for path in sorted(results.glob(f"qps_{MODEL}_bfloat16_replicas*-{H100}.json"))[-1:]:
         yield from of_replicas(path)
@@ -63,13 +63,13 @@ def cost_on_h100(config: LlamaConfig, scheme: str | None, kv_cache: str | None) 
 
 
 def of_one_engine(results: Path) -> Iterator[Row]:
-    """Yields the QPS workload through an engine on an H100, all at once and by Poisson arrivals for some seconds: claim
-    C23's, in as many pages as experiments.qps had with the same options."""
+    """Yields rows of the QPS workload through an engine on an H100, all at once and by Poisson arrivals. They are claim
+    C23's, with the pages of experiments.qps under the same options."""
     found, sizes = newest(results, "claims-C23", H100), newest(results, f"qps_{MODEL}_bfloat16", H100)
     if found is None or sizes is None:
         return
     (name, served), (_, sized) = found, sizes
-    pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers say none
+    pages = int(next(row["pages_total"] for row in sized["rows"] if "pages_total" in row))  # peers' rows have none
     config = model_config(qps.parse_args([]).config, None)
     serve = partial(simulated, Costs(model_shapes(MODEL), cost_on_h100(config, None, None)), num_pages=pages)
     for row in served["rows"]:
@@ -80,7 +80,7 @@ def of_one_engine(results: Path) -> Iterator[Row]:
 
 
 def of_replicas(path: Path) -> Iterator[Row]:
-    """Yields the QPS workload once for each of several H100s, all at once, through an engine on each."""
+    """Yields rows of the QPS workload once for each of several H100s, all at once, through an engine on each."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = qps.parse_args(shlex.split(document["command"])[3:])
     config = model_config(args.config, None)
@@ -100,7 +100,7 @@ def of_replicas(path: Path) -> Iterator[Row]:
 
 
 def of_levels(path: Path, link: Link) -> Iterator[Row]:
-    """Prompts in steps with decodes, in steps of their own, and on a GPU of their own, on H100s."""
+    """Yields rows of prompts in steps with decodes, in separate steps, and on a separate GPU, on H100s."""
     document = json.loads(path.read_text(encoding="utf-8"))
     args = disaggregation.parse_args(shlex.split(document["command"])[3:])
     config = model_config(args.config, args.layers)
@@ -123,8 +123,8 @@ def of_levels(path: Path, link: Link) -> Iterator[Row]:
 def engines(
     config: LlamaConfig, cost: CostModel, usual: Row, longest: int, prompts: Row | None = None, **more: Any
 ) -> Make:
-    """Returns what makes an engine; of which kind, the caller says. Where prompts alone are computed, options are those
-    of `prompts` before the usual ones."""
+    """Returns a function that makes an engine, of the kind that the caller names. For prompts alone, `prompts`
+    overrides the default options."""
 
     def make(kind: Callable[..., Simulation]) -> Simulation:
         options = EngineOptions(**(usual | (prompts or {}) if kind is Prompts else usual))
@@ -138,7 +138,7 @@ def _arrivals(requests: list[Request]) -> list[Arrival]:
 
 
 def _compared(file: str, of: str, gpus: int, about: Row, measured: Row, simulated: Row) -> Iterator[Row]:
-    """Yields a row for each figure that both have."""
+    """Yields a row for each value that both have."""
     for figure in COMPARED:
         if figure in measured:
             found = {"measured": measured[figure], "simulated": simulated[figure]}

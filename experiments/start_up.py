@@ -1,11 +1,11 @@
-"""How long an engine takes from its weights to the first token of its first request: cold, and with the compiled steps
-that the first start left in files.
+"""Times an engine's start from its weights to the first token of its first request. One start is cold; another has the
+compiled steps that the first one left in files.
 
     python -m experiments.start_up --config configs/llama-2-7b.json --slots 512
 
-Each start has a process of its own, random weights and an empty compilation cache of JAX's. --processes says how many
-others trace steps beside a cold one (jllm/programs/tracing.py); with several numbers each has its cold start, one after
-the other. The bar of a cold start is that of a start without them.
+Each start has its own process, random weights and an empty JAX compilation cache. --processes sets how many others
+trace steps beside a cold one (jllm/programs/tracing.py). Several numbers each have their cold start, in order. The bar
+of a cold start applies without other processes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SAMPLING = SamplingParams(max_new_tokens=2, ignore_eos=True)
 
 
 def start(args: argparse.Namespace, folder: Path, processes: int) -> Row:
-    """Returns one start, in a process that has not used JAX."""
+    """Returns the row of one start, in a process that has not used JAX."""
     claim_memory()
     jax.config.update("jax_enable_compilation_cache", False)
     model = make_model(args)
@@ -79,8 +79,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
-    """Yields the slowest start of each kind: those of LLaMA-7B with 512 slots on a GPU have a bar, cold ones without
-    other processes."""
+    """Yields the slowest start of each kind. Those of LLaMA-7B with 512 slots on a GPU have a bar; cold ones only
+    without other processes."""
     chosen = [
         row for row in rows if (row["model"], row["slots"]) == ("llama-2-7b", 512) and row["device"].startswith("gpu")
     ]
@@ -95,23 +95,27 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.set_defaults(host_only=False, guided=None, devices=None)  # make_model asks
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--model", help="a model's directory or id, instead of random weights")
-    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="of random weights")
+    parser.set_defaults(host_only=False, guided=None, devices=None)  # make_model reads them
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
+    parser.add_argument("--model", help="directory or id of a model, instead of random weights")
+    parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of random weights")
     parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights")
-    parser.add_argument("--slots", type=positive, default=512, help="sequences that run at once")
-    parser.add_argument("--pages", type=positive, help="KV pages; default: as many as there is room for")
+    parser.add_argument("--slots", type=positive, default=512, help="most sequences that run at once")
+    parser.add_argument("--pages", type=positive, help="number of KV pages (default: as memory allows)")
     parser.add_argument("--kv-cache", help="KV format")
-    processes = "that trace steps beside a cold start's own; with several numbers, one cold start with each"
+    processes = "extra processes that trace steps of a cold start; one cold start per number"
     parser.add_argument("--processes", type=natural, nargs="+", default=[0], metavar="N", help=processes)
-    parser.add_argument("--repeats", type=positive, default=2, help="of the warm start, after the last cold one")
+    parser.add_argument(
+        "--repeats", type=positive, default=2, help="repeats of the warm start, after the last cold one"
+    )
     add_result_options(parser)
     args = parser.parse_args(argv)
     if not args.model:
         parse_kv_cache(args.kv_cache, load_config(args.config), args.dtype)
     EngineOptions(max_slots=args.slots, num_pages=args.pages, compile_processes=max(args.processes))
-    rows = list(measure(args))  # before this process, too, looks at the device and takes its memory
+    rows = list(measure(args))  # before this process uses the device and takes its memory
     return record(args, "start_up", command_line("start_up", argv), rows, bars=bars)
 
 

@@ -1,17 +1,18 @@
-"""Where the time of one step goes, kernel by kernel, as the profiler saw it on the device.
+"""Profiles one step on the device, kernel by kernel.
 
     python -m experiments.step_profile --config configs/llama-2-7b.json --batch 1 64 256
     python -m experiments.step_profile --kind prefill --batch 128 512 --input 8
     python -m experiments.step_profile --kind serve --batch 1 512 --context 136 --steps 16
 
-Random weights. Decoding: every slot at --context tokens of KV; prefill: a prompt of --input tokens for each slot, from
-the beginning; serve: an engine whose slots all decode, some tokens after --context, with all that its host does between
-two steps; the first few are not counted, as the profiler takes its time to begin. Kernels of one name are added up and
-sorted into kinds: matmul, attention, cache (rotary embedding and the write), norm and activation, sampling, and the
-rest, which is everything between them; XLA's names hide some products there. The gap is the time in which neither a
-kernel nor a copy ran, from the first of the steps to the last; many short kernels make the profiler itself leave gaps,
-so that an engine's is also told by the clock: what a step takes without a profiler, less its kernels and copies. Rows
-whose kernel is "(all)" are the totals of a kind.
+Weights are random. decode: every slot is at --context tokens of KV. prefill: each slot has a prompt of --input tokens,
+from the beginning. serve: all slots of an engine decode, some tokens after --context, with all host work between steps.
+Its first steps do not count, as the profiler starts slowly.
+
+Kernels of one name are summed and sorted into kinds: matmul, attention, cache (rotary embedding and the write), norm
+and activation, sampling, and the rest. XLA's names hide some matmuls in the rest. The gap is the time without a kernel
+or copy, from the first step to the last. With many short kernels the profiler itself leaves gaps. So an engine's gap is
+also measured by the clock: a step's time without a profiler, less its kernels and copies. Rows with the kernel "(all)"
+are totals of a kind.
 """
 
 import argparse
@@ -46,12 +47,12 @@ from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import Event, timeline
 from pallas_kernels.bench.numbers import positive
 
-PROMPT_TOKENS = 4096  # most of a step, of those that an engine takes in before it is profiled
-MOST_GAP = 0.03  # of a step
+PROMPT_TOKENS = 4096  # most prompt tokens of a step before an engine is profiled
+MOST_GAP = 0.03  # share of a step
 GAP, CLOCK_GAP = "gap", "gap by the clock"
 SKIPPED = 3  # steps of an engine's profile
 LENGTHS = {"context": 256, "input": 8}  # tokens
-KINDS = (  # the first pattern that a kernel's name contains
+KINDS = (  # a kernel's kind is the first pattern in its name
     ("attention", r"attention|merge"),
     ("cache", r"cache_update|move_tokens"),
     ("matmul", r"matmul|swiglu|weight_only|gemm|gemv|cutlass|cublas|nvjet|dot"),
@@ -65,8 +66,8 @@ def kind_of(name: str) -> str:
 
 
 def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Callable[[], jax.Array]:
-    """Returns a function that runs --steps steps: decoding, each fed by the one before, or with the same prompts
-    anew."""
+    """Returns a function that runs --steps steps. Decode steps feed each other; prefill steps repeat the same
+    prompts."""
     tokens = args.context + 16 * args.steps if args.kind == "decode" else args.input + 1  # it is called a few times
     timer = StepTimer(params, config, pool_for(batch, tokens, args.page_size, args.kv_cache), args.backend)
     layout, buffer = step_of(args.kind, batch, args.input)
@@ -76,10 +77,10 @@ def steps_of(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 
 def serving_sizes(batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Returns an engine's options in which all slots decode four profiles' steps, and the tokens that each makes."""
-    prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens a step, until all are in
+    prompts = 1 << (min(PROMPT_TOKENS, batch * args.context) - 1).bit_length()  # tokens per step, until all are in
     chunks = min(batch, 64)
     filling = max(-(-batch * args.context // prompts), -(-batch // chunks))
-    waiting = 2 * Scheduler.PATIENCE  # the last prompts may, and tokens are read late
+    waiting = 2 * Scheduler.PATIENCE  # the last prompts may wait, and tokens are read late
     output = 4 * (args.steps + SKIPPED) + filling + waiting
     options = {
         "max_slots": batch, "num_pages": batch * -(-(args.context + output) // args.page_size),
@@ -109,14 +110,15 @@ def serving(params: Params, config: LlamaConfig, batch: int, args: argparse.Name
 
 
 def serve_steps(engine: Engine, steps: int) -> list[jax.Array]:
-    """Runs steps, and returns what is there once the last of them, whose tokens are still unread, has ended."""
+    """Runs steps. Returns arrays that are ready once the last step has ended; its tokens are still unread."""
     for _ in range(steps):
         engine.step()
     return jax.live_arrays()
 
 
 def by_the_clock(engine: Engine, steps: int) -> float:
-    """Microseconds that a step takes without a profiler. A step is in flight before the first and after the last."""
+    """Returns the microseconds of a step without a profiler. A step is in flight before the first and after the
+    last."""
     serve_steps(engine, SKIPPED)
     begin = time.perf_counter()
     serve_steps(engine, steps)
@@ -124,8 +126,8 @@ def by_the_clock(engine: Engine, steps: int) -> float:
 
 
 def steady(events: list[Event], steps: int) -> list[Event]:
-    """Returns the events of whole steps after the first SKIPPED, told apart by a kernel (no copy) that each step has
-    once: the latest in a step. Raises RuntimeError where there is none."""
+    """Returns the events of whole steps after the first few. Steps are separated by a kernel that runs once in each:
+    the latest such one, and no copy. Raises RuntimeError if there is none."""
     counts = collections.Counter(event.name for event in events)
     once = [event for event in events if counts[event.name] == steps and not event.name.startswith("Mem")]
     if not once:
@@ -136,7 +138,7 @@ def steady(events: list[Event], steps: int) -> list[Event]:
 
 
 def busy_us(events: list[Event]) -> float:
-    """For how long something ran: copies may run beside kernels."""
+    """Returns the time in which something ran. Copies may overlap kernels."""
     busy, end = 0.0, -math.inf
     for event in sorted(events, key=lambda event: event.start_us):
         busy += max(0.0, event.start_us + event.us - max(end, event.start_us))
@@ -145,7 +147,7 @@ def busy_us(events: list[Event]) -> float:
 
 
 def table(events: list[Event], steps: int) -> Iterator[dict[str, Any]]:
-    """Yields one row a kernel name, the longest first, and one for the gaps."""
+    """Yields one row per kernel name, the longest first, and one for the gaps."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in events:
         times[re.sub(r"[_.]?\d+", "", event.name)[:60]].append(event.us)
@@ -165,7 +167,7 @@ def gap_row(kind: str, idle_us: float, step_us: float) -> dict[str, Any]:
 
 
 def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields one row a kind of kernel, the longest first, of a table's rows; gaps have their rows there."""
+    """Yields one row per kind of kernel, the longest first. Gaps already have their rows in the table."""
     sums: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found:
         if row["kernel"] != "(none)":
@@ -180,13 +182,15 @@ def totals(found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_model_options(parser)
-    parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="of the step")
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 64, 256], help="slots, or prompts")
-    context = f"decode, serve: KV tokens of each slot to begin with (default: {LENGTHS['context']})"
+    parser.add_argument("--kind", choices=(*STEP_KINDS, "serve"), default="decode", help="kind of the step")
+    parser.add_argument(
+        "--batch", type=positive, nargs="+", default=[1, 64, 256], help="numbers of slots, or of prompts"
+    )
+    context = f"decode, serve: KV tokens of each slot at the start (default: {LENGTHS['context']})"
     parser.add_argument("--context", type=positive, help=context)
     parser.add_argument("--input", type=positive, help=f"prefill: tokens of each prompt (default: {LENGTHS['input']})")
-    parser.add_argument("--steps", type=positive, default=4, help="steps in one profile")
-    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
+    parser.add_argument("--steps", type=positive, default=4, help="number of steps in one profile")
+    parser.add_argument("--backend", choices=OF_MODELS, help="backend (default: chosen for the device)")
     add_result_options(parser)
     args = parser.parse_args(argv)
     taken = length_of(args.kind)
@@ -198,7 +202,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def length_of(kind: str) -> str:
-    """Returns the option that says how long slots, or prompts, of such a step are."""
+    """Returns the option with the length of slots, or of prompts, for this kind."""
     return "input" if kind == "prefill" else "context"
 
 
@@ -211,7 +215,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields rows of one number of slots or prompts; their pages are gone with it."""
+    """Yields the rows of one number of slots or prompts, then releases their pages."""
     length = length_of(args.kind)
     step = {
         "model": Path(args.config).stem, "scheme": scheme_name(args.scheme), "batch": batch,
@@ -230,8 +234,8 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
 
 
 def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of an engine's steps, with its gap by the clock: of as many steps before the profile as after it,
-    so that contexts, which grow by a token a step, are as long on average."""
+    """Yields the rows of an engine's steps, with its gap by the clock. As many steps are timed before the profile as
+    after it. So contexts, which grow by a token per step, have the same mean length."""
     before = by_the_clock(engine, steps)
     run = partial(serve_steps, engine, steps + SKIPPED)
     events = steady(timeline(run, python=False), steps + SKIPPED)
@@ -241,8 +245,7 @@ def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the time in which an engine's decode steps leave the device idle: by the clock, but for older runs without
-    it."""
+    """Yields the device's idle time in an engine's decode steps: by the clock, or for older files by the profiler."""
     served = [row for row in rows if row.get("step") == "serve"]
     kind = CLOCK_GAP if any(row["kind"] == CLOCK_GAP for row in served) else GAP
     for row in served:
@@ -262,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     command = command_line("step_profile", argv)
     claim_memory()
     options: dict[str, Any] = {"shown": lambda row: row["share"] >= 0.002}
-    if args.layers is None:  # fewer are too small to decide
+    if args.layers is None:  # fewer layers are too small to decide
         options["bars"] = bars
     return record(args, name_of(args), command, rows(args), **options)
 

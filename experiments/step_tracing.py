@@ -1,11 +1,12 @@
-"""How long tracing and lowering a step for a Hopper GPU hold Python's lock: seconds of processor time, without a GPU.
+"""Measures how long tracing and lowering a step for a Hopper GPU hold Python's lock, in processor seconds, without a
+GPU.
 
     python -m experiments.step_tracing --scheme bf16 w8a8 w4a16-g128 --decodes 1 64 512
     python -m experiments.step_tracing --decodes 64 --chunks 64 --tokens 448
 
-trace_s and lower_s: in this process. taken_in_s: also in this process, where another one traces and lowers the step
-(jllm/programs/tracing.py). With each row come the Mosaic kernels in the module, and the size of its text in MB. A first
-step, which also imports and compiles what later ones share, is not counted. From shapes alone: no weights are there.
+trace_s and lower_s are of this process. taken_in_s is also of this process, when another one traces and lowers the step
+(jllm/programs/tracing.py). Each row has the number of Mosaic kernels in the module, and the size of its text in MB. A
+first step does not count, as it imports and compiles what later ones share. Only shapes are needed, without weights.
 """
 
 import argparse
@@ -35,12 +36,12 @@ from pallas_kernels.bench.command import Parser, add_result_options, interruptib
 from pallas_kernels.bench.numbers import natural, positive
 
 HOPPER = "9.0"
-WARM = Bucket(2, 0, 0)  # the step that is not counted
+WARM = Bucket(2, 0, 0)  # the step that does not count
 
 
 @contextmanager
 def choosing_for(capability: str) -> Iterator[None]:
-    """Yields kernels are chosen for such a GPU, here and in processes that begin meanwhile."""
+    """Makes kernels be chosen for such a GPU, here and in processes that start in the block."""
     before = os.environ.get(TARGET)
     os.environ[TARGET] = capability
     try:
@@ -52,7 +53,7 @@ def choosing_for(capability: str) -> Iterator[None]:
 
 
 def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespace) -> tuple[tuple[Any, ...], Any]:
-    """Returns packed_step's arguments, by shape, and static ones."""
+    """Returns packed_step's arguments, by shape, and its static ones."""
     layout, formats = Layout(bucket, deltas=160), parse_kv_cache(args.kv_cache, config, jnp.bfloat16)
 
     def empty() -> State:
@@ -65,7 +66,7 @@ def job(config: LlamaConfig, scheme: str, bucket: Bucket, args: argparse.Namespa
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what it gives, and the seconds of processor time that it took of this process."""
+    """Returns the result, and this process's processor seconds."""
     begin = time.process_time()
     return run(), time.process_time() - begin
 
@@ -104,13 +105,17 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--config", default="configs/llama-2-7b.json", help="model shape (a config.json)")
-    parser.add_argument("--layers", type=positive, help="only this many layers, for a try")
-    parser.add_argument("--scheme", type=known_scheme, nargs="+", default=["bf16"], help="of the weights")
+    parser.add_argument(
+        "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
+    )
+    parser.add_argument("--layers", type=positive, help="use only this many layers, for a trial")
+    parser.add_argument("--scheme", type=known_scheme, nargs="+", default=["bf16"], help="schemes of the weights")
     parser.add_argument("--kv-cache", help="KV format (default: bf16)")
-    parser.add_argument("--decodes", type=positive, nargs="+", default=[1, 16, 64, 512], help="rows that decode")
-    parser.add_argument("--tokens", type=natural, default=0, help="prompt tokens in the step")
-    parser.add_argument("--chunks", type=natural, default=0, help="chunks that these may be")
+    parser.add_argument(
+        "--decodes", type=positive, nargs="+", default=[1, 16, 64, 512], help="numbers of decoding rows"
+    )
+    parser.add_argument("--tokens", type=natural, default=0, help="prompt tokens of the step")
+    parser.add_argument("--chunks", type=natural, default=0, help="most chunks of these tokens")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if not bool(args.tokens) <= args.chunks <= args.tokens:

@@ -1,18 +1,18 @@
-"""PPL.LLM's table on this device: prefill and decode of a whole batch, by batch, input and output tokens.
+"""Measures PPL.LLM's table on this device: prefill and decode of a whole batch, by batch, input and output tokens.
 
     python -m experiments.throughput --scheme bf16 --kv-cache bf16
     python -m experiments.throughput --scheme w8a8 --kv-cache int8-g8 --config configs/llama-3-8b.json
 
-Random weights. Prefill: the prompts of the batch in as many steps as the engine takes, at most --step-tokens each.
-Decode: every slot at input + output / 2 tokens of KV on average, greedy. Both as steps dispatched one after the other,
-each fed by the state that the one before left, and timed together on the host's clock: for --seconds, as the first
-one's dispatch is in it, but decoding no longer than the output is; the best of --repeats, with their median and the
-longest beside it. Tokens a second are those of the output over the time of prefill and all decode steps. Memory:
-weights, the KV of all tokens of the batch at their end, and what the larger of the two steps needs besides.
+Weights are random. Prefill computes the batch's prompts in as many steps as the engine would, of at most --step-tokens.
+Decode has every slot at input + output / 2 tokens of KV on average, and is greedy. Steps are dispatched one after the
+other: each takes the state that the previous one left. They are timed together by the host's clock for --seconds, since
+the time includes the first dispatch. Decoding takes at most as many steps as the output. The best of --repeats counts,
+with their median and the longest beside it. Tokens per second are those of the output over the time of prefill and all
+decode steps. Memory is weights, the KV of all tokens of the batch at their end, and the temporaries of the larger step.
 
-All rows share one page pool, as large as the largest needs, so that a step is compiled once for all that use it, and
-all are compiled, in threads, before the first is timed. Floors are those of floors.py: prefill's adds up its steps. The
-figures beside, `h800_*`, are workloads/ppl_llm_h800.json's, which names their source.
+All rows share one page pool, as large as the largest needs, so all rows with one step share its compiled form. All
+steps compile, in threads, before the first is timed. Floors are those of floors.py; prefill's adds up its steps. The
+published values, `h800_*`, come from workloads/ppl_llm_h800.json, which names their source.
 """
 
 import argparse
@@ -65,7 +65,7 @@ from pallas_kernels.bench.numbers import positive, positive_number
 Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"
 GIB = 1 << 30
-STEP_BYTES = 2 * GIB  # for what a step needs beside weights and pages
+STEP_BYTES = 2 * GIB  # room for a step's memory beside weights and pages
 
 
 class Bench:
@@ -109,7 +109,7 @@ class Bench:
         }
 
     def prefill(self, case: WholeBatch) -> list[float]:
-        """Returns seconds that all prompts of a row take, in each repeat."""
+        """Returns the seconds to compute all prompts of a row, in each repeat."""
         size = case.prefill(self.args.step_tokens)
         spans = size.spans(case)
         chunks = [[chunk_of(*span, case.input) for span in step] for step in spans]
@@ -121,7 +121,7 @@ class Bench:
         return [each / times for each in self.timer.runs(step, buffers * times, tokens, self.args.repeats)]
 
     def decode(self, case: WholeBatch) -> list[float]:
-        """Returns seconds of one decode step of a row, among those in the middle of its output, in each repeat."""
+        """Returns the seconds of one decode step of a row, from the middle of its output, in each repeat."""
         layout, packed = step_of("decode", case.batch)
         buffer, step = jax.device_put(packed), self.steps[layout]
         self._place(case, case.context)
@@ -132,7 +132,7 @@ class Bench:
         return [each / steps for each in self.timer.runs(step, [buffer] * steps, case.batch, self.args.repeats)]
 
     def _times(self, seconds: float, steps: int) -> int:
-        """Returns how often what takes these seconds and steps is timed together."""
+        """Returns how many runs of these seconds and steps are timed together."""
         return max(1, self.args.steps // steps, math.ceil(self.args.seconds / seconds))
 
     def _place(self, case: WholeBatch, context: int) -> None:
@@ -140,18 +140,18 @@ class Bench:
 
 
 def milliseconds(name: str, seconds: Sequence[float]) -> Table:
-    """Returns the best of the repeats, and how far they are apart."""
+    """Returns the best of the repeats, and their spread."""
     times = {name: min(seconds), f"{name}_median": statistics.median(seconds), f"{name}_most": max(seconds)}
     return {key: 1e3 * value for key, value in times.items()}
 
 
 def pages_each(case: WholeBatch, args: argparse.Namespace) -> int:
-    """Returns pages of a slot: for the whole row, or for --steps decode steps from the middle of the output on."""
+    """Returns the pages of a slot: for the whole row, or for --steps decode steps from the middle of the output."""
     return -(-max(case.input + case.output, case.context + args.steps + 1) // args.page_size)
 
 
 def temporary(step: jax.stages.Compiled) -> int:
-    """Returns bytes that a step needs beyond its arguments; outputs that reuse these not counted."""
+    """Returns the bytes that a step needs beyond its arguments, without outputs that reuse these."""
     memory = step.memory_analysis()
     return 0 if memory is None else memory.temp_size_in_bytes
 
@@ -186,7 +186,7 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
     for case in cases:
         try:
             row = rounded(bench.row(case))
-        except jax.errors.JaxRuntimeError as error:  # of a kernel or of memory: the other rows go on
+        except jax.errors.JaxRuntimeError as error:  # of a kernel or of memory: other rows go on
             yield {**about, **vars(case), "error": str(error).partition("\n")[0][:200]}
             bench.timer.renew()
             continue
@@ -199,8 +199,8 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
 
 
 def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace) -> float:
-    """Returns pages that the device's memory holds beside the weights and a step's temporaries, if it says how much it
-    has."""
+    """Returns the pages that the device's memory holds beside the weights and a step's temporaries. Without a known
+    memory size, it is infinite."""
     free = None if is_host() else free_memory()
     return (
         math.inf
@@ -210,7 +210,7 @@ def room_for_pages(config: LlamaConfig, params: Params, args: argparse.Namespace
 
 
 def peers_rows(args: argparse.Namespace) -> list[Table]:
-    """Others' steps of the same rows, those that their scripts can run."""
+    """Returns peers' steps of the same rows, as far as their scripts can run them."""
     cases = [(c["batch"], c["input"], c["output"]) for c in (map(vars, args.rows) if args.rows else read_table())]
     quantized = not scheme_name(args.scheme).startswith("bf16")
     runs = {"torch": peers.compiled_steps, "vllm": peers.vllm_steps}
@@ -233,7 +233,7 @@ def bars(found: list[Table]) -> Iterator[Table]:
 
 
 def parse_case(text: str) -> WholeBatch:
-    """Returns 32x8x256 -> batch 32, 8 tokens in, 256 out."""
+    """Returns batch 32, 8 tokens in, 256 out for 32x8x256."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxINPUTxOUTPUT, such as 32x8x256")
@@ -243,14 +243,19 @@ def parse_case(text: str) -> WholeBatch:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_model_options(parser)
-    parser.add_argument("--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="default: the published table's")
-    parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens in a step")
-    parser.add_argument("--backend", choices=OF_MODELS, help="default: chosen for the device")
+    parser.add_argument(
+        "--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="rows (default: the published table's)"
+    )
+    parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens of a step")
+    parser.add_argument("--backend", choices=OF_MODELS, help="backend (default: chosen for the device)")
     add_timing_options(parser, steps=10, repeats=2)
     parser.add_argument(
-        "--seconds", type=positive_number, default=0.6, help="of steps timed together: what --steps takes, at least"
+        "--seconds",
+        type=positive_number,
+        default=0.6,
+        help="least seconds of steps timed together; at least --steps run",
     )
-    parser.add_argument("--threads", type=positive, default=12, help="that compile at once")
+    parser.add_argument("--threads", type=positive, default=12, help="number of threads that compile")
     peers.add_options(parser, ("torch", "vllm"), 120)
     add_result_options(parser)
     args = parser.parse_args(argv)
@@ -272,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     claim_memory()
 
     def decided(found: list[Table]) -> Iterator[Table]:
-        """Bars of a run that is large enough to decide."""
+        """Yields the bars of a run that is large enough to decide."""
         return bars(found) if on_hopper() and args.layers is None else iter(())
 
     about = {"h800": source, "ceilings": ceilings_here(args).document}

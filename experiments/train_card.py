@@ -1,7 +1,7 @@
-"""Write the model card of a model that train_small made: README.md and loss.png beside the weights.
+"""Writes the model card of a model that train_small made: README.md and loss.png beside the weights.
 
-Everything in it is computed: figures come from the results file, samples from the model, unedited and from the first
-seeds, so that anyone can draw them again.
+All of it is computed. Figures come from the results file. Samples come from the model, unedited and from the first
+seeds, so anyone can draw them again.
 """
 
 import json
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, prog="python -m experiments.train_card")
     result = "results file of the training run (default: training.json beside the model)"
     parser.add_argument("--results", metavar="FILE", help=result)
-    parser.add_argument("--model", default="jllm/assets/fairytale", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--model", default="jllm/assets/fairytale", metavar="DIR", help="folder of the model (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
         model = Path(args.model)

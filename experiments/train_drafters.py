@@ -1,15 +1,15 @@
-"""Train drafters of speculative decoding for a model: a one-layer draft model, Medusa heads and an EAGLE head.
+"""Trains drafters of speculative decoding for a model: a one-layer draft model, Medusa heads and an EAGLE head.
 
     python -m experiments.train_drafters --corpus tales.txt --valid oz.txt --out drafters
     python -m experiments.train_drafters --drafters medusa --steps 2000
 
-The draft model first learns the next token of the documents, then is distilled: like the heads it learns the target's
-whole distribution after each token of what the target itself says, after prompts cut out of documents, greedily and at
-temperature 1, and of as many documents. Documents are passages of --corpus; without one, what the model says at
-temperature 1 from its begin token. Figures are of prompts from --valid, else of the last tenth of the documents: how
-often each draft in a row is what the target draws, at temperatures 0 and 1, with the target's own noise.
+The draft model first learns the next token of the documents, then is distilled. Like the heads, it learns the target's
+whole distribution after each token. Half of these texts are the target's own, after prompts cut from documents,
+greedily and at temperature 1. The others are documents. Documents are passages of --corpus, or without one the model's
+text at temperature 1 from its begin token. Figures use prompts from --valid, or from the last tenth of the documents.
+They are how often each draft in a chain is what the target draws, at temperatures 0 and 1, with the target's own noise.
 
-Weights stay plain pytrees that jllm serves, trained by plain functions as train_small does: no flax.
+Weights are plain pytrees that jllm serves, trained by plain functions like train_small's: no flax.
 """
 
 import argparse
@@ -61,7 +61,7 @@ FILES = {"draft": "draft", "medusa": "medusa.safetensors", "eagle": "eagle.safet
 
 
 def text_nats(weights: Params, params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
-    """Returns a draft model's loss on documents [B, L], in nats a token."""
+    """Returns a draft model's loss on documents [B, L], in nats per token."""
     nats = jax.vmap(partial(row_nats, config=config), in_axes=(None, 0))(weights, rows)
     return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
 
@@ -95,7 +95,7 @@ def one_a_row(texts: Sequence[np.ndarray], length: int) -> Rows:
 
 
 def sampling_of(texts: Sequence[Continuation]) -> Sampling:
-    """Returns what texts [B] were drawn with."""
+    """Returns the sampling parameters of texts [B]."""
     temperature, seed = np.array([t.temperature for t in texts], np.float32), np.array([t.seed for t in texts])
     return replace(neutral_sampling(len(texts)), temperature=temperature, seed=seed.astype(np.uint32))
 
@@ -103,7 +103,7 @@ def sampling_of(texts: Sequence[Continuation]) -> Sampling:
 def train_draft(
     model: Model, texts: Texts, args: argparse.Namespace, recipe: Recipe, measure: Measure
 ) -> Iterator[dict[str, Any]]:
-    """Figures of a draft model, before and after it is distilled. It is saved as a model's directory."""
+    """Yields figures of a draft model, before and after distillation. It is saved as a model's directory."""
     config = draft_config(model.config, args.width, args.ffn)
     passes = partial(draft_passes, config=config)
     measured = partial(draft_passes, config=config, depth=args.drafts)
@@ -119,8 +119,8 @@ def train_draft(
 
 
 def init_draft(target: Params, config: LlamaConfig, seed: int) -> Params:
-    """Returns random weights, but for an embedding that is as near to the target's as its width allows: the main
-    directions of the target's head, by their singular values."""
+    """Returns random weights with an embedding as near to the target's as its width allows: the main directions of the
+    target's head, by their singular values."""
     params = init_params(config, jax.random.key(seed), jnp.float32)
     head = target.embed if target.head is None else target.head
     assert isinstance(head, jax.Array), "a target is loaded as it is stored, not quantized"
@@ -133,7 +133,7 @@ def init_draft(target: Params, config: LlamaConfig, seed: int) -> Params:
 def train_medusa(
     model: Model, texts: Texts, args: argparse.Namespace, recipe: Recipe, measure: Measure
 ) -> Iterator[dict[str, Any]]:
-    """Figures of Medusa heads that share the target's projection."""
+    """Yields figures of Medusa heads that share the target's projection."""
     passes = partial(medusa_passes, config=model.config)
     medusa = init_medusa(model.config, jax.random.key(recipe.seed), chain(args.medusa_heads), jnp.float32)
     loss = teaching(passes, model.config, recipe)
@@ -145,8 +145,8 @@ def train_medusa(
 def train_eagle(
     model: Model, texts: Texts, args: argparse.Namespace, recipe: Recipe, measure: Measure
 ) -> Iterator[dict[str, Any]]:
-    """Figures of an EAGLE head, which learns from `--passes` drafts in a row. At the beginning it leaves the hidden
-    state nearly as it is."""
+    """Yields figures of an EAGLE head, which learns from `--passes` drafts in a row. At first it leaves the hidden
+    state nearly unchanged."""
     passes = partial(eagle_passes, config=model.config, depth=args.passes)
     measured = partial(eagle_passes, config=model.config, depth=args.drafts)
     eagle = init_eagle(model.config, jax.random.key(recipe.seed), chain(DRAFTS), jnp.float32)
@@ -189,13 +189,13 @@ TRAINERS = {"draft": train_draft, "medusa": train_medusa, "eagle": train_eagle}
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Trains, measures and saves one drafter after the other: a broken run leaves those that were done."""
+    """Trains, measures and saves one drafter after the other. A broken run leaves the finished ones."""
     recipe, start = make_recipe(args), time.monotonic()
     for kind in args.drafters:
         if (args.out / FILES[kind]).exists():
             raise OutputError(f"{args.out / FILES[kind]}: is there already; name another folder with --out")
     model = load(args.model, dtype="float32")
-    # What doesn't fit is told before hours of work.
+    # Bad options fail before hours of work.
     draft_config(model.config, args.width, args.ffn)
     for name in ("length", "longest"):
         if getattr(args, name) > model.config.context:
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def count(rows: Rows) -> dict[str, int]:
-    """Returns how many rows, and tokens in them."""
+    """Returns the number of rows, and of tokens in them."""
     return {"rows": len(rows.tokens), "tokens": int(np.sum(rows.segments >= 0))}
 
 
@@ -239,13 +239,15 @@ def make_recipe(args: argparse.Namespace) -> Recipe:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m experiments.train_drafters")
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
-    parser.add_argument("--drafters", nargs="+", choices=FILES, default=list(FILES), help="which (default: all)")
+    parser.add_argument(
+        "--drafters", nargs="+", choices=FILES, default=list(FILES), help="drafters to train (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("drafters"), help="folder of drafters (default: %(default)s)")
     text = parser.add_argument_group("text")
-    text.add_argument("--corpus", metavar="FILE", help="UTF-8, a paragraph a line, blank between books")
+    text.add_argument("--corpus", metavar="FILE", help="UTF-8 text, one paragraph per line, a blank line between books")
     text.add_argument("--valid", metavar="FILE", help="held-out text (default: a tenth of the documents)")
     text.add_argument(
-        "--texts-folder", type=Path, metavar="DIR", help="keep what the model says, and read it next time"
+        "--texts-folder", type=Path, metavar="DIR", help="folder that keeps the model's texts, and is read next time"
     )
     for name, value, meaning in TEXT:
         text.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=meaning)
@@ -257,24 +259,24 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 TEXT = (
-    ("texts", 500, "prompts that the model goes on with, and documents beside them"),
-    ("longest", 200, "most tokens that it adds"),
-    ("held-texts", 40, "held-out prompts, at each temperature"),
-    ("drafts", 5, "most drafts in a row that are measured"),
+    ("texts", 500, "number of prompts to continue, and of documents beside them"),
+    ("longest", 200, "most new tokens of a text"),
+    ("held-texts", 40, "number of held-out prompts at each temperature"),
+    ("drafts", 5, "most drafts in a chain to measure"),
 )
 RECIPE: tuple[tuple[str, int | float, Callable[[str], float], str], ...] = (
-    ("steps", 600, positive, "of each stage"),
-    ("rows", 4, positive, "a step"),
-    ("length", 512, positive, "tokens of a row, and most of a text"),
+    ("steps", 600, positive, "steps of each stage"),
+    ("rows", 4, positive, "rows per step"),
+    ("length", 512, positive, "tokens of a row, and most tokens of a text"),
     ("lr", 3e-3, positive_number, "peak learning rate"),
-    ("weight-decay", 0.1, non_negative_number, "AdamW's, times the learning rate"),
-    ("decay", 0.8, non_negative_number, "how much a depth counts in the loss of heads, to the one before"),
+    ("weight-decay", 0.1, non_negative_number, "weight decay of AdamW, times the learning rate"),
+    ("decay", 0.8, non_negative_number, "weight of a depth in the heads' loss, relative to the previous one"),
     ("regression", 0.3, non_negative_number, "weight of EAGLE's loss of hidden states"),
-    ("width", 128, positive, "the draft model's E"),
-    ("ffn", 512, positive, "the draft model's F"),
-    ("medusa-heads", 4, positive, "tokens that Medusa drafts ahead"),
-    ("passes", 2, positive, "drafts in a row that EAGLE learns from"),
-    ("seed", 0, seed_number, "of weights, texts and their order"),
+    ("width", 128, positive, "model dim E of the draft model"),
+    ("ffn", 512, positive, "MLP dim F of the draft model"),
+    ("medusa-heads", 4, positive, "number of Medusa heads"),
+    ("passes", 2, positive, "drafts in a chain that EAGLE learns from"),
+    ("seed", 0, seed_number, "seed of weights, texts and their order"),
 )
 
 

@@ -1,10 +1,10 @@
-"""Train models that differ in their KV heads alone, for claim C29: all, a quarter and one, with several seeds.
+"""Trains models that differ only in their KV heads, for claim C29: all, a quarter and one, with several seeds.
 
     python -m experiments.train_heads --corpus tales.txt --valid oz.txt
 
-All see the same rows in the same order; a seed decides the weights and the dropout. The seeds of one number of KV heads
-train side by side (vmap). A model is scored on the held-out text after every `--eval-every` steps; what is scored are
-weights in bfloat16. Models are not kept: a run takes a few minutes of a GPU. `nats` is a token's, of `step` steps.
+All see the same rows in the same order. A seed decides the weights and the dropout. The seeds of one number of KV heads
+train side by side (vmap). A model is scored on the held-out text after every `--eval-every` steps, with weights in
+bfloat16. Models are not kept, as a run takes only minutes of a GPU. `nats` is per token, after `step` steps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ RECIPE = Recipe(
 
 @partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="states")
 def train_seeds(states: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> TrainState:
-    """States with a leading axis of seeds after a step on each leading index of rows [steps, B, L]."""
+    """Returns states with a leading axis of seeds, after a step on each leading index of rows [steps, B, L]."""
 
     def step(states: TrainState, rows: Rows) -> tuple[TrainState, None]:
         return jax.vmap(lambda state: train_step(state, rows, config, recipe)[0])(states), None
@@ -80,16 +80,20 @@ def family(
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--corpus", required=True, metavar="FILE", help="as train_small takes it")
+    parser.add_argument("--corpus", required=True, metavar="FILE", help="corpus, in train_small's format")
     parser.add_argument("--valid", required=True, metavar="FILE", help="held-out text")
-    parser.add_argument("--kv-heads", nargs="+", type=positive, default=[8, 2, 1], help="of each family of models")
     parser.add_argument(
-        "--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="of weights and dropout, at least two"
+        "--kv-heads", nargs="+", type=positive, default=[8, 2, 1], help="numbers of KV heads of the models"
     )
-    parser.add_argument("--steps", type=positive, default=RECIPE.steps, help="in tens (default: %(default)s)")
-    parser.add_argument("--rows", type=positive, default=RECIPE.rows, help="a step (default: %(default)s)")
     parser.add_argument(
-        "--eval-every", type=positive, default=RECIPE.eval_every, metavar="STEPS", help="between scores, in tens"
+        "--seeds", nargs="+", type=seed_number, default=[0, 1, 2], help="seeds of weights and dropout, at least two"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=RECIPE.steps, help="training steps, in tens (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=positive, default=RECIPE.rows, help="rows per step (default: %(default)s)")
+    parser.add_argument(
+        "--eval-every", type=positive, default=RECIPE.eval_every, metavar="STEPS", help="steps between scores, in tens"
     )
     add_result_options(parser)
     return parser.parse_args(argv)
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = recipe_of(args)
         for count in args.kv_heads:
-            replace(CONFIG, num_kv_heads=count)  # refuses what does not divide the heads
+            replace(CONFIG, num_kv_heads=count)  # refuses a number that does not divide the heads
         books, held = read_books(args.corpus), read_books(args.valid)
         model = train_tokenizer(books, CONFIG.vocab_size)
         valid = make_validation(held, model, CONFIG.context)

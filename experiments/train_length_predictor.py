@@ -1,20 +1,20 @@
-"""Trains a length predictor for one model on what it said: training/learned_length.py in a file.
+"""Trains a length predictor on one model's texts, and writes it to a file (training/learned_length.py).
 
     python -m experiments.train_length_predictor --out length.safetensors
     python -m experiments.train_length_predictor --model DIR --texts-file texts.jsonl --texts 500
 
-The model makes --texts texts at temperature 1 from the begin token to its own end token; --texts-file keeps them, and
-an interrupted run goes on from there. Each text gives requests wherever it is cut (length_data.py): stories to their
-end, and paragraphs that stop at the first line break. Texts, not requests, are divided: a fifth is held out, and all
-figures are of these; --workload writes one request of each kind from each, for the simulator. The others make FOLDS
-parts: each in turn is what a network trained on the rest is tested on, which says how long to train and what corrects
-the shares that it gives; the last network learns from all of them.
+The model makes --texts texts at temperature 1, from the begin token to its own end token. --texts-file keeps them, and
+an interrupted run resumes. Each text gives requests at every cut (length_data.py): stories to their end, and paragraphs
+that stop at the first line break. Texts, not requests, are divided. A fifth is held out for all figures. --workload
+writes one request of each kind from each of these, for the simulator. The rest forms FOLDS parts. Each part in turn
+tests a network trained on the others. That decides how long to train, and corrects the network's shares. The last
+network learns from all parts.
 
-Experiments take the file as learned:length.safetensors, and an engine as training/learned_length.py says.
+Experiments read the file as learned:length.safetensors. training/learned_length.py shows how an engine does.
 
-Figures, by kind: `nats`, the negative log-likelihood of the bin that came out, beside that of a predictor that knows no
-prompt (`blind_nats`) and one that knows the kind alone (`kind_nats`); `coverage_q`, the share of outputs no longer than
-the quantile q; `over_90`, the mean of the quantile 0.9 over the mean output, beside `blind_over_90`.
+Figures are by kind. `nats` is the negative log-likelihood of the true bin. `blind_nats` is that of a predictor without
+the prompt, and `kind_nats` that of one that only has the kind. `coverage_q` is the share of outputs no longer than the
+quantile q. `over_90` is the mean of the quantile 0.9 over the mean output, with `blind_over_90` beside it.
 """
 
 import argparse
@@ -45,7 +45,7 @@ FOLDS = 4
 
 
 def figures(learned: Learned, requests: Sequence[Request], known: Mapping[str, Sequence[Request]]) -> Iterator[Row]:
-    """Yields a row for each kind of held-out requests and one for all. `known` are those trained on, by kind."""
+    """Yields a row for each kind of held-out requests and one for all. `known` are the training requests, by kind."""
     edges = learned.edges
     training = [r for some in known.values() for r in some]
     blind, by_kind = _shares(training, edges), {kind: _shares(some, edges) for kind, some in known.items()}
@@ -77,7 +77,7 @@ def _shares(requests: Sequence[Request], edges: np.ndarray) -> np.ndarray:
 
 
 def ranges(seeds: Sequence[int]) -> str:
-    """Ascending seeds as "0-399, 500"."""
+    """Returns ascending seeds as "0-399, 500"."""
     runs: list[list[int]] = []
     for seed in seeds:
         if runs and seed == runs[-1][1] + 1:
@@ -96,7 +96,7 @@ def kinds(requests: Sequence[Request]) -> dict[str, list[Request]]:
 
 
 def write_workload(requests: Sequence[Request], path: Path) -> None:
-    """One line a request, those left out whose end is not known. Raises OutputError."""
+    """Writes one line per request. Requests with an unknown end are left out. Raises OutputError."""
     lines = [
         json.dumps({"prompt": r.prompt, "stop": r.stop, "output": r.output}, separators=(",", ":"))
         for r in requests
@@ -161,22 +161,33 @@ def run(model: Model, args: argparse.Namespace, result: ResultFile) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", default=BUNDLED, help="directory or id (default: the bundled model)")
-    parser.add_argument("--out", default="length_predictor.safetensors", help="the predictor (default: %(default)s)")
-    parser.add_argument("--texts", type=positive, default=720, help="texts to generate (default: %(default)s)")
-    parser.add_argument("--texts-file", help="where they are kept (default: beside --out)")
-    parser.add_argument("--longest", type=positive, default=1000, help="tokens of a text (default: %(default)s)")
-    parser.add_argument("--cuts", type=positive, default=24, help="requests from each text (default: %(default)s)")
+    parser.add_argument(
+        "--out", default="length_predictor.safetensors", help="file of the predictor (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--texts", type=positive, default=720, help="number of texts to generate (default: %(default)s)"
+    )
+    parser.add_argument("--texts-file", help="file that keeps the texts (default: beside --out)")
+    parser.add_argument("--longest", type=positive, default=1000, help="most tokens of a text (default: %(default)s)")
+    parser.add_argument(
+        "--cuts", type=positive, default=24, help="number of requests from each text (default: %(default)s)"
+    )
     parser.add_argument("--workload", help="write held-out requests for the simulator to this .jsonl")
-    parser.add_argument("--width", type=positive, default=32, help="of the hidden layer (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=32, help="width of the hidden layer (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=1500, help="most training steps (default: %(default)s)")
-    parser.add_argument("--rows", type=positive, default=256, help="requests a step (default: %(default)s)")
+    parser.add_argument("--rows", type=positive, default=256, help="requests per step (default: %(default)s)")
     parser.add_argument("--lr", type=positive_number, default=1e-3, help="peak learning rate")
     parser.add_argument(
-        "--weight-decay", type=non_negative_number, default=1.0, help="AdamW's, times the learning rate"
+        "--weight-decay", type=non_negative_number, default=1.0, help="weight decay of AdamW, times the learning rate"
     )
-    parser.add_argument("--dropout", type=portion, default=0.2, help="probability that a hidden unit is silent")
-    parser.add_argument("--table-rate", type=positive_number, default=0.1, help="of what the tables of tokens learn")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of cuts, folds, weights and dropout")
+    parser.add_argument("--dropout", type=portion, default=0.2, help="dropout probability of a hidden unit")
+    parser.add_argument(
+        "--table-rate",
+        type=positive_number,
+        default=0.1,
+        help="learning rate of the tables of tokens, relative to the rest",
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of cuts, folds, weights and dropout")
     add_result_options(parser)
     return parser.parse_args(argv)
 

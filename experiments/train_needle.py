@@ -1,12 +1,11 @@
-"""Train the model that finds needles (experiments.needles): a LLaMA of two layers whose one skill is to recall.
+"""Trains the model that finds needles (experiments.needles): a LLaMA of two layers that can only recall.
 
     python -m experiments.train_needle --out experiments/needle
 
-Such a model takes two heads, one that looks a token back and one that looks for what stood before (induction heads,
-Olsson et al., arXiv 2209.11895), and finding them from random weights takes longer than this is worth. So both begin
-as drafts of what they are to be, by which `accuracy` of the first row is found, and training makes them exact: AdamW,
-on contexts of both SIZES in turn, drawn anew at every step. Figures are of contexts that no step has seen. With
---random weights begin as chance has them.
+Such a model needs two heads: one looks a token back, the other looks for what stood before (induction heads, Olsson et
+al., arXiv 2209.11895). Finding them from random weights takes too long. So both begin as drafts, which give the
+`accuracy` of the first row. Training makes them exact: AdamW, on contexts of both SIZES in turn, with new draws at
+every step. Figures use contexts that no step has seen. --random begins with random weights.
 """
 
 import argparse
@@ -47,10 +46,11 @@ ENOUGH = 0.95  # of the questions
 
 
 def drafted(config: LlamaConfig, seed: int) -> Params:
-    """Returns weights (float32) whose first layer's head looks one token back and adds that token's embedding, turned,
-    to the stream, and whose second layer's head compares embeddings with turned ones and copies the embedding it finds.
+    """Returns weights (float32) with both heads drafted. The first layer's head looks one token back, and adds that
+    token's embedding, turned, to the stream. The second layer's head compares embeddings with turned ones, and copies
+    the embedding that it finds.
 
-    Channel 0 is the same in all tokens: what looks one back needs a query that does not depend on the token. Embeddings
+    Channel 0 is the same in all tokens: looking one back needs a query that does not depend on the token. Embeddings
     are compared in the dims that rotary embedding hardly turns within the context.
     """
     rng = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def optimizer(lr: float, steps: int) -> "optax.GradientTransformation":
 
 @partial(jax.jit, static_argnames=("size", "rows", "lr", "steps"))
 def step(params: Params, state: Any, key: jax.Array, *, size: tuple[int, int], rows: int, lr: float, steps: int) -> Any:
-    """Params and optimizer state after one step, and its loss in nats an answer."""
+    """Returns params and optimizer state after one step, and its loss in nats per answer."""
 
     def loss(params: Params) -> jax.Array:
         return jnp.mean(jax.vmap(lambda tokens: answers(params, tokens, *size)[0])(batch(key, rows, *size)))
@@ -116,7 +116,8 @@ def step(params: Params, state: Any, key: jax.Array, *, size: tuple[int, int], r
 
 @partial(jax.jit, static_argnames=("size", "rows"))
 def validate(params: Params, *, size: tuple[int, int], rows: int) -> tuple[jax.Array, jax.Array]:
-    """Nats an answer and share of answers found, by weights as they are stored, in contexts of a key of their own."""
+    """Returns nats per answer and the share of answers found, by weights as they are stored. Contexts have their own
+    random key."""
     stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), params)
     tokens = batch(jax.random.key(1 << 20), rows, *size)
     nats, hits = jax.lax.map(lambda row: answers(stored, row, *size), tokens)
@@ -124,7 +125,7 @@ def validate(params: Params, *, size: tuple[int, int], rows: int) -> tuple[jax.A
 
 
 def train(params: Params, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Params]]:
-    """Figures and params before the first step, after every `eval_every` steps, and at the end."""
+    """Yields figures and params before the first step, after every `eval_every` steps, and at the end."""
     state, start = optimizer(args.lr, args.steps).init(params), time.monotonic()
     with tqdm(total=args.steps, unit="step", mininterval=1, disable=None) as bar:
         for i in range(args.steps + 1):
@@ -142,14 +143,16 @@ def train(params: Params, args: argparse.Namespace) -> Iterator[tuple[dict[str, 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new model folder")
-    parser.add_argument("--steps", type=positive, default=240, help="of training")
-    parser.add_argument("--tokens", type=positive, default=4096, help="a step, about (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new model")
+    parser.add_argument("--steps", type=positive, default=240, help="training steps")
+    parser.add_argument(
+        "--tokens", type=positive, default=4096, help="approximate number of tokens per step (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=positive_number, default=2e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS", help="between validations")
-    parser.add_argument("--valid-rows", type=positive, default=8, help="contexts of a validation")
+    parser.add_argument("--eval-every", type=positive, default=40, metavar="STEPS", help="steps between validations")
+    parser.add_argument("--valid-rows", type=positive, default=8, help="number of contexts of a validation")
     parser.add_argument("--random", action="store_true", help="begin with random weights")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of weights and contexts")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of weights and contexts")
     add_result_options(parser)
     return parser.parse_args(argv)
 

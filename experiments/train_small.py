@@ -1,6 +1,6 @@
-"""Train the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
+"""Trains the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
 
-experiments/training/fit.py says how; the weights kept are those where the validation loss was lowest.
+experiments/training/fit.py describes the training. It keeps the weights with the lowest validation loss.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jllm.files.save import save
 from pallas_kernels.bench.command import INTERRUPTED, Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import seed_number
 
-BOS, EOS = 1, 2  # SentencePiece's own numbers
+BOS, EOS = 1, 2  # SentencePiece's own ids
 
 
 @interruptible
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> bool:
-    """Read, train, save. Results and the best model are written at every evaluation: a broken run leaves them. Returns
-    whether it came to its end."""
+    """Reads, trains and saves. Results and the best model are written at every evaluation, so a broken run leaves them.
+    Returns whether it finished."""
     out, config, recipe = Path(args.out), make_config(args), make_recipe(args)
     if (out / "model.safetensors").exists() and not (out / FILE).exists():
         raise OutputError(f"{out}: already holds a model; name another folder with --out, or remove it")
@@ -76,8 +76,8 @@ def train_and_save(
     results: ResultFile,
     most: float,
 ) -> bool:
-    """Returns whether it came to its end; after an interruption with the best model so far, where there is one. What a
-    run that was cut off left in `out` goes on. The folder is to take at most `most` MB."""
+    """Trains, and saves the best model so far, even after an interruption. Returns whether it finished. A run resumes
+    from what an earlier one left in `out`. The folder may take at most `most` MB."""
     best, complete = None, False
     text = digest([model, *("\n".join(book).encode() for book in books)])
     about = {"model": asdict(config), "recipe": asdict(recipe), "text": text}
@@ -119,7 +119,7 @@ def train_and_save(
 
 
 def hold_out(books: list[Book], fraction: float = 0.02) -> tuple[list[Book], list[Book]]:
-    """Without a validation file: the last paragraphs of the longest book."""
+    """Splits off the last paragraphs of the longest book, to validate without a file."""
     count = math.ceil(fraction * sum(map(len, books)))
     longest = max(range(len(books)), key=lambda i: len(books[i]))
     book = books[longest]
@@ -187,11 +187,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         'then: python -m jllm.generate --model my_model "Once upon a time"',
     )
     text = parser.add_argument_group("text and output")
-    text.add_argument("--corpus", required=True, metavar="FILE", help="UTF-8, a paragraph a line, blank between books")
+    text.add_argument(
+        "--corpus", required=True, metavar="FILE", help="UTF-8 text, one paragraph per line, a blank line between books"
+    )
     text.add_argument("--valid", metavar="FILE", help="held-out text (default: the last 2%% of the corpus)")
-    text.add_argument("--out", default="trained_model", metavar="DIR", help="new model folder (default: %(default)s)")
+    text.add_argument(
+        "--out", default="trained_model", metavar="DIR", help="folder of the new model (default: %(default)s)"
+    )
     sizes = "; ".join(f"{name}: {size.about}" for name, size in SIZES.items())
-    parser.add_argument("--size", choices=SIZES, default="bundled", help=f"what defaults are of: {sizes}")
+    parser.add_argument("--size", choices=SIZES, default="bundled", help=f"size that sets the defaults: {sizes}")
     shape = parser.add_argument_group("shape of the model (defaults: the bundled one's)")
     for name, value, meaning in SHAPE:
         shape.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning} (default: {value})")
@@ -199,7 +203,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for name, default, meaning in RECIPE:
         kind = seed_number if name == "seed" else type(default)
         recipe.add_argument(f"--{name}", type=kind, metavar="X", help=f"{meaning} (default: {default})")
-    compute = "type of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
+    compute = "dtype of the forward and backward pass (default: float32 on a CPU, else bfloat16)"
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
     add_result_options(parser)
     args = parser.parse_args(argv)
@@ -210,32 +214,32 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 SHAPE = (
-    ("vocab", 4096, "tokens of the vocabulary that is made"),
+    ("vocab", 4096, "tokens of the new vocabulary"),
     ("width", 256, "model dim E"),
     ("ffn", 704, "MLP dim F"),
     ("layers", 8, "decoder layers"),
     ("heads", 4, "query heads H"),
     ("kv-heads", 2, "KV heads K"),
     ("head-dim", 64, "head dim D"),
-    ("context", 1024, "tokens of a row, and the longest passage that the model learns"),
+    ("context", 1024, "tokens of a row, and of the longest passage"),
 )
 RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("steps", 2000, "most steps, rounded up to tens"),
-    ("rows", 16, "rows a step"),
+    ("rows", 16, "rows per step"),
     ("lr", 3e-3, "peak learning rate"),
     ("warmup", 100, "steps to the peak"),
-    ("weight-decay", 0.3, "AdamW's, times the learning rate"),
-    ("dropout", 0.1, "probability that a unit is silent in a row"),
-    ("subword-dropout", 0.0, "probability that a merge of subwords is left out; made the model worse, see LOG.md"),
+    ("weight-decay", 0.3, "weight decay of AdamW, times the learning rate"),
+    ("dropout", 0.1, "dropout probability of a unit in a row"),
+    ("subword-dropout", 0.0, "probability of leaving out a merge of subwords; it made the model worse"),
     ("eval-every", 100, "steps between validations, rounded up to tens"),
     ("patience", 8, "stop after this many validations without gain"),
-    ("seed", 0, "of the weights, the order and all dropout"),
+    ("seed", 0, "seed of the weights, the order and all dropout"),
 )
 
 
 @dataclass(frozen=True)
 class Size:
-    """Defaults that differ from the tables', and what a model's folder may take."""
+    """Changed defaults, and the limit of the model's folder."""
 
     about: str
     most: float  # MB

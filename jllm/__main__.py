@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from pallas_kernels.starting import end_at_interrupts
 
 COMMANDS = {
-    "generate": ("jllm.generate", "continue prompts of the command line, of standard input or of a file"),
-    "chat": ("jllm.chat", "talk in the terminal, or in a pipe"),
-    "serve": ("jllm.serve", "the OpenAI API over HTTP"),
-    "batch": ("jllm.serve.batch", "answer a file of OpenAI's batch format"),
-    "eval": ("jllm.analysis.lm_eval", "lm-eval's tasks: its own command, with the model `jllm`"),
+    "generate": ("jllm.generate", "continue prompts from the command line, standard input or a file"),
+    "chat": ("jllm.chat", "chat in the terminal, or through a pipe"),
+    "serve": ("jllm.serve", "serve the OpenAI API over HTTP"),
+    "batch": ("jllm.serve.batch", "answer a file in OpenAI's batch format"),
+    "eval": ("jllm.analysis.lm_eval", "run lm-eval's own command, with the model `jllm`"),
 }
 USAGE = f"""\
 usage: jllm COMMAND [...]

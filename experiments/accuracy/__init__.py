@@ -1,1 +1,1 @@
-"""What quantization costs in accuracy, and what it is set against."""
+"""Measures how much accuracy quantization costs, beside its speed."""

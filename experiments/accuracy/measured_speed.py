@@ -1,4 +1,4 @@
-"""How fast each scheme was measured to be, from the result files of GPUs: what accuracy is set against."""
+"""Finds each scheme's measured speed in the result files of GPUs, to set beside its accuracy."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Shape = tuple[int, int, int]  # M, K, N of a product
+Shape = tuple[int, int, int]  # M, K, N of a matmul
 STEPS = "quant_steps"  # whole steps of a 7B model
-BATCH = 64  # decoding rows, of the figure that stands for a scheme
-PLAIN = ("bf16", "bf16")  # what times are compared with: weights, K and V
-PRODUCTS = {"w8a8-all": "int8_matmul", "fp8": "fp8_matmul"}  # scheme -> the benchmark of its product, its peer there
-TORCH = "torch bf16"  # the peer whose products have 16 bits, beside those of rows that say so
+BATCH = 64  # decoding rows of a scheme's figure
+PLAIN = ("bf16", "bf16")  # the reference of times: weights, K and V
+PRODUCTS = {"w8a8-all": "int8_matmul", "fp8": "fp8_matmul"}  # scheme -> benchmark of its matmul, and its name there
+TORCH = "torch bf16"  # a 16-bit peer, beside the rows that are marked as such
 
 
 @dataclass(frozen=True)
 class Speed:
-    times: float  # as fast as 16-bit weights, K and V
-    what: str  # of what, and in which files
+    times: float  # speed over 16-bit weights, K and V
+    what: str  # what was measured, and in which files
 
 
 Speeds = dict[tuple[str, str], Speed]
@@ -26,15 +26,15 @@ Speeds = dict[tuple[str, str], Speed]
 
 @dataclass(frozen=True)
 class Product:
-    """A product's time by the fastest of its kind, on one device."""
+    """The time of a matmul, by the fastest kernel of its kind on one device."""
 
     us: float
-    source: Row  # as source_of has it
+    source: Row  # from source_of
 
 
 def measured_speeds(results: Path) -> Speeds:
-    """Returns (scheme, KV format) -> its speed, for those that some file in `results` has: all on one device, that with
-    the most of them, of several the one with the newest file."""
+    """Returns the speed of each (scheme, KV format) in `results`. All are of one device: the one with most of them, or
+    among equals with the newest file."""
     days: dict[str, str] = {}
     for document, _ in documents(results):
         device = document["device"]
@@ -44,8 +44,8 @@ def measured_speeds(results: Path) -> Speeds:
 
 
 def speeds_on(device: str, results: Path) -> Speeds:
-    """Returns those of one device: whole decode steps, else the products of a layer. Of several files the newest
-    counts; runs of a few layers are left out."""
+    """Returns the speeds on one device: of whole decode steps, else of a layer's matmuls. The newest file counts. Runs
+    of a few layers are left out."""
     found: Speeds = {}
     for scheme, benchmark in PRODUCTS.items():
         if speed := layer_speed(device, results, benchmark):
@@ -58,14 +58,14 @@ def speeds_on(device: str, results: Path) -> Speeds:
 
 
 def step_speeds(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Speeds of decoding at BATCH, as measured in one run."""
+    """Returns the speeds of decoding in one run, at the batch of BATCH rows."""
     ms = {(r["scheme"], r["kv"]): r["decode_ms"] for r in rows if r.get("batch") == BATCH and "decode_ms" in r}
     return {} if PLAIN not in ms else {key: round(ms[PLAIN] / each, 3) for key, each in ms.items() if key != PLAIN}
 
 
 def layer_speed(device: str, results: Path, benchmark: str) -> Speed | None:
-    """Returns speed of a 7B layer's products with BATCH rows, those that were measured both ways on a device,
-    together."""
+    """Returns the speed of a 7B layer's matmuls with BATCH rows, together. Only matmuls measured both ways on the
+    device count."""
     pairs = {shape: pair for shape, pair in pairs_on(device, results, benchmark).items() if shape[0] == BATCH}
     if not pairs:
         return None
@@ -75,14 +75,14 @@ def layer_speed(device: str, results: Path, benchmark: str) -> Speed | None:
 
 
 def pairs_on(device: str, results: Path, benchmark: str) -> dict[Shape, tuple[Product, Product]]:
-    """Returns products of a benchmark's own kernel and of bfloat16, each by the fastest of all runs on a device."""
+    """Returns the matmuls of a benchmark's own kernel and of bfloat16, each by the fastest run on a device."""
     ours, plain = fastest_products(results, device, benchmark), fastest_products(results, device)
     return {shape: (ours[shape], plain[shape]) for shape in sorted(ours.keys() & plain.keys())}
 
 
 def fastest_products(results: Path, device: str, peer: str | None = None) -> dict[Shape, Product]:
-    """Returns the products of a kernel, or in bfloat16, each by the fastest of all runs on a device, labelled ones and
-    torch's included."""
+    """Returns the matmuls of a kernel, or of bfloat16. The fastest of all runs on a device counts, with labelled runs
+    and torch's."""
     found: dict[Shape, Product] = {}
     for document, file in documents(results):
         for row in document["rows"] if document["device"] == device else ():
@@ -96,13 +96,13 @@ def fastest_products(results: Path, device: str, peer: str | None = None) -> dic
 
 
 def source_of(document: Row, file: str) -> Row:
-    """Returns what a row says whose figures are those of another result: that result, and the device that measured
+    """Returns the row's source, if its figures come from another result: that result, and the device that measured
     it."""
     return {"file": file, "measured_on": document["device"]}
 
 
 def newest(results: Path, experiment: str) -> list[tuple[Row, str]]:
-    """Returns the newest complete file of an experiment on each GPU, and its name: the oldest first."""
+    """Returns the newest complete file of an experiment on each GPU, with its name, oldest first."""
     found: dict[str, tuple[Row, str]] = {}
     for document, file in documents(results, experiment):
         if document.get("complete", True):
@@ -112,8 +112,8 @@ def newest(results: Path, experiment: str) -> list[tuple[Row, str]]:
 
 
 def documents(results: Path, experiment: str | None = None) -> Iterator[tuple[Row, str]]:
-    """Yields result files of one experiment (without a label), or of all, on a GPU: the oldest first, and their
-    names."""
+    """Yields the result files of one experiment (unlabelled), or of all, on GPUs. The oldest comes first, each with its
+    name."""
     for file in sorted(results.glob(f"{experiment or '*'}-*.json")):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))

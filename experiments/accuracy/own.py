@@ -1,4 +1,4 @@
-"""Schemes, quantizers and KV formats of one's own, by the name package.module:NAME."""
+"""Imports a user's own schemes, quantizers and KV formats, by the name package.module:NAME."""
 
 import functools
 import importlib
@@ -23,19 +23,19 @@ KVFormats = KVFormat | tuple[KVFormat, KVFormat]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A function that rounds a weight [outputs, inputs] of a linear layer, and what it says of its size."""
+    """A function that rounds a weight [outputs, inputs] of a linear layer, and its size in bytes."""
 
     name: str
     function: Callable[[jax.Array], jax.Array]
 
     @property
     def bytes_per_weight(self) -> float | None:
-        """Returns the function's own word, its attribute `bits`, scales included; None without one."""
+        """Returns the function's attribute `bits` as bytes, scales included, or None without one."""
         bits = getattr(self.function, "bits", None)
         return None if bits is None else bits / 8
 
     def of(self, model: Model) -> Model:
-        """Returns the model with each linear weight rounded; leaves may be jax.ShapeDtypeStruct."""
+        """Returns the model with each linear weight rounded. Leaves may be jax.ShapeDtypeStruct."""
         return replace(model, params=map_linears(self._rounded, model.params))
 
     def _rounded(self, weight: str, value: Any) -> Any:
@@ -56,16 +56,16 @@ def is_own(name: str) -> bool:
 
 @functools.cache
 def own(name: str) -> Scheme | Quantizer | KVFormats:
-    """Imports package.module:NAME, from the current directory as well. Raises ConfigError for what is none of these."""
+    """Imports package.module:NAME, also from the current directory. Raises ConfigError if it is none of these."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         value: Any = getattr(importlib.import_module(module), attribute)
         if isinstance(value, type) and issubclass(value, KVFormat):
-            make: Any = value  # whose fields may all have defaults
+            make: Any = value  # its fields may all have defaults
             value = make()
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # the module may raise anything
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(f"{name}: cannot be imported as package.module:NAME ({why})") from None
     if isinstance(value, Scheme):
@@ -96,7 +96,7 @@ def own_kv(name: str) -> KVFormats:
 
 
 def source_of(name: str) -> str:
-    """Returns a digest of the module's file, which tells an edited one from what it was."""
+    """Returns a digest of the module's file, which changes when the file is edited."""
     own(name)
     file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     return digest([Path(file).read_bytes() if file else name.encode()])

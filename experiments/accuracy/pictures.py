@@ -1,4 +1,4 @@
-"""Pictures of a run of experiments.quant_accuracy, as SVG: the same bytes for the same rows."""
+"""Draws a run of experiments.quant_accuracy as SVG. The same rows give the same bytes."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from jllm.quant.schemes import PLAIN
 
 Speeds = dict[tuple[str, str], Speed]  # by scheme and KV format
 FAMILIES = {"fp8": "C1", "nf4": "C2", "w4": "C3", "int4": "C3", "k=": "C4"}  # by what a name begins with; the rest C0
-GAP, LINES = 0.2, 26  # between points with names of their own column; names that a picture's height takes
+GAP, LINES = 0.2, 26  # gap between points whose names share a column; names per picture height
 
 
 def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
-    """Beside a result's file; those of what it has. Without matplotlib none, which is said."""
+    """Draws the pictures of a result beside its file, as far as it has rows. Without matplotlib it prints a note and
+    draws none."""
     made = []
     with without_matplotlib_said(file):
         for name, draw, rows in pictures(document["rows"], speeds):
@@ -29,7 +30,7 @@ def draw_all(document: Row, speeds: Speeds, file: Path) -> list[Path]:
 
 
 def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, list[Row]], None], list[Row]]]:
-    """Returns name, how it is drawn, and of what."""
+    """Returns each picture's name, function and rows."""
     schemes = [row for row in rows if row.get("part", "scheme") == "scheme" and row["kl"] > 0]
     timed = [row | {"times": speeds[speed_key(row)].times} for row in schemes if speed_key(row) in speeds]
     alone = [row for row in schemes if row["kv"] == PLAIN_KV or row["scheme"] == PLAIN]
@@ -42,12 +43,12 @@ def pictures(rows: list[Row], speeds: Speeds) -> list[tuple[str, Callable[[Any, 
 
 
 def speed_key(row: Row) -> tuple[str, str]:
-    """Returns what serves a row's scheme and KV format on a GPU."""
+    """Returns the key of the row's scheme and KV format among measured speeds."""
     return row["scheme"], "bf16" if row["kv"] == PLAIN_KV else row["kv"]
 
 
 def draw_bytes(figure: Any, rows: list[Row]) -> None:
-    """KL by bytes: of weights on the left, of K and V on the right; one of them where only that has rows."""
+    """Draws KL by bytes: of weights on the left, of K and V on the right. Only one is drawn if only that has rows."""
     weights = [row for row in rows if row["kv"] == PLAIN_KV]
     kv = [row for row in rows if row["scheme"] == PLAIN]
     panels = [
@@ -72,7 +73,7 @@ def draw_speed(figure: Any, rows: list[Row]) -> None:
 
 
 def _scatter(axes: Any, rows: list[Row], x: str, label: str) -> None:
-    """Points with intervals; the names of those that are near one another stand in a column beside them."""
+    """Draws points with intervals. The names of close points stand in a column beside them."""
     axes.set_yscale("log")
     axes.set_autoscale_on(False)  # limits follow from the rows
     for row in rows:
@@ -95,7 +96,7 @@ def _scatter(axes: Any, rows: list[Row], x: str, label: str) -> None:
 
 
 def _clusters(rows: list[Row], x: str) -> list[list[Row]]:
-    """By x, wherever there is room for names between two of them."""
+    """Returns rows grouped by x, wherever the names of two rows would collide."""
     found: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: row[x]):
         if not found or row[x] - found[-1][-1][x] > GAP:
@@ -109,7 +110,7 @@ def _color(name: str) -> str:
 
 
 def draw_layers(figure: Any, rows: list[Row]) -> None:
-    """KL where one layer alone is quantized, and the noise in the stream where all are."""
+    """Draws the KL of one quantized layer alone, and the noise in the stream if all are quantized."""
     left, right = figure.subplots(1, 2)
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         found = [row for row in rows if row["scheme"] == scheme]
@@ -125,7 +126,7 @@ def draw_layers(figure: Any, rows: list[Row]) -> None:
 
 
 def draw_groups(figure: Any, rows: list[Row]) -> None:
-    """Rounding error by group size; what has no groups is a dotted line."""
+    """Draws the rounding error by group size. A format without groups is a dotted line."""
     names = {"weights": "weights of linear layers", "k": "K, rotated", "v": "V"}
     every = figure.subplots(1, len(names), sharey=True)
     ticks = sorted({row["group"] for row in rows if row["group"]})

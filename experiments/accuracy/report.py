@@ -1,4 +1,4 @@
-"""What a run of experiments.quant_accuracy says, from its JSON alone: bars, tables as text and markdown, pictures."""
+"""Turns the JSON of experiments.quant_accuracy into bars, tables (text and markdown) and pictures."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +14,8 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import RECORDED
 
 Table = list[list[str]]  # the first line is the header
-W8A8_ADDED, KV8_ADDED = 0.015, 0.002  # of perplexity
-ORDER = 0.9  # of rank correlation
+W8A8_ADDED, KV8_ADDED = 0.015, 0.002  # in perplexity
+ORDER = 0.9  # rank correlation
 UNMEASURED = "not measured"
 
 
@@ -27,7 +27,7 @@ def part(rows: Iterable[Row], name: str) -> list[Row]:
 
 
 def bars(rows: list[Row], against: Row | None = None, file: str | None = None) -> list[Row]:
-    """Returns what an issue asks of a run, for those of its rows that are there."""
+    """Returns the bars that the run's rows can answer."""
     found = [*_added(rows), *_orders(rows)]
     if against is not None:
         pairs = common(rows, against["rows"])
@@ -38,7 +38,7 @@ def bars(rows: list[Row], against: Row | None = None, file: str | None = None) -
 
 
 def common(rows: list[Row], others: list[Row]) -> list[tuple[float, float]]:
-    """Returns KL of the schemes and formats that both have, but for what is not quantized."""
+    """Returns the KL of the quantized schemes and formats that both runs have."""
     other = {(row["scheme"], row["kv"]): row["kl"] for row in others if row.get("part", "scheme") == "scheme"}
     keys = [((row["scheme"], row["kv"]), row["kl"]) for row in part(rows, "scheme")]
     return [(kl, other[key]) for key, kl in keys if key in other and kl > 0]
@@ -54,7 +54,7 @@ def _added(rows: list[Row]) -> Iterator[Row]:
 
 
 def _orders(rows: list[Row]) -> Iterator[Row]:
-    """Yields smaller groups over larger ones, and NF4 over linear int4: each must be below 1."""
+    """Yields ratios that must be below 1: smaller groups over larger ones, and NF4 over linear int4."""
     kl = {(row["scheme"], row["kv"]): row["kl"] for row in part(rows, "scheme")}
     error = {(row["what"], row["codes"], row["group"]): row["relative_error"] for row in part(rows, "group")}
 
@@ -80,7 +80,7 @@ def _orders(rows: list[Row]) -> Iterator[Row]:
 
 
 def tables(document: Row, speeds: Speeds) -> list[tuple[str, Table]]:
-    """Returns title and cells of each that has rows."""
+    """Returns title and cells of each table with rows."""
     rows = document["rows"]
     every = [
         ("Schemes and KV formats", scheme_table(part(rows, "scheme"), speeds)),
@@ -120,7 +120,7 @@ def pair_table(rows: list[Row]) -> Table:
 
 
 def _parts(row: Row) -> str:
-    """Returns how many documents or windows a row's intervals are over."""
+    """Returns the number of documents or windows behind a row's intervals."""
     count, kind = (
         row.get("parts", 1),
         "window" if getattr(PROTOCOLS.get(row["protocol"]), "joined", False) else "document",
@@ -162,7 +162,7 @@ def group_table(rows: list[Row]) -> Table:
 
 
 def _bar_cells(bar: Row) -> list[str]:
-    """Returns value, bar and whether it is met; growth of perplexity in per cent, as in the table of schemes."""
+    """Returns the value, the bar and its verdict. Growth of perplexity is in per cent, as in the table of schemes."""
     scale, unit = (100, " %") if bar["name"].startswith("perplexity added") else (1, "")
     value, limit = (f"{scale * bar[key]:{form}}{unit}" for key, form in (("value", ".4g"), ("bar", "g")))
     return [value, limit, "yes" if bar["met"] else "no"]
@@ -179,7 +179,7 @@ def as_markdown(table: Table) -> str:
 
 
 def sources(speeds: Speeds, rows: Iterable[Row]) -> str:
-    """Where the table's speeds are from, or that there are none."""
+    """Returns the sources of the table's speeds, or a note that there are none."""
     used: dict[str, list[str]] = {}
     for row in part(rows, "scheme"):
         if speed := speeds.get(speed_key(row)):
@@ -189,7 +189,7 @@ def sources(speeds: Speeds, rows: Iterable[Row]) -> str:
 
 
 def speeds_for(results: Path) -> Speeds:
-    """Returns those that files in a directory have, else those that were recorded."""
+    """Returns the speeds of files in a directory, or else the recorded ones."""
     return measured_speeds(results) or measured_speeds(RECORDED)
 
 
@@ -200,7 +200,7 @@ def text_report(document: Row, results: Path) -> str:
 
 
 def write_report(document: Row, file: Path) -> list[Path]:
-    """Writes the markdown page and the pictures of a result beside its file, and returns all that there is."""
+    """Writes the markdown page and the pictures of a result beside its file. Returns all files that exist."""
     speeds = speeds_for(file.parent)
     lines = [f"# {document['experiment']}, {document['date']}, {document['device']}", ""]
     lines += [

@@ -1,7 +1,7 @@
-"""The measurements of experiments.quant_accuracy, each a function that yields flat rows.
+"""Holds the measurements of experiments.quant_accuracy. Each is a function that yields flat rows.
 
-Part "scheme": a scheme and a KV format, against the model as loaded. Part "layer": one layer after the other. Part
-"group": rounding alone, of the weights and of K and V, by how many values share a scale.
+Part "scheme" compares a scheme and a KV format with the model as loaded. Part "layer" quantizes one layer after the
+other. Part "group" only rounds weights, K and V, by the number of values that share a scale.
 """
 
 import math
@@ -33,17 +33,17 @@ PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 INTERVALS = ("perplexity", "added", "kl", "top1")
 GROUPS = (8, 16, 32, 64, 128)
-PAGE = 16  # tokens, where the KV format does not ask for more
-WIDE_BYTES = 2  # of a weight or value that is not quantized: 16 bits, whatever a CPU widens it to
+PAGE = 16  # tokens, unless the KV format needs more
+WIDE_BYTES = 2  # of an unquantized weight or value: 16 bits, even if a CPU widens it
 
 
 def kv_taken(kv: str, dtype: Any) -> KVCache | None:
-    """Returns what jllm takes for a KV format of the sweep, one of one's own too."""
+    """Returns jllm's option for a KV format of the sweep, or for a user's own."""
     return own_kv(kv) if is_own(kv) else kv_name(kv, dtype)
 
 
 def kv_name(kv: str, dtype: Any) -> str | None:
-    """Returns what jllm takes for a KV format of the sweep: "model" and "k=int8-g8,v=model" are the model's dtype."""
+    """Returns jllm's name for a KV format of the sweep. "model" and "k=int8-g8,v=model" mean the model's dtype."""
     if kv == PLAIN_KV:
         return None
     own = DTYPE_NAMES[np.dtype(dtype).name]
@@ -51,8 +51,8 @@ def kv_name(kv: str, dtype: Any) -> str | None:
 
 
 def default_kv(head_dim: int) -> list[str]:
-    """Groups of 8, of 32 and of a head, for both, and K and V apart; int4 rotated and with zero points; K per channel,
-    and what V is beside K in 2 bits, for both."""
+    """Returns the default formats. They have groups of 8, of 32 and of a head, for K and V together and apart. int4 is
+    also rotated and with zero points. K per channel comes with 2-bit V too."""
     groups = dict.fromkeys(group for group in (8, 32, head_dim) if head_dim % group == 0)
     both = ["fp8", *(f"{codes}-g{group}" for codes in ("int8", "int4") for group in groups)]
     apart = [f"k={k}-g8,v={v}-g8" for k, v in (("int8", "int4"), ("int4", "int8"))]
@@ -76,7 +76,7 @@ def scheme_found(
     *,
     backend: str | None = None,
 ) -> tuple[Row, Evaluation]:
-    """Returns a row of accuracy and bytes, and the evaluation that it is of."""
+    """Returns a row of accuracy and bytes, with its evaluation."""
     quantized = rounded_by(scheme, model)
     name = kv_taken(kv, model.params.dtype)
     options: dict[str, Any] = {"backend": backend, "page_size": max(PAGE, least_page(name, model.config))}
@@ -102,7 +102,7 @@ def scheme_name(scheme: AnyScheme) -> str:
 
 
 def by_part(found: Evaluation) -> Row:
-    """Returns the sums of each document or window, from which two rows are compared."""
+    """Returns the sums of each document or window, which make rows comparable."""
     columns = {name: [getattr(part, name) for part in found.parts] for name in Part.__dataclass_fields__}
     return {
         f"part_{name}": [float(f"{x:.7g}") if isinstance(x, float) else x for x in values]
@@ -112,7 +112,7 @@ def by_part(found: Evaluation) -> Row:
 
 
 def evaluation_of(row: Row) -> Evaluation:
-    """Returns the evaluation that a row with `by_part` is of."""
+    """Returns the evaluation of a row with `by_part`."""
     protocol = replace(find_protocol(row["protocol"]), context=row["context"], stride=row["stride"])
     names = [name for name in Part.__dataclass_fields__ if f"part_{name}" in row]
     parts = [dict(zip(names, values)) for values in zip(*(row[f"part_{name}"] for name in names))]
@@ -120,7 +120,7 @@ def evaluation_of(row: Row) -> Evaluation:
 
 
 def difference(row: Row, other: Row) -> Row:
-    """Returns what a row has more than another on the same documents: of perplexity the share, of others the rest."""
+    """Returns the comparison of two rows on the same documents: a ratio for perplexity, differences for the rest."""
     mine, theirs = evaluation_of(row), evaluation_of(other)
     found: Row = {"part": "pair", **{key: row[key] for key in ("scheme", "kv", "protocol", "parts")}}
     found |= {"over_scheme": other["scheme"], "over_kv": other["kv"]}
@@ -134,7 +134,7 @@ def difference(row: Row, other: Row) -> Row:
 
 
 def accuracy(found: Evaluation) -> Row:
-    """Returns an evaluation's figures, with intervals where there are several parts."""
+    """Returns an evaluation's measures, with intervals if it has several parts."""
     row = found.as_row()
     row |= {"perplexity": round(found.perplexity, 4), "top1": round(found.top1, 4)}
     row |= {name: rounded(row[name]) for name in ("added", "kl")}
@@ -144,7 +144,7 @@ def accuracy(found: Evaluation) -> Row:
 
 
 def bytes_per_weight(params: Params) -> float:
-    """Returns bytes a weight of the linear layers, 16 bits where they are not quantized."""
+    """Returns the bytes per weight of the linear layers. An unquantized weight counts as 2 bytes."""
     stored = weights = 0
     for leaf in linears(params).values():
         size = leaf.shape[0] * leaf.shape[1]
@@ -155,7 +155,7 @@ def bytes_per_weight(params: Params) -> float:
 
 
 def bytes_per_kv(model: Model, kv: str) -> float:
-    """Returns bytes of a value of K or V, 16 bits where they are not quantized."""
+    """Returns the bytes per value of K and V. An unquantized value counts as 2 bytes."""
     c, tokens = model.config, PAGE
     name = own_kv(kv) if is_own(kv) else kv.replace(PLAIN_KV, "bf16")
     formats = parse_kv_cache(name, c, model.params.dtype)
@@ -169,11 +169,11 @@ def bytes_per_kv(model: Model, kv: str) -> float:
 def layer_rows(
     model: Model, reference: Model, windows: np.ndarray, scheme: AnyScheme, *, backend: str | None = None
 ) -> Iterator[Row]:
-    """Yields a row a layer, counted from 1: the signal-to-noise ratio of the stream after it when all are quantized,
-    and the divergence of the result when it is the only one. windows i32[W, T]; without a cache."""
+    """Yields a row per layer, from 1. It has the stream's signal-to-noise ratio after it if all layers are quantized.
+    It has the result's divergence if only this one is. windows: i32[W, T]; there is no cache."""
     quantized = rounded_by(scheme, model)
     which = None if isinstance(scheme, Quantizer) else find_scheme(scheme).rotate
-    reference = reference if which is None else rotate(reference, which)  # whose stream is turned likewise
+    reference = reference if which is None else rotate(reference, which)  # rotates its stream alike
     alone = [divergence_by_layer(quantized, reference, window, backend=backend) for window in windows]
     errors = [compare_layers(quantized, reference, window, backend=backend)[1:] for window in windows]
     for i, kl in enumerate(np.mean(alone, axis=0).tolist()):
@@ -189,7 +189,7 @@ def layer_rows(
 
 
 def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
-    """Yields rows of weights, and of K and V on some tokens: the norm of the rounding error over that of the values."""
+    """Yields rows of weights, and of K and V on some tokens, with the relative norm of the rounding error."""
     for fmt in weight_formats(model.params):
         bytes_each, error = weight_error(model.params, fmt)
         yield _group_row("weights", fmt.codes, fmt.group, bytes_each, error)
@@ -202,7 +202,7 @@ def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
 
 
 def group_count(model: Model) -> int:
-    """Returns how many group_rows there are."""
+    """Returns the number of group_rows."""
     return len(weight_formats(model.params)) + 2 * len(kv_formats(model.config.head_dim))
 
 
@@ -213,7 +213,7 @@ def _group_row(what: str, codes: str, group: int | None, bytes_each: float, erro
 
 
 def weight_formats(params: Params) -> list[WeightFormat]:
-    """Returns int8, int4 and NF4 by group, those that divide every linear layer, and a scale a row."""
+    """Returns int8, int4 and NF4 by the groups that divide every linear layer, and with a scale per row."""
     shapes = [leaf.shape for leaf in linears(params).values()]
     groups = [group for group in GROUPS if all(_holds(shape, group) for shape in shapes)]
     by_group = [WeightFormat(codes, group) for codes in ("int8", "int4", "nf4") for group in groups]
@@ -234,7 +234,7 @@ def kv_formats(head_dim: int) -> list[KVFormat]:
 
 
 def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
-    """Returns bytes of a linear layer's weight, and the relative error of all of them together."""
+    """Returns the bytes per weight of the linear layers, and their relative error together."""
     stored = weights = 0
     pairs = []
     for leaf in linears(params).values():
@@ -246,7 +246,7 @@ def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:
 
 
 def kv_error(values: Iterable[jax.Array], fmt: KVFormat) -> tuple[float, float]:
-    """Returns bytes of a value [.., D], and the relative error of all of them together."""
+    """Returns the bytes per value [.., D], and the relative error of all values together."""
     found = [_encode_kv(x, fmt) for x in values]
     stored = sum(array.nbytes for arrays, _, _ in found for array in jax.tree.leaves(arrays))
     count = sum(x.size for x in values)
@@ -255,7 +255,7 @@ def kv_error(values: Iterable[jax.Array], fmt: KVFormat) -> tuple[float, float]:
 
 @jax.jit(static_argnums=1)
 def _encode_weight(w: jax.Array, fmt: WeightFormat) -> tuple[QuantizedWeight, jax.Array, jax.Array]:
-    """And the squared norms of the error and of w."""
+    """Returns the encoded weight, and the squared norms of the error and of w."""
     encoded = quantized_weights.encode(w, fmt)
     return encoded, *_norms(w, quantized_weights.decode(encoded, w.dtype))
 
@@ -278,5 +278,5 @@ def _relative(pairs: Iterable[tuple[jax.Array, jax.Array]]) -> float:
 
 
 def rounded(value: float) -> float:
-    """Returns four digits."""
+    """Returns a value rounded to four digits."""
     return float(f"{value:.4g}")

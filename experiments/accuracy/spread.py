@@ -1,4 +1,4 @@
-"""Jobs of a sweep over the workers of a Ray cluster. Each loads the model once, on a GPU of its own."""
+"""Runs the jobs of a sweep on the workers of a Ray cluster. Each worker loads the model once, on its own GPU."""
 
 import contextlib
 import json
@@ -11,21 +11,20 @@ from typing import Any
 from jllm.errors import JllmError, RemoteError
 from jllm.serve.batch_ray import called, cluster, mapped, worker_count
 
-Make = Callable[[], list[Any]]  # jobs (quant_accuracy.Job), of a model that it loads
+Make = Callable[[], list[Any]]  # makes jobs (quant_accuracy.Job) of a model that it loads
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Those of one cluster."""
+    """The workers of one cluster."""
 
     ray: Any
     actors: int
-    gpus: int  # of each
+    gpus: int  # per worker
     make: Make
 
     def jobs(self) -> list[Any]:
-        """Returns the jobs, whose rows workers make once the first is asked for: those that are asked for in this
-        order."""
+        """Returns the jobs. Workers start when the first job is read, and compute rows in the order of reading."""
         named = called(self.ray, _named, self.make, gpus=self.gpus)
         found = _Rows(self)
         jobs = [replace(job, make=partial(found.of, i)) for i, job in enumerate(named)]
@@ -34,7 +33,7 @@ class Workers:
 
 
 class _Rows:
-    """Rows by job. All jobs from the first that is asked for on are begun together."""
+    """The rows of jobs. Reading the first one starts all later jobs at once."""
 
     def __init__(self, workers: Workers):
         self._workers, self.count = workers, 0
@@ -59,7 +58,7 @@ class _Rows:
 
 
 class Worker:
-    """As Ray Data calls it: numbers of jobs in, their rows as JSON out."""
+    """A worker with the interface of Ray Data. It takes job numbers, and returns their rows as JSON."""
 
     def __init__(self, make: Make):
         self._jobs: list[Any] | str
@@ -84,7 +83,7 @@ class Worker:
 
 
 def _named(make: Make) -> list[Any]:
-    """Returns the jobs without what they hold."""
+    """Returns the jobs without their data."""
     return [replace(job, make=_nothing) for job in make()]
 
 
@@ -94,7 +93,8 @@ def _nothing() -> list[Any]:
 
 @contextlib.contextmanager
 def workers(address: str, actors: int | None, make: Make) -> Iterator[Workers]:
-    """Of the cluster at an address. This process, which asks its own device for a name, takes no memory there."""
+    """Yields the workers of the cluster at an address. This process takes no memory on its own device, which it asks
+    only for a name."""
     with cluster(address, actors) as ray:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         count, gpus = worker_count(ray, actors, 1)

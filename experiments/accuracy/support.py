@@ -1,4 +1,4 @@
-"""What a sweep of schemes can run on this machine, found out before it starts."""
+"""Finds out, before a sweep starts, which schemes this machine can run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jllm.model.model import Model
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.formats.kv_pages import RowMap
 
-TOKENS, PAGE = 128, 16  # of the step that is tried
+TOKENS, PAGE = 128, 16  # of the trial step
 
 
 def check_all_run(
@@ -26,8 +26,8 @@ def check_all_run(
     backend: str | None,
     schemes: Mapping[str, AnyScheme],
 ) -> None:
-    """Nothing is computed. `schemes`: by the names that pairs and layers have. Raises ConfigError with what cannot run
-    and why, and with what can, in one line."""
+    """Checks all pairs and layers without computing anything. `schemes` maps their names. Raises ConfigError, in one
+    line, with what cannot run and why, and with what can."""
     if backend == "mosaic" and not on_hopper():
         raise ConfigError("backend 'mosaic' needs a Hopper GPU; what this machine runs all of the sweep with is 'xla'")
     named = dict.fromkeys([*(scheme for scheme, _ in pairs), *layers])
@@ -35,13 +35,13 @@ def check_all_run(
     dtype = model.params.dtype
     report("scheme", named, lambda name: rounded_by(schemes[name], _shapes(model)))
     report("KV format", formats, lambda kv: parse_kv_cache(kv_taken(kv, dtype), model.config, dtype))
-    if backend is not None:  # None chooses, and XLA takes everything
+    if backend is not None:  # None chooses, and XLA runs everything
         names = {f"{scheme} with KV {kv}": (schemes[scheme], kv) for scheme, kv in pairs}
         report(f"backend {backend!r}:", names, lambda name: try_step(model, *names[name], backend))
 
 
 def report(kind: str, names: Iterable[str], attempt: Callable[[str], object]) -> None:
-    """attempt(name) of each; what raises cannot run. Raises ConfigError."""
+    """Calls attempt(name) for each name; an error means that it cannot run. Raises ConfigError if any cannot."""
     problems, good = {}, []
     for name in names:
         try:
@@ -73,7 +73,7 @@ def try_step(model: Model, scheme: AnyScheme, kv: str, backend: str) -> None:
 
 
 def _shapes(model: Model, layers: int | None = None) -> Model:
-    """Returns the model without its values, and with as many of its layers."""
+    """Returns the model with shapes instead of values, and perhaps fewer layers."""
     params = replace(model.params, layers=model.params.layers[:layers])
     count = len(params.layers)
     config = replace(model.config, num_layers=count, windows=model.config.windows[:count])

@@ -1,5 +1,5 @@
-"""What an engine would do without one of its ideas, to measure what the idea is worth. Each is a part that Engine takes
-in place of its own (ABOUT)."""
+"""Builds engines that lack one of jllm's ideas, to measure what the idea is worth. Each is a part that Engine takes in
+place of its own (ABOUT)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +25,9 @@ BASELINES = {
     "host": ("late", "wait"),
 }  # fmt: skip
 ABOUT = {
-    "batching": "static: a batch is admitted, and the next when its longest member has ended; "
+    "batching": "static: the next batch starts when the longest member of the last one has ended; "
     "separate: a step has prompts or decodes",
-    "prefill": "padded: a step computes as many rows for each of its prompts as the longest has",
+    "prefill": "padded: all prompts of a step have as many rows as the longest",
     "sampling": "sort: each row's logits are sorted",
     "host": "wait: a step's tokens are read before the next step is planned",
 }
@@ -52,8 +52,7 @@ def engine_with(
     device: Callable[..., Device] | None = None,
     **options: Any,
 ) -> Engine:
-    """Returns an engine with a choice for each of BASELINES. `device`, where it is given, takes the place of the
-    sampler's."""
+    """Returns an engine with a choice for each of BASELINES. `device` replaces the sampler's device, if given."""
     parts: dict[str, Any] = {
         "scheduler": SCHEDULERS[batching, prefill],
         "loop": WaitingLoop if host == "wait" else Loop,

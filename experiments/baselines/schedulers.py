@@ -1,4 +1,4 @@
-"""Schedulers of static batches, of prompts and decodes in steps of their own, and of padded prompts."""
+"""Defines schedulers of static batches, of separate steps for prompts and decodes, and of padded prompts."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -11,14 +11,14 @@ from jllm.programs.sizes import Limits
 
 @dataclass(frozen=True)
 class LargerPlan(StepPlan):
-    """A plan whose step computes padding: at least this number of rows of each kind."""
+    """A plan whose step is padded to a least number of rows of each kind."""
 
     least_decodes: int = 0
     least_tokens: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan, **least: int) -> Self:
-        """Returns the plan with some of its least numbers of rows."""
+        """Returns the plan with some of these least numbers."""
         return cls(**{f.name: getattr(plan, f.name) for f in fields(plan)} | least)
 
     @property
@@ -28,12 +28,12 @@ class LargerPlan(StepPlan):
 
 
 class StaticBatches(Scheduler):
-    """Sequences are admitted in batches of max_slots; a batch prefills, then decodes, in as many rows as it has members
-    until the last of them has ended, and only then comes the next. That is what continuous batching replaced."""
+    """Static batching, which continuous batching replaced. Up to max_slots sequences form a batch, which prefills and
+    then decodes. It keeps a row for each member until the last one ends. Only then the next batch begins."""
 
     def __init__(self, limits: Limits, *sizes: tuple[int, ...], **options: Any):
-        self.members = 0  # of the batch
-        self.joining = 0  # of these, how many are still to be admitted
+        self.members = 0  # sequences of the batch
+        self.joining = 0  # sequences of the batch that are not admitted yet
         super().__init__(limits, *sizes, **options)
 
     def schedule(self) -> StepPlan | None:
@@ -46,7 +46,7 @@ class StaticBatches(Scheduler):
     def _nothing(self) -> StepPlan | None:
         if not self.joining or self.unread:
             return super()._nothing()
-        self.joining = 0  # pages are too few for the rest of the batch: it goes without
+        self.joining = 0  # too few pages for the rest of the batch: it starts without it
         return self.schedule()
 
     def _decoding(self, prefills: list[Sequence]) -> list[Sequence]:
@@ -62,8 +62,8 @@ class StaticBatches(Scheduler):
 
 
 class SeparateSteps(Scheduler):
-    """A step has prompts or decodes, never both: whoever decodes sits out the steps that compute prompts. That is what
-    chunked prefill in merged steps replaced."""
+    """Separate steps, which chunked prefill in merged steps replaced. A step has prompts or decodes, never both.
+    Decoding sequences wait while a step computes prompts."""
 
     def _most_rows(self, decodes: int, prompts: bool) -> int:
         return 1 if prompts else super()._most_rows(decodes, prompts)
@@ -73,8 +73,8 @@ class SeparateSteps(Scheduler):
 
 
 class PaddedPrefill(Scheduler):
-    """The chunks of a step count as if each were as long as the longest, and none but the first is cut to fit. That is
-    what a step without ragged rows computes."""
+    """Padded prompts, which ragged rows replaced. Each chunk of a step counts as if it were as long as the longest.
+    Only the first chunk is cut to fit."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class PaddedPrefill(Scheduler):
         decode_sizes: tuple[int, ...] = (),
         **options: Any,
     ):
-        self.budget = 0  # rows for prompts in the step that is being planned
+        self.budget = 0  # rows for prompts in the step being planned
         super().__init__(limits, (), decode_sizes, **options)
 
     def schedule(self) -> StepPlan | None:
@@ -101,7 +101,7 @@ class PaddedPrefill(Scheduler):
         return super()._chunk(seq, min(budget, self._room(seq.prefill_end - seq.computed, parts)), parts)
 
     def _room(self, tokens: int, parts: PlanParts) -> int:
-        """Returns how many of `tokens` one more chunk may have: all of them or none, but for the first chunk."""
+        """Returns how many of `tokens` one more chunk may have. Only the first chunk may have a part of them."""
         if not parts.chunks:
             return min(tokens, self.budget)
         rows = (len(parts.chunks) + 1) * max(tokens, _longest(parts))
@@ -109,13 +109,13 @@ class PaddedPrefill(Scheduler):
 
 
 class StaticPadded(StaticBatches, PaddedPrefill):
-    """Both at once."""
+    """Static batching with padded prompts."""
 
 
 class SeparatePadded(SeparateSteps, PaddedPrefill):
-    """Both at once."""
+    """Separate steps with padded prompts."""
 
 
 def _longest(plan: StepPlan | PlanParts) -> int:
-    """Returns tokens of the longest chunk."""
+    """Returns the tokens of the longest chunk."""
     return max((len(chunk.tokens) for chunk in plan.chunks), default=0)

@@ -1,4 +1,4 @@
-"""A loop whose host waits for each step."""
+"""Defines a loop whose host waits for each step."""
 
 from jllm.engine.loop import Loop
 
@@ -7,7 +7,7 @@ class WaitingLoop(Loop):
     """Reads a step's tokens before it plans the next step."""
 
     def turn(self) -> None:
-        """As Loop.turn."""
+        """Runs one turn, like Loop.turn."""
         super().turn()
         before, self.in_flight = self.in_flight, None
         if before is not None:

@@ -1,1 +1,1 @@
-"""Holds the claims that jllm is made to test, one module each: `python -m experiments.claims --help`."""
+"""Holds the claims that jllm tests, one module each. See `python -m experiments.claims --help`."""

@@ -1,14 +1,14 @@
-"""Tests claims: prints a table and a verdict for each.
+"""Tests claims, and prints a table and a verdict for each.
 
     python -m experiments.claims C5 C21 C22 [--json]
     python -m experiments.claims C6 C9 C10 C15 --model DIR --text mine.txt --label mine  # of your own model
 
-Each claim leaves claims-ID-YYYYMMDD-DEVICE.json in the results directory, with its rows and its verdict. A verdict has
-two answers. Its direction says whether what is claimed helps, or is so at all. Its size says whether it is as much as
-stated. Both are open where noise leaves them open.
+Each claim writes claims-ID-YYYYMMDD-DEVICE.json into the results directory, with its rows and its verdict. A verdict
+has two answers. The direction tells whether the claimed effect exists. The size tells whether it is as large as stated.
+Either is open if noise leaves it open.
 
-A claim about a kernel needs a Hopper GPU. One that is computed or simulated gives the same verdict on any machine.
-Others run on a CPU at toy size, which shows how the figures are made and gives no verdict.
+A claim about a kernel needs a Hopper GPU. A claim that is computed or simulated gives the same verdict on any machine.
+Others run on a CPU at toy size. That shows how the figures arise, and gives no verdict.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from pallas_kernels.bench.numbers import positive_number
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     known = "\n".join(f"  {name:4} {title}" for name, title in TITLES.items())
     parser = Parser(__doc__, prog="python -m experiments.claims", epilog=f"claims:\n{known}")
-    parser.add_argument("claims", nargs="+", metavar="CLAIM", help="the claims to test, of those below")
-    parser.add_argument("--toy", action="store_true", help="run at toy size on a GPU too, for a try")
+    parser.add_argument("claims", nargs="+", metavar="CLAIM", help="claims to test, from the list below")
+    parser.add_argument("--toy", action="store_true", help="use toy size even on a GPU, for a trial")
     parser.add_argument(
-        "--seconds", type=positive_number, help="how long requests arrive at each load (default: as the claim says)"
+        "--seconds", type=positive_number, help="seconds of arrivals at each load (default: the claim's)"
     )
     parser.add_argument(
         "--loads",
@@ -44,11 +44,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=positive_number,
         default=[],
         metavar="SHARE",
-        help="loads at which requests arrive, as shares of what is served all at once; they rise until too few requests"
-        " are in time (default: as the claim says)",
+        help="rising loads, as shares of the throughput of all requests at once; they end once too few requests are"
+        " in time (default: the claim's)",
     )
-    parser.add_argument("--model", help="directory or Hub id of a model of your own (default: the bundled one)")
-    parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model to read")
+    parser.add_argument("--model", help="directory or Hub id of your own model (default: the bundled model)")
+    parser.add_argument("--text", type=Path, help="UTF-8 text, or .jsonl of documents, for --model")
     add_result_options(parser)
     args = parser.parse_args(argv)
     if args.toy:
@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_device(claim: Claim) -> None:
-    """Raises ValueError where this machine cannot answer."""
+    """Raises ValueError if this machine cannot test the claim."""
     if claim.hopper and not on_hopper():
         import jax
 
@@ -70,7 +70,7 @@ def check_device(claim: Claim) -> None:
 
 
 def conclusion(document: Row, toy: bool) -> str:
-    """Returns a verdict in words, or why there is none."""
+    """Returns a verdict in words, or the reason for having none."""
     if (verdict := document.get("verdict")) is None:
         return "toy size: no verdict" if toy else "incomplete: no verdict"
     said = f"stated: {verdict['stated']}; measured: {verdict['measured']}"
@@ -78,7 +78,7 @@ def conclusion(document: Row, toy: bool) -> str:
 
 
 def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) -> list[Row]:
-    """Tests claims side by side. Returns what each of them found."""
+    """Tests claims side by side, and returns a document for each."""
     toy = args.toy or not (claims[0].computed or on_hopper())
     subject = BUNDLED_SUBJECT if args.model is None else Subject(args.model, args.text)
     tested = []
@@ -96,7 +96,7 @@ def test(claims: Sequence[Claim], args: argparse.Namespace, command: list[str]) 
 
 
 def side_by_side(claims: Iterable[Claim]) -> list[list[Claim]]:
-    """Returns claims whose rows are rounds of the same runs together, and each other one alone."""
+    """Returns claims in groups. Claims whose rows are rounds of the same runs share a group."""
     found: dict[str, list[Claim]] = {}
     for claim in claims:
         found.setdefault("rounds" if claim.alternates else claim.id, []).append(claim)

@@ -1,4 +1,4 @@
-"""Shares what the claims about accuracy need: a model on a text, and one row an evaluation."""
+"""Holds what claims about accuracy share: a model on a text, and one row per evaluation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ KEPT = ("added", "added_95", "kl", "kl_95", "top1")
 
 @dataclass(frozen=True)
 class Subject:
-    """Which model, on which text."""
+    """The model of a claim, and its text."""
 
     model: str | Path = BUNDLED  # directory or Hub id
     text: Path = BUNDLED_TEXT
 
     @property
     def name(self) -> str:
-        """Returns the model's name, as lines say it; of a directory its own, without the folders above it."""
+        """Returns the model's name for output lines. A directory gives its own name, without its parents."""
         return "the bundled model" if self.model == BUNDLED else f"the model {Path(self.model).name}"
 
 
@@ -33,13 +33,13 @@ BUNDLED_SUBJECT = Subject()
 
 
 def subject_of(rows: list[Row]) -> str:
-    """Returns the model that rows are about: the bundled one, unless they say another."""
+    """Returns the model of the rows. It is the bundled model, unless they name another."""
     return rows[0].get("subject", BUNDLED_SUBJECT.name)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A model, texts, how they are read, and what the unquantized model makes of them."""
+    """A model, its texts and protocol, and the recorded results of the unquantized model."""
 
     model: Model
     texts: tuple[str, ...]
@@ -47,18 +47,17 @@ class Judge:
     reference: Recorded
 
     def row(self, scheme: str = "bf16", kv: str = "model") -> Row:
-        """Returns how much worse weights and a KV format are: perplexity added, divergence, agreement, with
-        intervals."""
+        """Returns the loss by weights and a KV format: added perplexity, divergence and agreement, with intervals."""
         return self.found(scheme, kv)[0]
 
     def found(self, scheme: str, kv: str = "model") -> tuple[Row, Evaluation]:
-        """Returns the row, and its evaluation, to be compared with another's."""
+        """Returns the row with its evaluation, for comparisons."""
         row, found = scheme_found(self.model, self.texts, self.protocol, self.reference, scheme, kv)
         return {key: row[key] for key in ("protocol", "perplexity", *KEPT) if key in row}, found
 
 
 def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:
-    """Reads the first documents one by one, or the beginning of a text that is one document, in windows."""
+    """Returns the judge of the first documents, one by one, or of the beginning of a single document, in windows."""
     texts, protocol = tuple(read_documents(subject.text)), "document"
     if len(texts) > 1:
         texts = texts[: TOY_DOCUMENTS if toy else DOCUMENTS]
@@ -69,13 +68,12 @@ def judge_of(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Judge:
 
 
 def of_subject(rows: list[Row]) -> str:
-    """Returns what a line says behind its words of a model that is not the bundled one."""
+    """Returns the end of an output line that names a model other than the bundled one."""
     return "" if (name := subject_of(rows)) == BUNDLED_SUBJECT.name else f" ({name})"
 
 
 def kept(row: Row, most: float) -> bool | None:
-    """Returns whether at most so much is added to perplexity; None where its interval, if there is one, has room for
-    both."""
+    """Returns whether at most this much is added to perplexity, or None if the interval allows both."""
     low, high = row.get("added_95", (row["added"],) * 2)
     return True if high <= most else False if low > most else None
 

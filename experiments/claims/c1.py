@@ -1,7 +1,8 @@
-"""C1: dynamic batching against static batches, which wait for their longest member.
+"""Tests C1: dynamic batching vs. static batches, which wait for their longest member.
 
-The same engine under its two policies (contest.py): requests join and leave at every step, or come in batches of as
-many as there are slots, prefill, and decode in as many rows as the batch has members until the last has ended.
+One engine runs under two policies (contest.py). Either requests join and leave at every step, or they come in batches
+of as many as there are slots. A static batch prefills, then decodes as many rows as it has members until the last one
+ends.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from experiments.claims.claim import Answer, Claim, Row
 from experiments.claims.contest import contest, gain_holds, gain_of, gain_words
 
-STATED = (1.0, 2.0)  # more requests a second, from and to
+STATED = (1.0, 2.0)  # growth of requests per second, from and to
 
 
 def measure(toy: bool) -> Iterator[Row]:

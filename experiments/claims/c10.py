@@ -1,9 +1,9 @@
-"""C10: group quantization is the most accurate of the integer schemes, and groups of 8 are its ceiling.
+"""Tests C10: group quantization is the most accurate integer scheme, and groups of 8 are its ceiling.
 
-The bundled model's weights, and its K and V on its own text, rounded to int8 and int4 with one scale for a whole
-tensor, for a row (a head's values of a token, for K and V), and for groups down to 2 values: the norm of the error over
-that of the values, and bytes with f16 scales. Where a size is a format that serves, the whole model with it is measured
-too, by its divergence from the unquantized one.
+The bundled model's weights, and its K and V on its own text, are rounded to int8 and int4. One scale covers a whole
+tensor, a row (one head's values of a token, for K and V), or a group of down to 2 values. Rows have the relative norm
+of the error, and bytes with f16 scales. If jllm serves a format, its row also has the whole model's divergence from the
+unquantized one.
 """
 
 import math
@@ -23,7 +23,7 @@ from pallas_kernels.formats.quantized_weights import encode as encode_weight
 from pallas_kernels.formats.weight_formats import WeightFormat
 
 CODES = ("int8", "int4")
-GROUPS, SMALLER = (8, 16, 32, 64), (2, 4)  # what serves, and what could be
+GROUPS, SMALLER = (8, 16, 32, 64), (2, 4)  # served sizes, and possible ones
 TOKENS, TOY_TOKENS = 512, 32
 WEIGHT_NAMES = {"int8": "w8a16", "int4": "w4a16"}
 CEILING, BEYOND = "8", "4"
@@ -45,14 +45,14 @@ def weight_rows(judge: Judge, codes: str, groups: Sequence[int]) -> Iterator[Row
     for group in (*SMALLER, *groups):
         row = _row("weights", codes, str(group), *weight_error(params, WeightFormat(codes, group)))
         yield row | (divergence(judge, f"{WEIGHT_NAMES[codes]}-g{group}", "model") if group in GROUPS else {})
-    if codes == "int8":  # int4 with a scale a row is no format here
+    if codes == "int8":  # jllm has no int4 format with a scale per row
         row = _row("weights", codes, "row", *weight_error(params, WeightFormat(codes)))
         yield row | divergence(judge, WEIGHT_NAMES[codes], "model")
     yield _row("weights", codes, "tensor", *tensor_error(judge, codes))
 
 
 def kv_rows(judge: Judge, kv: dict[str, list[jax.Array]], codes: str, groups: Sequence[int]) -> Iterator[Row]:
-    """Yields the rows of K and V together. A group of all a head's values is a row."""
+    """Yields the rows of K and V together. A group of all values of a head is a row."""
     values = [x for each in kv.values() for x in each]
     head_dim = judge.model.config.head_dim
     for group in (*SMALLER, *groups):
@@ -71,7 +71,7 @@ def divergence(judge: Judge, scheme: str, kv: str) -> Row:
 
 
 def tensor_error(judge: Judge, codes: str) -> tuple[float, float]:
-    """Returns bytes and error of weights with one scale each: as matrices of one row."""
+    """Returns the bytes and error of weights with one scale each, as matrices of one row."""
     leaves = list(linears(judge.model.params).values())
     found = [_flat_error(leaf, codes) for leaf in leaves]
     return 0.5 if codes == "int4" else 1.0, _together(found, leaves)
@@ -85,7 +85,7 @@ def _flat_error(w: jax.Array, codes: str) -> float:
 
 
 def _together(errors: Sequence[float], arrays: Sequence[jax.Array]) -> float:
-    """Returns relative errors of several arrays as one of all."""
+    """Returns the relative error of several arrays together."""
     signal = [float(jax.numpy.sum(x * x)) for x in arrays]
     return math.sqrt(math.fsum(e * e * s for e, s in zip(errors, signal)) / math.fsum(signal))
 
@@ -101,20 +101,20 @@ def _row(of: str, codes: str, scale_for: str, bytes_each: float, error: float) -
 
 
 def cases(rows: list[Row]) -> list[dict[str, Row]]:
-    """Returns the rows of weights, and of K and V, in 8 and in 4 bits: by how many values share a scale."""
+    """Returns the rows of weights, and of K and V, in each number of bits. Each case is by values per scale."""
     kinds = dict.fromkeys((row["of"], row["codes"]) for row in rows)
     return [{row["scale_for"]: row for row in rows if (row["of"], row["codes"]) == kind} for kind in kinds]
 
 
 def falls(case: dict[str, Row]) -> bool:
-    """Returns whether error and divergence fall with the group, and groups err less than one scale a tensor."""
+    """Returns whether error and divergence fall with the group size, and groups err less than one scale per tensor."""
     served = [row for row in case.values() if "kl" in row]  # from the smallest group up
     falling = all(a[key] < b[key] for key in ("relative_error", "kl") for a, b in zip(served, served[1:]))
     return falling and case[CEILING]["relative_error"] < case["tensor"]["relative_error"]
 
 
 def beyond(rows: list[Row]) -> list[float]:
-    """Returns the error of groups of BEYOND, which take more bytes, over that of groups of CEILING."""
+    """Returns the error of smaller groups, which take more bytes, over that of the claim's ceiling."""
     both = [(case[BEYOND], case[CEILING]) for case in cases(rows) if BEYOND in case]
     return [four["relative_error"] / eight["relative_error"] for four, eight in both]
 

@@ -1,9 +1,9 @@
-"""C11: prompts head to tail, without padding, save prefill work over prompts padded to the longest of their step.
+"""Tests C11: prompts without padding save prefill work over prompts padded to the longest of their step.
 
-Step: the first prompts of the QPS workload, some at a time, as one step of exactly their tokens and as one of as
-many rows for each as the longest has; each such group of the workload's first 512 adds to the shares of work, one of
-16 prompts is timed both ways, alternated. Attention reads no padding in either, which a padded system's would. QPS: the
-workload through the engine under both policies (contest.py).
+Step: the first prompts of the QPS workload form a step of exactly their tokens, or of as many rows per prompt as the
+longest has. Groups of the first 512 prompts give the shares of work. One group of 16 prompts is timed both ways, in
+turn. Attention reads no padding in either, although a padded system's would. QPS: the workload runs through the engine
+under both policies (contest.py).
 """
 
 import statistics
@@ -33,9 +33,9 @@ from jllm.model.model import Model
 from jllm.programs.packed_step import pack_chunks
 
 BATCHES = (4, 16, 64)  # prompts in a step
-GROUPED = 512  # prompts of the workload that are put into groups
-LEAST, STATED = 0.05, 0.5  # what counts as saved at all, and as stated
-TYPICAL = 16  # prompts of the step that is timed, whose share decides
+GROUPED = 512  # prompts of the workload that form groups
+LEAST, STATED = 0.05, 0.5  # least share that counts as saved, and the stated one
+TYPICAL = 16  # prompts of the timed step, whose share decides
 PAGE = 16
 
 
@@ -68,7 +68,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def step_of(model: Model, lengths: tuple[int, ...], rows: int) -> Callable[[], Any]:
-    """Returns one step that prefills prompts of these lengths on as many rows, to be called."""
+    """Returns a function that prefills prompts of these lengths in one step of as many rows."""
     timer = StepTimer(model.params, model.config, pool_for(len(lengths), max(lengths), PAGE, None))
     layout = layout_of(tokens=rows, prompts=len(lengths))
     buffer = pack_chunks(layout, [chunk_of(slot, 0, n, n) for slot, n in enumerate(lengths)])
@@ -79,7 +79,7 @@ def step_of(model: Model, lengths: tuple[int, ...], rows: int) -> Callable[[], A
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by the rows of each step, and by the time of the one that is timed."""
+    """Decides by the rows of each step, and by the time of the timed one."""
     if not any("time_saved" in row for row in rows):
         return NOT_TESTED, ""
     saved = [Interval(row["work_saved"], 0.0, 1) for row in rows if "work_saved" in row]

@@ -1,9 +1,9 @@
-"""C12: paging does not help past batch 512, nor with grouped-query attention.
+"""Tests C12: paging does not help past batch 512, nor with grouped-query attention.
 
-Requests a second with pages on demand over those with the longest output reserved, by slots (the largest batch, each
-policy at its best up to there), head grouping (LLaMA-2-7B's 32 KV heads, LLaMA-3-8B's 8) and pool; 2,048 requests drawn
-from the QPS workload, all at once; simulated. What paging costs in a kernel is not part of it: decode attention over
-shuffled pages takes as long as cuDNN's over contiguous arrays.
+Rows compare requests per second with paged policies and with reserving the longest output. They vary the slots (each
+policy at its best up to there), head grouping (LLaMA-2-7B's 32 KV heads, LLaMA-3-8B's 8) and pool. 2,048 requests,
+drawn from the QPS workload, start at once in a simulation. The cost of paging in a kernel is not included: decode
+attention over shuffled pages takes as long as cuDNN's over contiguous arrays.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from experiments.simulation.requests import read_workload
 
 SLOTS = (64, 128, 256, 512, 1024)
 POOLS = (16.0, 64.0)
-MUCH = 512  # slots, past which it is said not to help
+MUCH = 512  # slots past which it should not help
 HELPS = 0.05
 GROUPED = "llama-3-8b"
 PAGED = ("paged", None), ("extent", "quantile")
@@ -38,8 +38,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int], float]:
-    """Returns what a policy gains over reserving, by model, pool and slots; each at its best with as many slots or
-    fewer, since slots that find no pages only coarsen the compiled sizes."""
+    """Returns a policy's gain over reserving, by model, pool and slots. Each counts at its best with as many slots or
+    fewer: slots without pages only make the compiled sizes coarser."""
     best: dict[tuple[str, str, float, int], Row] = {}
     for row in sorted(rows, key=lambda row: row["slots"]):
         about = cell(row, "kv_policy", "model", "pool_gib")
@@ -53,7 +53,7 @@ def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each case past MUCH slots or with grouped queries: HELPS more is a gain."""
+    """Decides by each case past the claim's slots or with grouped queries. A gain must exceed HELPS."""
     return in_most(gain <= HELPS for gain in cases(rows)), ""
 
 

@@ -1,12 +1,13 @@
-"""C13: the share of matrix products in a step.
+"""Tests C13: the share of matmuls in a step.
 
-The step's products alone, all layers' and the head's, one after the other on the same weights and as many rows, beside
-the whole step: decoding, by batch and length of K and V (a map of what a device of 80 GB holds; one compiled step a
-batch, for its longest), and one prompt. Between products stands nothing but the slices
-that make one's output the next one's input; these count as products, some percent at one row. Both are timed in each
-of ROUNDS, one after the other; the share is the mean, with its 95 % interval (Student's t). On a GPU the kernels of
-decode steps are sorted into kinds as well (experiments.step_profile), `kind` rows: attention, rotary and cache, norms
-and activations, the rest; XLA's names hide products among the rest, which is why products are measured alone.
+A step's matmuls of all layers and the head run alone, in order, with the same weights and rows. They are timed beside
+the whole step. Decoding varies batch and length of K and V, as far as 80 GB hold it, with one compiled step per batch.
+Prefill has one prompt. Only slices stand between the matmuls, to shape one's output for the next. They count as
+matmuls: some percent at one row.
+
+Each round times both, one after the other. The share is the mean with its 95 % interval (Student's t). On a GPU, `kind`
+rows also sort the kernels of decode steps (experiments.step_profile): attention, rotary and cache, norms and
+activations, the rest. XLA's names hide matmuls in the rest, so matmuls are measured alone.
 """
 
 from collections import defaultdict
@@ -46,12 +47,12 @@ DECODE = {
     256: (256,),
 }  # sequences: tokens of K and V each
 PREFILL = (1024,)  # tokens of one prompt
-STEPS, ROUNDS = 4, 5  # in one call, and such calls of each
+STEPS, ROUNDS = 4, 5  # steps per call, and calls of each
 STATED = (0.70, 0.90)
 
 
 def products(params: Params, x: jax.Array, heads: jax.Array) -> jax.Array:
-    """Computes all products of a step on rows x [T, E], of which the head sees as many as `heads` has."""
+    """Computes all matmuls of a step on rows x [T, E]. The head sees as many rows as `heads` has."""
     for layer in params.layers:
         x = linear(x, layer.attention.qkv)[:, : layer.attention.o.shape[1]]
         x = linear(x, layer.attention.o)
@@ -77,11 +78,11 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def decoding(params: Params, config: LlamaConfig, batch: int, contexts: tuple[int, ...]) -> Iterator[Row]:
-    """Yields a batch's rows. Its pages are gone with it: two batches' don't fit a device."""
+    """Yields a batch's rows, then drops its pages: a device cannot hold two batches."""
     steps = decoding_at(params, config, batch, max(contexts), STEPS)
     run_products = products_of(params, config, batch, batch)
     for context in contexts:
-        # Steps of their own for each round: a call leaves the sequences longer.
+        # Each round has its own steps, as a call lengthens the sequences.
         times = [(microseconds(steps(context)) / STEPS, microseconds(run_products)) for _ in range(ROUNDS)]
         yield share_row("decode", batch, context, times)
         if jax.default_backend() == "gpu":
@@ -98,7 +99,7 @@ def share_row(phase: str, batch: int, tokens: int, times: Sequence[tuple[float, 
 
 
 def kinds(phase: str, batch: int, tokens: int, run: Callable[[], Any], step_us: float) -> Iterator[Row]:
-    """Yields microseconds by kind of kernel, as their names tell, and the gaps; shares are of a step by the clock."""
+    """Yields the microseconds of each kind of kernel, by name, and of the gaps. Shares are of a step's wall time."""
     sums: dict[str, float] = defaultdict(float)
     for row in table(timeline(run, python=False), STEPS):
         sums[row["kind"]] += row["us"]
@@ -114,7 +115,7 @@ def shares(rows: list[Row]) -> list[Interval]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: products are to take the larger part of a step, and as much as stated."""
+    """Decides case by case. Matmuls must take the larger part of a step, and as much as stated."""
     found = shares(rows)
     return in_most(share.reaches(0.5) for share in found), in_all(share.within(*STATED) for share in found)
 

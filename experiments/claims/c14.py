@@ -1,8 +1,8 @@
-"""C14: prefill takes at most a tenth of a generation's time, by prompt and output length.
+"""Tests C14: prefill takes at most a tenth of a generation's time, by prompt and output length.
 
-Whole prefill and decode steps of a batch, as experiments.throughput times them: a generation is the prefill of all its
-prompts and one decode step for each token of the output, at the length that K and V have in the middle of it. Both are
-timed ROUNDS times, prefill first; the share is the mean of as many, with its 95 % interval (Student's t).
+A generation is the prefill of a batch's prompts, then one decode step per output token, at the middle length of K and
+V. experiments.throughput times whole steps alike. Each round times prefill, then decoding. The share is the mean with
+its 95 % interval (Student's t).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from experiments.throughput import Bench, parse_args
 
 LENGTHS = ((8, 256), (128, 512), (512, 128), (512, 512), (2048, 128))
 BATCHES = (1, 32)
-WORKLOAD = (114, 321)  # prompt and output of the QPS workload, on average
+WORKLOAD = (114, 321)  # mean prompt and output of the QPS workload
 STATED = 0.10
 ROUNDS = 3
 
@@ -49,7 +49,7 @@ def shares(rows: list[Row]) -> list[Interval]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: decoding is to take the larger part, and prefill at most what is stated."""
+    """Decides case by case. Decoding must take the larger part, and prefill at most the stated share."""
     found = shares(rows)
     return in_most(share.within(0, 0.5) for share in found), in_all(share.within(0, STATED) for share in found)
 

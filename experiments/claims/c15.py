@@ -1,10 +1,9 @@
-"""C15: NF4 against linear int4 at equal bits: error, divergence and perplexity.
+"""Tests C15: NF4 vs. linear int4 at equal bits, by error, divergence and perplexity.
 
-Both have 16 codes and one f16 scale for a group of the same size; NF4's codes are quantiles of a normal distribution,
-int4's are evenly spaced. Rounding to nearest, no calibration, on the bundled model and the text that it wrote. NF4's
-rows have the interval of its divergence less int4's, and of its perplexity over int4's less one, both of the same draws
-of texts (`over_int4`). Beside them what changes the bits: a zero point (4 bits more a group), and NF4's scales in int8
-themselves.
+Both have 16 codes and an f16 scale per group of the same size. NF4's codes are quantiles of a normal distribution;
+int4's are evenly spaced. Weights are rounded to nearest, without calibration, in the bundled model on its own text.
+NF4's rows have `over_int4` intervals of paired draws of texts: the difference of divergence, and the relative growth of
+perplexity. Other rows change the bits: a zero point (4 bits more per group), and NF4 with int8 scales.
 """
 
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by the error, the divergence and what is added to perplexity, of each group."""
+    """Decides by the error, the divergence and the added perplexity of each group."""
     return in_most(less(*pair, key) for pair in pairs(rows) for key in ("relative_error", "kl", "added")), ""
 
 
@@ -59,8 +58,7 @@ def words(rows: list[Row]) -> tuple[str, str]:
 
 
 def less(nf4: Row, int4: Row, key: str) -> bool | None:
-    """Returns whether NF4's figure is less; None where the interval of their difference, if there is one, has room for
-    both."""
+    """Returns whether NF4's value is less, or None if the interval of the difference allows both."""
     low, high = nf4.get(f"{key}_over_int4_95", (nf4[key] - int4[key],) * 2)
     return None if low <= 0 <= high and low < high else high < 0
 

@@ -1,15 +1,16 @@
-"""C16: moving a running sequence's K and V to host memory and back cannot pay.
+"""Tests C16: moving a running sequence's K and V to host memory and back cannot pay.
 
-By device, from its data sheet alone: a decode step at its floor with as many sequences of one length as memory holds,
-against the time that K and V of one of them take over the host's link, in one direction. Two uses are judged:
+Rows follow from data sheets alone. They compare two times. One is a decode step at its floor, with memory full of
+sequences of one length. The other moves one sequence's K and V over the host's link. There are two uses:
 
-stream: part of the cache stays in host memory and comes in every step. While a step runs, the link brings at most
-`stream_share` of what the step reads, so that is how many more sequences could run, if nothing else cost anything.
-swap: a sequence that must give way is copied out and later in, against computing its K and V again from its tokens
-(a prefill at its floor, on a device that could do other work meanwhile; copies could run beside other work).
+stream: part of the cache stays in host memory and comes in every step. During a step the link moves at most
+`stream_share` of what the step reads. So many more sequences could run, if nothing else cost anything.
 
-The last row is what a link does, by copies of one array to the host and back: on a GPU this machine's, elsewhere that
-of the newest file of this claim.
+swap: a preempted sequence is copied out and later back in. The alternative is to compute its K and V again by a prefill
+at its floor. That takes device time, while copies could run beside other work.
+
+The last row measures a link, by copies of one array to the host and back. Without a GPU it comes from this claim's
+newest file.
 """
 
 import statistics
@@ -33,8 +34,8 @@ from jllm.model.tree_bytes import tree_bytes
 MODELS = ("llama-2-7b", "llama-3-8b")
 KV = (None, "int8-g8")
 CONTEXTS = (512, 2048, 8192)
-USABLE = 0.9  # of a device's memory
-PAYS = 0.10  # more sequences, from which on streaming is worth something
+USABLE = 0.9  # share of a device's memory
+PAYS = 0.10  # least growth of sequences that makes streaming worthwhile
 GB = 1e9
 MIB = 1 << 20
 
@@ -54,7 +55,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Yields what a GPU's link did, of the newest file of this claim."""
+    """Yields the measured link of a GPU, from this claim's newest file."""
     for document, file in newest(results, "claims-C16")[-1:]:
         yield from (row | source_of(document, file) for row in document["rows"] if row.get("source") == "measured")
 
@@ -81,8 +82,8 @@ def device_row(model: Model, name: str, kv: str | None, sheet: DeviceSheet, cont
 
 
 def copies(nbytes: int) -> Row:
-    """Times what one array takes to the host and back, the medians of five; page-locked memory where the device has
-    it."""
+    """Returns the times of an array's way to the host and back, medians of five. Memory is page-locked if the device
+    supports it."""
     device = jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     array = jax.block_until_ready(jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), device))
@@ -94,7 +95,7 @@ def copies(nbytes: int) -> Row:
         where, host = "numpy", np.zeros(nbytes // 4, np.float32)
         out = _seconds(lambda: np.array(array, copy=True))
     back = jax.sharding.SingleDeviceSharding(device)
-    # A backend on the host's own memory may take a numpy array as it is, so that this one copies nothing by itself.
+    # A backend in host memory may use a numpy array directly, so this one copies nothing by itself.
     into = _seconds(lambda: jax.block_until_ready(jax.device_put(host, back, may_alias=False)))
     return {
         "device": device.device_kind, "source": "measured", "mib": nbytes // MIB, "host_memory": where,
@@ -113,13 +114,13 @@ def _seconds(copy: Callable[[], Any]) -> float:
 
 
 def computed_rows(rows: list[Row]) -> list[Row]:
-    """Returns the rows of devices that have room for a sequence."""
+    """Returns the rows of devices with room for a sequence."""
     return [row for row in rows if row["source"] == "data sheet" and row["batch"]]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by device, model, format and length: offload cannot pay where streaming adds at most PAYS more sequences
-    and swapping takes as long as computing again, or longer."""
+    """Decides by device, model, format and length. Offload does not pay if streaming adds at most PAYS sequences and
+    swapping is no faster than recomputing."""
     found = computed_rows(rows)
     vain = (row["stream_share"] <= PAYS and row["swap_over_recompute"] >= 1 for row in found)
     return in_most(vain), in_all(row["gb_ms"] >= row["step_ms"] for row in found)

@@ -1,13 +1,13 @@
-"""C17: a length predictor is what admission needs.
+"""Tests C17: admission needs a length predictor.
 
-Requests a second by what admission counts on, with pages on demand and with extents, LLaMA-2-7B in bf16, 512 slots;
-simulated. Two workloads: the QPS workload, whose prompts say nothing (it has lengths alone), and `stories`, held-out
-prompts for the bundled model with the lengths at which it really stopped (train_length_predictor.py): half go on to
-its end token, half stop at the first line break. Of each 1,024 requests are drawn.
+Rows have requests per second by the predictor of admission, with pages on demand and with extents. LLaMA-2-7B in bf16
+with 512 slots is simulated. There are two workloads, with 1,024 requests drawn from each. The QPS workload has only
+lengths, so its prompts carry no hint. `stories` has held-out prompts of the bundled model with its real output lengths
+(train_length_predictor.py): half run to the end token, half stop at the first line break.
 
-`none` counts on nothing (pages on demand alone), `longest` on the workload's longest output, `quantile` on what has
-ended so far, `learned` on the prompt as well, `oracle` on the truth. quantile and learned are asked for each of
-QUANTILES; of these the best that preempts at most PREEMPTED of the requests is the one that is judged.
+`none` predicts nothing (pages on demand only). `longest` predicts the longest output of the workload. `quantile` uses
+the lengths so far, `learned` the prompt too, and `oracle` the true length. quantile and learned run at several
+quantiles. The best one that rarely preempts counts.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ QUANTILES = (0.5, 0.7, 0.9)
 PREEMPTED = 0.05
 POOLS = (16.0, 32.0)
 POLICIES = ("paged", "extent")
-NEAR = 0.90  # of the oracle's QPS
-NEEDED = 0.05  # of it, that is lost without
+NEAR = 0.90  # share of the oracle's QPS
+NEEDED = 0.05  # loss without a predictor that proves the need
 STORIES = "stories"
 
 
@@ -53,8 +53,8 @@ def cases(policy: str, gib: float, workload: Workload, learned: Any, slots: int,
 
 
 def chosen(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Returns by workload, policy and pool each predictor's row, of several quantiles' the best that preempts few
-    enough, or the one that preempts least."""
+    """Returns each predictor's row, by workload, policy and pool. Of several quantiles, the best that rarely preempts
+    counts, else the one that preempts least."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         of_cell = found.setdefault(cell(row, "workload", "kv_policy", "pool_gib"), {})
@@ -70,13 +70,13 @@ def _rank(row: Row) -> tuple[bool, float]:
 
 
 def shares(rows: list[Row], policy: str, name: str) -> list[float]:
-    """Returns the part of the oracle's requests a second that a policy serves with a predictor, case by case."""
+    """Returns the share of the oracle's requests per second that a policy reaches with a predictor, case by case."""
     some = [cells for (_, of, _), cells in chosen(rows).items() if of == policy and name in cells]
     return [cells[name]["qps"] / cells["oracle"]["qps"] for cells in some]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by pages on demand without a predictor: one is needed where more than NEEDED is lost."""
+    """Decides by pages on demand without a predictor. A loss above NEEDED proves the need."""
     return in_most(share < 1 - NEEDED for share in shares(rows, "paged", "none")), ""
 
 

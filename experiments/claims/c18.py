@@ -1,11 +1,13 @@
-"""C18: the four fusions, one by one, against the unfused model: milliseconds a step, kernels a layer.
+"""Tests C18: the four fusions one by one vs. the unfused model, by milliseconds per step and kernels per layer.
 
-The decoder layers of LLaMA-2-7B in bfloat16 over the paged cache, built of the library's operations (unfused.py), with
-none of the fusions, with each alone, with all but each, and with all: residual sum with norm; q, k, v and gate, up as
-one product each; rotary embedding with the write of K and V; flash attention. What is not fused stands between
-barriers. Layers of two depths are timed, calls one after the other on the host's clock, and a layer's difference makes
-the 32; kernels are counted in the compiled program, likewise. SiLU and its product are one kernel throughout. All are
-timed in turn, round after round, a row for each; a change is that within a round.
+LLaMA-2-7B's decoder layers in bfloat16 over the paged cache are built from the library's operations (unfused.py). They
+run with no fusion, with each alone, with all but each, and with all. The fusions are residual sum with norm; q, k, v
+and gate, up as one matmul each; rotary embedding with the write of K and V; flash attention. Barriers separate what is
+not fused. SiLU and its product are always one kernel.
+
+Two depths are timed, calls in a row by the host's clock. A layer's difference gives the 32 layers. Kernels are counted
+alike, in the compiled program. All run in turn, round after round, with a row each. A change is computed within a
+round.
 """
 
 import re
@@ -39,9 +41,9 @@ VARIANTS = {
 DEPTHS = (1, 3)
 PAGE = 16
 CALLS, ROUNDS = 20, 5
-NOISE = 0.02  # of a step: what is less is no change of a single round, as older files have one
-AGREE = 3e-2  # of the norm: what orders of sums in bfloat16 may differ by
-FREE = {  # what launches nothing
+NOISE = 0.02  # share of a step: a smaller change of a single round is noise, as in older files
+AGREE = 3e-2  # relative norm: sums in bfloat16 may differ by this with their order
+FREE = {  # launch nothing
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier", "call",
     "while", "conditional", "after-all", "copy-done", "partition-id", "iota",
 }  # fmt: skip
@@ -49,7 +51,7 @@ FREE = {  # what launches nothing
 
 @dataclass(frozen=True)
 class Run:
-    """Compiled layers of one depth with their inputs."""
+    """The compiled layers of one depth, with their inputs."""
 
     compiled: Any
     params: Any
@@ -58,7 +60,7 @@ class Run:
     config: LlamaConfig
 
     def time(self) -> tuple[float, jax.Array]:
-        """Returns microseconds of a call, after a first, and the result of the last."""
+        """Returns the microseconds of a call, after a warm-up, and the last result."""
         pages = pages_of(self.batch)
         cache = make_cache(self.config, pages, PAGE, parse_kv_cache(None, self.config, self.x.dtype))
         out, cache = self.compiled(self.params, self.x, self.batch, cache[: len(self.params)])
@@ -111,12 +113,12 @@ def lower(params: Any, x: jax.Array, batch: Paged, config: LlamaConfig, fusions:
 
 
 def pages_of(batch: Paged) -> int:
-    """Counts all pages that its tables name."""
+    """Returns the number of pages in its tables."""
     return batch.decode_pages.size + batch.chunk_pages.size
 
 
 def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) -> tuple[jax.Array, Paged]:
-    """Makes one new token for each sequence, whose K and V count `tokens` with it; or one whole prompt."""
+    """Returns one new token for each sequence, whose K and V have `tokens` with it, or one whole prompt."""
     each = -(-tokens // PAGE)
     table = jnp.arange(sequences * each, dtype=jnp.int32).reshape(sequences, each)
     rows = sequences if phase == "decode" else tokens
@@ -130,7 +132,7 @@ def inputs(config: LlamaConfig, phase: str, sequences: int, tokens: int, dtype) 
 
 
 def kernels(text: str) -> int:
-    """Counts what a compiled program launches: instructions of its entry, and of what that calls as a whole."""
+    """Returns the number of kernels that a compiled program launches, in its entry and in what that calls."""
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
     for line in text.splitlines():
@@ -155,7 +157,7 @@ def kernels(text: str) -> int:
 
 
 def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, list[Row]]]:
-    """Returns rows by case and by what is fused, one of each round; only cases that have the unfused model."""
+    """Returns the rows by case and fusions, one per round. Cases without the unfused model are left out."""
     found: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
     for row in rows:
         by = found.setdefault((row["phase"], row["sequences"], row["tokens"]), {})
@@ -164,14 +166,14 @@ def cases_of(rows: list[Row]) -> dict[tuple[str, int, int], dict[str, list[Row]]
 
 
 def saved(rows: list[Row]) -> dict[str, list[Interval]]:
-    """Returns by how much a step is longer with a fusion, alone and as the last of all, and with "all": by case."""
+    """Returns how much longer a step is with a fusion, by case: for each alone, each as the last, and "all"."""
     found: dict[str, list[Interval]] = {}
     for by in cases_of(rows).values():
         for name in [name for name in by if name != "none"]:
             last = name.startswith(BUT) and "all" in by
             ours, over = (by["all"], by[name]) if last else (by[name], by["none"])
             change = change_of(ours, over, "step_ms", NOISE)
-            if change is not None:  # None: cut off, or failed, in every round that the other has
+            if change is not None:  # None: it failed in every round of the other
                 found.setdefault(name.removeprefix(BUT) if last else name, []).append(change)
     return found
 
@@ -186,7 +188,7 @@ def singly(rows: list[Row]) -> list[bool | None]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by all four together; of the size, by each fusion, alone and as the last."""
+    """Decides by all four fusions together. The size also needs each fusion, alone and as the last."""
     return in_most(map(shorter, saved(rows).get("all", []))), in_all(singly(rows))
 
 

@@ -1,12 +1,12 @@
-"""C19: shares of tokenizing, computing, sampling and returning in the work of prefill and decode.
+"""Tests C19: the shares of tokenizing, computing, sampling and returning in prefill and decode.
 
-Each part alone: prompts of the bundled text through the tokenizer; a step of LLaMA-2-7B, less its sampler; the sampler
-by top-k and top-p on that many rows; and what the engine's host loop does a step on a device that takes no time:
-planning, packing, reading tokens, detokenizing them, events (`return`). The shares are of their sum. The tokenizer is
-the bundled model's, of 4,096 tokens. In the engine the parts overlap: `overlapped` rows are a trace of one that serves,
-from the newest file of `python -m experiments.step_profile --kind serve`: kernels other than the sampler's, the
-sampler's, and the time in which the device waits, which is all of the host's work that shows. Where no GPU is, the
-parts alone are those of the newest file of this claim that has them.
+Each part is timed alone. Prompts of the bundled text pass through its tokenizer of 4,096 tokens. A step of LLaMA-2-7B
+counts without its sampler. The sampler draws as many rows by top-k and top-p. `return` is the host loop's work per step
+on a device that takes no time: planning, packing, reading tokens, detokenizing, events. Shares are of the parts' sum.
+
+In the engine the parts overlap. `overlapped` rows come from the newest trace of `python -m experiments.step_profile
+--kind serve`. They have the sampler's kernels, all other kernels, and the device's waiting time, which is the visible
+part of the host's work. Without a GPU, the parts alone come from this claim's newest file that has them.
 """
 
 import statistics
@@ -45,11 +45,11 @@ STATED = {  # the share of each part, from and to
     "prefill": {"tokenize": (0.10, 0.10), "compute": (0.80, 0.80), "sample": (0.10, 0.10), "return": (0.02, 0.05)},
     "decode": {"compute": (0.80, 0.80), "sample": (0.10, 0.10), "return": (0.05, 0.05)},
 }
-NEAR = 0.25  # of the share that is stated: how far from it is near
+NEAR = 0.25  # relative distance from the stated share that counts as near
 
 
 class Talking(HostOnly):
-    """Takes no time, and says tokens that have a text."""
+    """A device that takes no time, and returns tokens with text."""
 
     vocabulary = 4000
 
@@ -66,13 +66,13 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Yields the parts alone, as the newest file of this claim on a GPU has them."""
+    """Yields the parts alone from this claim's newest file on a GPU."""
     for document, file in newest(results, "claims-C19")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "how" not in row)
 
 
 def overlapped(results: Path) -> Iterator[Row]:
-    """Shares of a step of an engine that serves, from its newest trace."""
+    """Yields the shares of a serving engine's step, from its newest trace."""
     for document, file in newest(results, "step_profile_serve")[-1:]:
         rows = [row for row in document["rows"] if row.get("kernel") in ("(all)", "(none)")]
         for batch, context in dict.fromkeys((row["batch"], row["context"]) for row in rows):
@@ -84,7 +84,7 @@ def overlapped(results: Path) -> Iterator[Row]:
 
 
 def alone(toy: bool) -> Iterator[Row]:
-    """Times each part alone."""
+    """Yields the time of each part alone."""
     config = config_of(toy)
     params, tokenizer = random_params(config, toy), jllm.load().tokenizer
     assert tokenizer is not None
@@ -101,7 +101,7 @@ def alone(toy: bool) -> Iterator[Row]:
 
 
 def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
-    """Returns parts: microseconds of tokenizing, of the whole step, of its sampler, of the host's loop."""
+    """Returns a row of the microseconds of tokenizing, the whole step, its sampler, and the host's loop."""
     tokenize, step, sampler, host = parts
     us = (tokenize, max(0.0, step - sampler), sampler, host)
     row: Row = {"phase": phase, "batch": batch, "tokens": tokens}
@@ -110,7 +110,7 @@ def row_of(phase: str, batch: int, tokens: int, parts: list[float]) -> Row:
 
 
 def tokenize_us(tokenizer: Tokenizer, tokens: int) -> float:
-    """Returns microseconds of tokenizing a text of `tokens` tokens, the median of nine."""
+    """Returns the median microseconds, of nine, to tokenize a text of `tokens` tokens."""
     ids = tokenizer.encode(" ".join(read_documents(BUNDLED_TEXT)))[:tokens]
     text = tokenizer.decode(ids)
     return _median_us(lambda: tokenizer.encode(text))
@@ -122,8 +122,8 @@ def sample_us(params: Params, rows: int) -> float:
 
 
 def host_us(model: Model, batch: int, prompt: int, toy: bool) -> float:
-    """Returns microseconds of the engine's loop on a device that takes no time, the median: of a step that decodes
-    `batch` sequences, or of all steps of a prompt from its admission to its first token."""
+    """Returns the engine loop's median microseconds on a device that takes no time. It is for a step that decodes
+    `batch` sequences, or for all steps of a prompt until its first token."""
     output, length = (1 if prompt else 8 if toy else 64), prompt or 8
     pages = 2 * batch * -(-(length + output) // 16) + batch
     engine = Engine(model, device=Talking, max_slots=batch, num_pages=pages, max_step_tokens=max(2 * batch, length + 1))
@@ -155,14 +155,14 @@ def _median_us(call: Any) -> float:
 
 
 def near(row: Row) -> Iterator[bool]:
-    """Yields whether each part's share is within NEAR of what is stated."""
+    """Yields whether each part's share is near the stated one."""
     for name, (low, high) in STATED[row["phase"]].items():
         if name in row:
             yield low * (1 - NEAR) <= row[name] <= high * (1 + NEAR)
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: computing is to take the larger part, and each part as much as stated."""
+    """Decides case by case. Computing must take the larger part, and each part as much as stated."""
     return in_most(row["compute"] > 0.5 for row in rows), in_all(side for row in rows for side in near(row))
 
 

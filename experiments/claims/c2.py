@@ -1,9 +1,9 @@
-"""C2: the VM allocator and paging over reserving the longest length.
+"""Tests C2: the VM allocator and paging vs. reserving the longest length.
 
-The QPS workload, all at once, with pools of 16, 32 and 64 GiB, 512 slots; simulated with the engine's own scheduler and
-policies, no device. `reserve` takes pages for the longest output at admission, or for a whole context of 2,048 tokens;
-`paged` takes them as tokens come; `extent` takes a run of pages of the length that the lengths so far say (quantile
-0.9) or of the true one (oracle).
+The QPS workload starts at once in 512 slots, with pools of 16, 32 and 64 GiB. It is simulated with the engine's own
+scheduler and policies. `reserve` takes pages for the longest output at admission, or for a whole context of 2,048
+tokens. `paged` takes them as tokens come. `extent` takes a run of pages: its length is a quantile (0.9) of the lengths
+so far, or the true one (oracle).
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from experiments.claims.simulated import CONTEXT, MODELS, Bench, Todo, cell, gai
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
 
-STATED = 2.0  # more: three times as many
+STATED = 2.0  # growth: three times as many
 HELPS = 0.05
 SLOTS = 512
 POOLS = (16.0, 32.0, 64.0)
@@ -39,7 +39,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def gains(rows: list[Row]) -> list[float]:
-    """Returns what pages on demand gain over reserving, by model, format, pool, and what is reserved."""
+    """Returns the gain of pages on demand over reserving, by model, format, pool and reserved length."""
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         cells.setdefault(cell(row, "model", "kv", "pool_gib"), []).append(row)
@@ -52,7 +52,7 @@ def gains(rows: list[Row]) -> list[float]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: HELPS more is a gain."""
+    """Decides case by case. A gain must exceed HELPS."""
     found = gains(rows)
     return in_most(gain >= HELPS for gain in found), in_all(gain >= STATED for gain in found)
 

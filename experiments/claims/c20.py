@@ -1,9 +1,10 @@
-"""C20: the KV cache's share of memory at capacity, by model and device.
+"""Tests C20: the KV cache's share of memory at capacity, by model and device.
 
-From the models' shapes and the devices' data sheets; nothing runs. Weights have 16 bits; of what is left of the usable
-memory of as few devices (1, 2, 4, 8, 16) as hold the weights and a tenth of them, all is K and V. The share is that of
-K and V in both together. `share_of_8` is the share on eight devices, which is how large models are served. For a model
-of 176B parameters, which is no LLaMA, the weights are all that is known here, and all that the share needs.
+Rows follow from the models' shapes and the devices' data sheets; nothing runs. Weights have 16 bits. A row uses the
+fewest devices (1, 2, 4, 8 or 16) that hold the weights and a tenth more. The rest of the usable memory is K and V. The
+share is that of K and V in both together. `share_of_8` is the share on eight devices, a usual number for large models.
+Of the model with 176B parameters, which is no LLaMA, only the size of its weights is known. The share needs nothing
+else.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,14 @@ from experiments.steps.floors import token_bytes
 from jllm.model.tree_bytes import tree_bytes
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b")
-LARGE = "176B"  # parameters; as BLOOM
+LARGE = "176B"  # parameters, as BLOOM has
 DEVICES = (1, 2, 4, 8, 16)
 KV = (None, "int8-g8")
-CONTEXT = 1024  # of the sequences that fill the cache
-USABLE = 0.9  # of a device's memory
-ROOM = 0.1  # of the weights, that must be left for K and V
+CONTEXT = 1024  # tokens of the sequences that fill the cache
+USABLE = 0.9  # share of a device's memory
+ROOM = 0.1  # room for K and V, as a share of the weights
 STATED = {"llama-2-7b": 0.84, LARGE: 0.5}
-ABOUT = 0.05  # below it, that counts as it
+ABOUT = 0.05  # allowed shortfall
 GIB = 1 << 30
 
 
@@ -53,7 +54,7 @@ def share_row(name: str, weights: float, kv: str | None, token: float | None, sh
     if token is not None:
         found |= {
             "token_kib": round(token / 1024, 2), "sequences": int(cache / (CONTEXT * token)),
-            "half_at": int(weights / (CONTEXT * token)),  # sequences whose K and V weigh as much as the weights
+            "half_at": int(weights / (CONTEXT * token)),  # sequences whose K and V are as large as the weights
         }  # fmt: skip
     return row | found
 
@@ -64,15 +65,15 @@ def fitting(rows: list[Row]) -> list[Row]:
 
 
 def share_of(rows: list[Row], name: str) -> float | None:
-    """Returns the share on as few devices of 80 GB as hold a model; None where none does."""
+    """Returns the share on the fewest devices of 80 GB that hold a model, or None."""
     found = [row for row in fitting(rows) if row["model"] == name and row["kv"] == "bf16"]
     of_80 = (row["share"] for row in found if "80 GB" in row["device"] or "80GB" in row["device"])
     return next(of_80, None)
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by the models that have a figure, on devices of 80 GB: K and V are to outweigh the weights, and to take
-    ABOUT what is stated, or more."""
+    """Decides by the models with a stated figure, on devices of 80 GB. K and V must outweigh the weights, and take
+    about the stated share or more."""
     found = {name: share for name in STATED if (share := share_of(rows, name)) is not None}
     sides = in_all(share >= STATED[name] - ABOUT for name, share in found.items())
     return in_most(share > 0.5 for share in found.values()), sides

@@ -1,10 +1,10 @@
-"""C21: KV dequantization hides behind memory even at ten times its arithmetic.
+"""Tests C21: KV dequantization hides behind memory even at ten times its arithmetic.
 
-Decode attention over int8 pages in groups of 8, the costliest there are, whose dequantization (codes and scales to
-floats, products, rounding) is done 1 to 10 times over in registers. The result is the same to the bit, and a barrier
-keeps the compiler from seeing that it is the same work again. Work that hides costs nothing: then time is that of the
-bytes, at the rate at which the same kernel reads pages of bfloat16, which need no such work. All are timed in each
-of ROUNDS, one after the other; a ratio is within a round, the mean of all with its 95 % interval (Student's t).
+Decode attention reads int8 pages in groups of 8, the most expensive format. It repeats the dequantization (codes and
+scales to floats, products, rounding) 1 to 10 times in registers. The result is bitwise the same. A barrier hides the
+repetition from the compiler. Hidden work costs nothing: the time is then that of the bytes, at the same kernel's rate
+over bfloat16 pages. Each round times all, one after the other. A ratio is within a round; the result is the mean with
+its 95 % interval (Student's t).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from pallas_kernels.decode_attention.cases import BENCH_CASES, Case
 
 REPEATS = (1, 2, 4, 10)
 STATED, ROUNDS = 10, 5
-HIDDEN = 1.15  # times the time of the bytes: what counts as hidden
+HIDDEN = 1.15  # multiple of the bytes' time that counts as hidden
 KV, PLAIN = "int8-g8", "bf16"
 
 
@@ -45,7 +45,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def time_of(case: Case, us: Sequence[float]) -> Row:
-    """Returns the mean time of its rounds, and the rate at which it reads pages in that."""
+    """Returns the mean time of its rounds, and its rate of reading pages."""
     return {"us": round(mean(us), 2), "gb_s": round(moved_bytes(case) / mean(us) / 1e3)}
 
 
@@ -54,7 +54,7 @@ def over_bytes(rows: list[Row], times: int) -> list[Interval]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: HIDDEN times the time of the bytes is hidden, once, and STATED times over."""
+    """Decides case by case. Hidden means at most HIDDEN times the bytes' time, once and at the stated repetitions."""
     once, stated = ([over.within(0, HIDDEN) for over in over_bytes(rows, times)] for times in (1, STATED))
     return in_most(once), in_all(stated)
 

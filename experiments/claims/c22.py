@@ -1,11 +1,11 @@
-"""C22: a KV cache against recomputation, and flash against naive attention: time and memory by length.
+"""Tests C22: a KV cache vs. recomputation, and flash vs. naive attention, by time and memory over length.
 
-Cache: what the next token of one LLaMA-2-7B sequence in bfloat16 costs, from the steps that would serve it: a decode
-step over the pages, or a forward pass over all tokens so far. Steps of one and of three layers are timed, and a layer's
-difference makes the 32. Memory is what a step needs beside the weights: K and V of all layers, or of the one that is
-being computed, and temporary arrays.
+Cache: rows have the cost of the next token of a LLaMA-2-7B sequence in bfloat16. It is a decode step over the pages, or
+a forward pass over all tokens so far. Steps of one and of three layers are timed; a layer's difference gives the 32.
+Memory is what a step needs beside the weights: K and V of all layers, or of the current one, and temporary arrays.
 
-Attention: one causal sequence, by the library's own kernel over pages, and by a softmax over all scores in XLA.
+Attention: one causal sequence runs through the library's kernel over pages, or through a softmax over all scores in
+XLA.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,9 +35,9 @@ from pallas_kernels.prefill_attention.cases import Case
 CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 MIB = 1 << 20
 PAGE = 16
-DEPTHS = (1, 3)  # layers of the steps that are timed
-LEAST = 1.1  # times as fast: what counts as less time
-AGREE = 2e-2  # of the norm: what two orders of sums in bfloat16 may differ by
+DEPTHS = (1, 3)  # layers of the timed steps
+LEAST = 1.1  # least speed-up that counts
+AGREE = 2e-2  # relative norm: sums in bfloat16 may differ by this with their order
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -50,7 +50,7 @@ def measure(toy: bool) -> Iterator[Row]:
     of_cache = (16, 64) if toy else (1024, 8192)
     params = init_params(replace(config, num_layers=max(DEPTHS)), jax.random.key(0), jnp.bfloat16)
     jobs = list(product(of_cache, (True, False), DEPTHS))
-    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time, and is over before anything is timed
+    with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time, and ends before timing starts
         contests = pool.map(lambda length: Contest(length, *shape), lengths)
         steps = dict(zip(jobs, pool.map(lambda job: Step(params, config, *job), jobs)))
     for contest in contests:
@@ -74,11 +74,11 @@ def cache_row(config: LlamaConfig, length: int, steps: dict[tuple[int, bool, int
 
 
 class Step:
-    """One compiled step that yields the next token of a sequence of `length`, of `depth` layers."""
+    """One compiled step that yields the next token of a sequence of `length`, with `depth` layers."""
 
     def __init__(self, params: Params, config: LlamaConfig, length: int, cached: bool, depth: int):
         config = replace(config, num_layers=depth)
-        pool = pool_for(1, length + 64, PAGE, "bf16")  # the timed steps write on
+        pool = pool_for(1, length + 64, PAGE, "bf16")  # the timed steps continue the sequence
         self.timer = StepTimer(replace(params, layers=params.layers[:depth]), config, pool)
         self.context = length - 1
         layout, self.buffer = step_of("decode" if cached else "prefill", 1, length)
@@ -96,7 +96,7 @@ class Step:
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """Returns bytes of arrays that live only while it runs."""
+    """Returns the bytes of arrays that live only while it runs."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -109,7 +109,7 @@ def naive(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
 
 
 class Contest:
-    """Flash and naive attention of one causal sequence, compiled."""
+    """Compiled flash and naive attention of one causal sequence."""
 
     def __init__(self, length: int, heads: int, dim: int):
         case = Case(
@@ -140,14 +140,14 @@ class Contest:
 
 
 def gains(rows: list[Row], part: str) -> list[float]:
-    """Returns how many times as fast, from the least length on."""
+    """Returns the speed-ups by length, from the least length on."""
     found = [row for row in rows if row["part"] == part]
     return [row["times"] for row in sorted(found, key=lambda row: row["tokens"])]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case: LEAST times as fast, of flash attention in no more memory; and more so at each longer
-    length, which is open between two that are as near as noise of their four times."""
+    """Decides case by case. A speed-up of LEAST counts, and flash attention must not take more memory. The speed-up
+    must grow with length; two lengths within noise leave that open."""
     helps = [row["times"] >= LEAST and row.get("flash_mib", 0) <= row.get("naive_mib", 0) for row in rows]
     longer = [pair for part in ("cache", "attention") for pair in pairwise(gains(rows, part))]
     return in_most(helps), in_all(None if abs(b / a - 1) <= 4 * NOISE else b > a for a, b in longer)

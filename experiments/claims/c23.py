@@ -1,10 +1,10 @@
-"""C23: service quality: the first token within 2 s and at most 50 ms a token from there on, a request's mean.
+"""Tests C23: service quality. A request must get its first token within 2 s, and later tokens at 50 ms or less on
+average.
 
-First the whole workload at once, which says how many requests a second the engine serves at most; then requests of the
-workload arrive for some seconds (Poisson, drawn with replacement) at a rate that is raised step by step, or over the
-loads that are asked for (--loads), until fewer than GOOD of them are in time. The first third of the seconds, while the
-engine fills, is not counted. STEADY seconds and more are called a steady state; a GPU, whose time is dear, measures
-fewer unless it is told otherwise (--seconds).
+First the whole workload starts at once, which gives the highest throughput. Then requests arrive for some seconds
+(Poisson, drawn with replacement). Their rate rises, by steps or over --loads, until too few of them are in time. The
+first third of the seconds, while the engine fills, does not count. Long enough runs are called a steady state. A GPU
+measures fewer seconds by default (--seconds), as its time is expensive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from itertools import takewhile
 from experiments.claims.claim import NOT_TESTED, Answer, Claim, Row, in_all, in_most, percents
 from experiments.claims.loads import from_settled, server, simulates
 
-FIRST, STEP, LAST = 0.8, 0.1, 1.5  # rates, of what is served all at once
+FIRST, STEP, LAST = 0.8, 0.1, 1.5  # rates, as shares of the throughput of all at once
 SECONDS = {"measured": 45.0, "simulated": 300.0}
 STEADY = 300.0
-GOOD = 0.99  # of requests that must be in time
-ENOUGH = 0.5  # of what is served all at once: completed while requests are in time
+GOOD = 0.99  # share of requests that must be in time
+ENOUGH = 0.5  # share of the throughput of all at once that must complete in time
 
 
 def measure(toy: bool, seconds: float | None = None, loads: Sequence[float] = ()) -> Iterator[Row]:
@@ -34,14 +34,14 @@ def measure(toy: bool, seconds: float | None = None, loads: Sequence[float] = ()
 
 
 def in_time(rows: list[Row]) -> list[Row]:
-    """Returns the rows of rising rates until one fails: what passes above one that fails is luck."""
+    """Returns the rows of rising rates until one fails. A pass above a failure is luck."""
     at_rates = sorted((row for row in rows if row["load"] is not None), key=lambda row: row["rate"])
     return list(takewhile(lambda row: row["good_share"] >= GOOD, at_rates))
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by whether GOOD of the requests are in time at some rate; of the size, by what was completed there, which
-    is to be ENOUGH of what is served all at once."""
+    """Decides by whether enough requests are in time at some rate. The size needs ENOUGH of the highest throughput
+    there."""
     if not any(row["load"] is not None for row in rows):
         return NOT_TESTED, ""
     most, good = next((row["qps"] for row in rows if row["load"] is None), None), in_time(rows)

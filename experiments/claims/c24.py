@@ -1,15 +1,13 @@
-"""C24: the Merge Step itself, prompts and decodes in one step, over prompts and decodes in steps of their own.
+"""Tests C24: the merged step, with prompts and decodes in one step, vs. separate steps.
 
-Everything else is the same: requests, engine and device; requests join and leave at every step in both (what static
-batches cost is C1). A step of prompts comes as soon as there is a prompt and a free slot, and who decodes sits it out.
+All else is the same: requests, engine and device. Requests join and leave at every step in both (C1 tests static
+batches). A step of prompts runs as soon as there is a prompt and a free slot. Decoding sequences wait for it.
 
 `at once`: requests of the QPS workload, all there from the start, so that slots are refilled all the time. `at a load`:
-those that arrive in some seconds at LOAD of what merged steps served at once; of the first third times
-between tokens count alone. `shapes`,
-simulated alone: prompts and outputs of half to three halves of a mean length, four times as many as slots. Each policy
-counts with the step size that is its best; a GPU measures STEPS' middle one at MEASURED slots, and no shapes. `two
-policies`: what a result file of experiments.disaggregation measured of the same two, of which device and layers it
-says.
+requests arrive for some seconds at a share of the merged steps' throughput. In the first third only times between
+tokens count. `shapes` (simulated): prompts and outputs of half to three halves of a mean length, four times as many as
+slots. Each policy counts at its best step size. A GPU measures only the median step size, and no shapes. `two
+policies`: measured rows from a result file of experiments.disaggregation, with its device and layers.
 """
 
 import json
@@ -43,7 +41,7 @@ POLICIES = {"merged": "merge", "separate": "separate"}
 SLOTS, MEASURED = (32, 128, 512), 128
 STEPS = (128, 512, 1536)  # prompt tokens that fit a step in which every slot decodes
 TOY_SIZE = 2, 6
-COUNT = 512  # requests that a GPU is sent at once
+COUNT = 512  # requests that a GPU gets at once
 LOAD = 0.7
 SECONDS = {"measured": 20.0, "simulated": 300.0}
 SHAPES = ((48, 8), (48, 32), (48, 128), (512, 32), (512, 128), (1024, 64))  # mean prompt and output
@@ -89,14 +87,15 @@ def of_shapes(costs: Costs) -> Iterator[Row]:
 
 
 def around(prompt: int, output: int, count: int) -> list[Request]:
-    """Returns requests of half to three halves of two mean lengths, all at once; the same ones each time."""
+    """Returns requests of half to three halves of two mean lengths, all at once. They are always the same."""
     rng = np.random.default_rng(0)
     prompts, outputs = (rng.integers(max(1, n // 2), n + n // 2 + 1, count).tolist() for n in (prompt, output))
     return [Request(p, o, 0.0) for p, o in zip(prompts, outputs)]
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Throughputs of the two policies on one GPU in the newest measured file of experiments.disaggregation."""
+    """Yields the throughputs of both policies from the newest measured file of experiments.disaggregation on one
+    GPU."""
     for path in sorted(results.glob(f"disaggregation-{'[0-9]' * 8}-*.json"))[-1:]:
         document = json.loads(path.read_text(encoding="utf-8"))
         for row in document["rows"]:
@@ -107,7 +106,8 @@ def recorded(results: Path) -> Iterator[Row]:
 
 
 def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
-    """Merged over separate steps in requests a second, each policy at its best step size: by slots, prompt, output."""
+    """Returns merged over separate steps in requests per second, by slots, prompt and output. Each policy counts at its
+    best step size."""
     best: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         if row["part"] == part:
@@ -117,14 +117,14 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
 
 
 def every_gain(rows: list[Row]) -> list[Interval]:
-    """Returns gains at all lengths: simulated ones without noise, those of single runs with that of two runs."""
+    """Returns the gains at all lengths. Simulated ones have no noise; single runs have that of two runs."""
     simulated = any(row["source"] == "simulated" for row in rows if row["part"] == "at once")
     noise = {"at once": 0.0 if simulated else NOISE, "shapes": 0.0, "two policies": NOISE}
     return [interval_of([gain], noise[part]) for part in noise for gain in gains(rows, part).values()]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each length and number of slots; what is simulated is to gain more than GAIN."""
+    """Decides by each length and number of slots. Simulated cases must exceed GAIN."""
     if not gains(rows, "at once"):
         return NOT_TESTED, ""
     found = every_gain(rows)

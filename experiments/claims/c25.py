@@ -1,10 +1,10 @@
-"""C25: FP8 weights and activations serve about as fast as INT8 ones, and both faster than INT4 weights.
+"""Tests C25: FP8 weights and activations serve about as fast as INT8, and both serve faster than INT4 weights.
 
-Steps of LLaMA-2-7B, measured: those of the newest file of experiments.quant_steps, all schemes in one run. Requests a
-second on the QPS workload, all at once: measured on a Hopper GPU, elsewhere simulated with a cost model for each scheme
-that is fitted to these same steps, of the device that `steps_of` names, with as many pages as an H200 has room for
-(`fit_error`: the largest of its errors on them). Serving means the steps from SERVING rows on; below that INT4 reads
-the fewest bytes, and what it gains there is C8's.
+Steps of LLaMA-2-7B come from the newest file of experiments.quant_steps, with all schemes in one run. Requests per
+second are of the QPS workload, all at once. A Hopper GPU measures them. Elsewhere they are simulated, with a cost model
+per scheme. It is fitted to the same steps, which are of the device in `steps_of`; `fit_error` is its largest error. The
+pool is that of an H200. Serving means larger steps, from SERVING rows on. Below that INT4 reads the fewest bytes, which
+C8 tests.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ SCHEMES = {"fp8": "fp8", "int8": "w8a8-all", "int4": "w4a16-g128"}  # all linear
 TOY_INT4 = "w4a16-g32"  # a toy's rows are shorter than a group of 128
 SERVING = 64
 TOY_SLOTS = 2
-SLOTS, COUNT = 128, 512  # served at once on a GPU; simulated, too, and the whole workload in 512 slots
-ABOUT = 0.05  # how far apart two that are about equal may be
+SLOTS, COUNT = 128, 512  # served at once on a GPU, and simulated; the simulation also has all in 512 slots
+ABOUT = 0.05  # distance of two that are about equal
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -56,8 +56,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> tuple[Row, list[Row]]:
-    """Returns what names the newest file of quant_steps, and its steps over 16-bit pages: {scheme, kind, batch,
-    context, ms} each."""
+    """Returns the identity of the newest quant_steps file, and its steps over 16-bit pages. A step has scheme, kind,
+    batch, context and ms."""
     for document, file in newest(results, STEPS)[-1:]:
         rows = [row for row in document["rows"] if row.get("kv") == "bf16"]
         found = [(row, kind) for row in rows for kind in ("decode", "prefill") if f"{kind}_ms" in row]
@@ -71,7 +71,7 @@ def recorded(results: Path) -> tuple[Row, list[Row]]:
 
 
 def fitted(scheme: str, rows: list[Row], file: str) -> Costs:
-    """Returns what steps cost with a scheme's weights, by those that were measured."""
+    """Returns the costs of steps with a scheme's weights, fitted to the measured ones."""
     model, options = model_shapes(MODEL, scheme), parse_args([])
     plain = make_cost_model(model, None, Shares())
     steps = []
@@ -83,7 +83,7 @@ def fitted(scheme: str, rows: list[Row], file: str) -> Costs:
 
 
 def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float]:
-    """Returns how many times as fast a format is as another: of steps by kind and batch, of requests by slots."""
+    """Returns a format's speed over another's: of steps by kind and batch, of requests by slots."""
     speed = {}
     for row in rows:
         case = (row["kind"], row["batch"]) if row["part"] == "step" else ("requests", row["slots"])
@@ -93,8 +93,8 @@ def ratios(rows: list[Row], name: str, over: str) -> dict[tuple[Any, ...], float
 
 
 def cases(rows: list[Row], name: str, over: str) -> list[Interval]:
-    """Returns how many times as fast a format is as another in serving: steps from SERVING rows on, and requests a
-    second, which are off by what two runs differ by or, where they are simulated, by the costs' largest error."""
+    """Returns a format's speed over another's in serving: of steps from SERVING rows on, and of requests per second.
+    Requests have the noise of two runs, or the cost model's largest error if they are simulated."""
     margin = max((row["fit_error"] for row in rows if "fit_error" in row), default=NOISE)
     found = [case for case in ratios(rows, name, over).items() if case[0][0] == "requests" or case[0][1] >= SERVING]
     return [interval_of([times], margin if kind == "requests" else 0.0) for (kind, _), times in found]
@@ -105,7 +105,7 @@ def above(rows: list[Row]) -> list[Interval]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by whether both are faster than INT4; of the size, by whether FP8 is within ABOUT of INT8."""
+    """Decides by whether both are faster than INT4. The size needs FP8 about as fast as INT8."""
     if not all(cases(rows, *pair) for pair in (("fp8", "int8"), ("fp8", "int4"))):
         return NOT_TESTED, ""
     about = in_all(times.within(1 - ABOUT, 1 + ABOUT) for times in cases(rows, "fp8", "int8"))

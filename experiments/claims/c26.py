@@ -1,12 +1,11 @@
-"""C26: at full memory the larger batch of an int8 KV cache gives about half as many tokens a second again as bf16's.
+"""Tests C26: at full memory, the larger batch of an int8 KV cache gives about 50 % more tokens per second than bf16's.
 
-LLaMA-2-7B with bf16 weights; K and V in bf16, or in int8 with a scale for every 8 values (62.5 % of the bytes).
+LLaMA-2-7B has bf16 weights. K and V are in bf16, or in int8 with a scale for every 8 values (62.5 % of the bytes).
 
-`full`: whole batches of one prompt and output length, as many as an H200's memory holds in each format, prefill and
-decode (experiments.throughput): measured on a Hopper GPU, elsewhere by a cost model for each format. `recorded`: whole
-batches that experiments.throughput measured, which the cost models are fitted to, and what these say of them.
-`requests`: the QPS workload, COUNT requests at once, with the number of slots that is each format's best, simulated
-alone.
+`full`: whole batches of one prompt and output length fill an H200's memory in each format (experiments.throughput). A
+Hopper GPU measures prefill and decode; elsewhere a cost model for each format computes them. `recorded`: measured whole
+batches of experiments.throughput, to which the cost models are fitted, with the models' results. `requests`
+(simulated): the QPS workload at once, each format with its best number of slots.
 """
 
 import json
@@ -31,7 +30,7 @@ WIDE, SMALL = "bf16", "int8-g8"
 PAGE, STEP_TOKENS = 16, 4096
 SHAPES = ((128, 256), (1024, 1024), (2048, 2048))  # tokens of each prompt and output
 COUNT, SLOTS = 4096, (512, 1024, 1536)
-STATED, LEAST = 0.5, 0.4  # +50 %; what is about that
+STATED, LEAST = 0.5, 0.4  # +50 %, and what is about that
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -49,7 +48,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def fitted(kv: str, rows: list[Row]) -> Costs:
-    """Returns what steps cost with K and V in a format, by decode steps and prefills of recorded batches."""
+    """Returns the costs of steps with K and V in a format, fitted to recorded decode steps and prefills."""
     model, kv_cache = model_shapes(MODEL), None if kv == WIDE else kv
     plain = make_cost_model(model, kv_cache, Shares())
     of_kv = [row for row in rows if row["kv"] == kv]
@@ -66,13 +65,13 @@ def whole(row: Row) -> WholeBatch:
 
 
 def full_batches(costs: Costs, kv: str, shapes: Sequence[tuple[int, int]], **memory: float) -> list[WholeBatch]:
-    """Returns as many sequences of each shape as an H200 has pages for, or other `memory`, in bytes."""
+    """Returns whole batches of each shape, as many sequences as an H200 or other `memory` (bytes) holds."""
     pages = pages_of_h200(costs.model, PAGE, None if kv == WIDE else kv, 1, **memory)
     return [WholeBatch(pages // -(-(prompt + output) // PAGE), prompt, output) for prompt, output in shapes]
 
 
 def costed(case: WholeBatch, costs: Costs) -> Row:
-    """Costs a whole batch by the cost model."""
+    """Returns the row of a whole batch by the cost model."""
     prefill = sum(costs.cost.seconds(work) for work in case.prefill(STEP_TOKENS).work(case))
     decode = costs.cost.seconds(case.decode_work)
     row = {"prefill_ms": 1e3 * prefill, "decode_ms": 1e3 * decode}
@@ -81,7 +80,7 @@ def costed(case: WholeBatch, costs: Costs) -> Row:
 
 
 def timed(config: Path, kv: str, cases: Sequence[WholeBatch], *more: str) -> Iterator[Row]:
-    """Yields whole batches on this device; a row has "error" where one found no room."""
+    """Yields the rows of whole batches on this device. A row has "error" if the batch did not fit."""
     shapes = [f"{case.batch}x{case.input}x{case.output}" for case in cases]
     flags = ["--config", str(config), "--scheme", "bf16", "--step-tokens", str(STEP_TOKENS), *more]
     args = throughput.parse_args([*flags, "--kv-cache", kv, "--rows", *shapes])
@@ -91,7 +90,7 @@ def timed(config: Path, kv: str, cases: Sequence[WholeBatch], *more: str) -> Ite
 
 
 def recorded(results: Path) -> list[Row]:
-    """Returns whole batches of both formats from the files of the day of bf16's newest; labelled ones fill what others
+    """Returns whole batches of both formats, from the files of the day of bf16's newest. Labelled files add what others
     lack."""
     names = [f"throughput_{MODEL}_bf16_kv-{kv}" for kv in (WIDE, SMALL)]
     day = max((path.name.split("-")[-2] for path in results.glob(f"{names[0]}-{'[0-9]' * 8}-h200.json")), default="")
@@ -116,8 +115,8 @@ def requests(costs: Costs, kv: str, slots: int) -> Row:
 
 
 def gains(rows: list[Row], part: str) -> dict[tuple[Any, ...], float]:
-    """Returns what int8 gives over bf16 in tokens a second at full memory, by prompt and output; None, None: the
-    workload."""
+    """Returns the gain of int8 over bf16 in tokens per second at full memory, by prompt and output. None, None stands
+    for the workload."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         if row["part"] == part:
@@ -127,7 +126,7 @@ def gains(rows: list[Row], part: str) -> dict[tuple[Any, ...], float]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each length at full memory: from LEAST on it is about as much as stated."""
+    """Decides by each length at full memory. LEAST counts as about the stated gain."""
     found = every_gain(rows)
     return in_most(gain > 0 for gain in found), in_all(gain >= LEAST for gain in found)
 

@@ -1,10 +1,9 @@
-"""C27: half of the tokens that static batching computes are not wanted.
+"""Tests C27: half of the tokens that static batching computes are not wanted.
 
-Counted from the lengths of two workloads; nothing runs. A static batch of requests, in the order in which they came or
-in one of SHUFFLES random ones, decodes until its longest member has ended, and computes a token for each member at
-every step. `unwanted` is the share of these tokens that come after their own request's end. Where prompts are padded to
-the longest of their batch, `padded` is the share of prompt rows that are padding. An answer that was cut off by a limit
-ends there for both, so that a limit of the longest output changes nothing.
+Rows follow from the lengths of two workloads; nothing runs. A static batch takes requests in their order, or in a
+random one. It decodes until its longest member has ended, and computes a token per member at every step. `unwanted` is
+the share of tokens after their request's end. If prompts are padded to the longest of their batch, `padded` is the
+share of padding rows. An answer cut by a limit ends there in both counts, so the limit changes nothing.
 """
 
 import random
@@ -17,7 +16,7 @@ from experiments.simulation.requests import read_workload
 WORKLOADS = ("ppl_samples_1024", "stories")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHUFFLES = 100
-LEAST, STATED = 0.05, 0.5  # what counts as waste at all, and as stated
+LEAST, STATED = 0.05, 0.5  # least share that counts as waste, and the stated one
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -36,26 +35,25 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def unwanted_share(lengths: Sequence[int], batch: int) -> float:
-    """Returns, of batches of consecutive requests, each of whose members costs as much as the longest: the share beyond
-    what the members need themselves."""
+    """Returns the wasted share in batches of consecutive requests, if each member costs as much as the longest."""
     batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
     return 1 - sum(lengths) / sum(len(members) * max(members) for members in batches)
 
 
 def shuffled(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the lengths in random orders, the same ones each time."""
+    """Yields the lengths in random orders, which are always the same."""
     rng = random.Random(0)
     for _ in range(SHUFFLES):
         yield rng.sample(lengths, len(lengths))
 
 
 def wasted(rows: list[Row]) -> list[float]:
-    """Returns the share that is not wanted, by workload and batch, of batches of more than one."""
+    """Returns the unwanted shares by workload, for batches larger than one."""
     return [row["unwanted_shuffled"] for row in rows if row["batch"] > 1]
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each size of a batch; LEAST is some of the tokens, STATED half."""
+    """Decides by each batch size. LEAST counts as some waste, and half is the stated one."""
     found = wasted(rows)
     return in_most(share >= LEAST for share in found), in_all(share >= STATED for share in found)
 

@@ -1,9 +1,9 @@
-"""C28: dynamic batching lowers latency against static batches at the same load.
+"""Tests C28: dynamic batching lowers latency vs. static batches at the same load.
 
-The same requests of the QPS workload arrive at the same rates (Poisson), to the same engine under its two policies.
-Static: whoever waits when a batch has ended makes the next one, so that a batch is never waited for, and it decodes
-until its longest member has ended. Of the first third of the seconds times between tokens count alone. What becomes of
-latency where there is more to do than either can serve is C1's.
+The same requests of the QPS workload arrive at the same rates (Poisson), at one engine under two policies. With static
+batching, all that wait when a batch ends form the next one. So a batch never waits for more members. It decodes until
+its longest member ends. In the first third of the seconds only times between tokens count. C1 tests loads that neither
+policy can serve.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from experiments.claims.contest import NOISE
 from experiments.claims.loads import from_settled, server, simulates
 
 POLICIES = {"dynamic": "merge", "static": "static"}
-RATES = {"measured": (8.0, 16.0), "simulated": (2.0, 4.0, 8.0, 12.0, 16.0, 20.0)}  # requests a second
+RATES = {"measured": (8.0, 16.0), "simulated": (2.0, 4.0, 8.0, 12.0, 16.0, 20.0)}  # requests per second
 TOY_RATES = (20.0,)
 SECONDS = {"measured": 15.0, "simulated": 300.0}
 LATENCIES = {
@@ -38,18 +38,18 @@ def ratios(rows: list[Row], name: str) -> dict[float, float]:
 
 
 def lower(worst: float, source: str) -> bool | None:
-    """Returns whether dynamic batches have the lower latency at the rate whose ratio is the worst; None where two runs
-    could say otherwise, as two simulations never do."""
+    """Returns whether dynamic batches have the lower latency at the rate with the worst ratio. Returns None if two runs
+    could disagree, which simulations never do."""
     return worst > 1.0 if source == "simulated" else interval_of([worst], NOISE).reaches(1.0)
 
 
 def worst(rows: list[Row]) -> dict[str, float]:
-    """Returns each latency's ratio at the rate whose is the least."""
+    """Returns each latency's least ratio over the rates."""
     return {name: min(found.values()) for name in LATENCIES if (found := ratios(rows, name))}
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each latency, which is to be lower at every rate."""
+    """Decides by each latency, which must be lower at every rate."""
     sides = [lower(times, rows[0]["source"]) for times in worst(rows).values()]
     return in_most(sides), in_all(sides)
 

@@ -1,9 +1,8 @@
-"""C29: grouped queries hardly cost quality.
+"""Tests C29: grouped queries hardly cost quality.
 
-Models that differ in their KV heads alone (experiments.train_heads: same data, several seeds), by held-out text.
-`added` is by how many nats a token a model is worse than the one of the same seed whose query heads all have KV heads
-of their own. The full size is what committed runs of that command have; toy size trains models of a few thousand
-weights here.
+Models that differ only in their KV heads (experiments.train_heads: same data, several seeds) are compared on held-out
+text. `added` is the loss of a model in nats per token, over the model of its seed with all KV heads. The full size
+comes from committed runs of that command. Toy size trains models of a few thousand weights here.
 """
 
 import json
@@ -16,7 +15,7 @@ from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Interval, Row, in_most, interval_of
 from jllm.config import LlamaConfig
 
-HARDLY = 0.02  # nats a token at most: 2 % of perplexity
+HARDLY = 0.02  # nats per token at most: 2 % of perplexity
 DEFAULTS = {field.name: field.default for field in fields(LlamaConfig) if field.default is not MISSING}
 KEPT = ("heads", "kv_heads", "seed", "step", "parameters", "nats", "bits_per_byte", "file", "measured_on")
 
@@ -32,9 +31,8 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded() -> list[Row]:
-    """Returns the rows of the newest run that trained models with all KV heads and with fewer to its last step. Its
-    numbers of KV heads may be in several files: of one model (what a file does not say has its default), recipe and
-    text."""
+    """Returns the rows of the newest complete run that trained models with all KV heads and with fewer. Several files
+    may hold its runs, with the same model, recipe and text. A field that a file lacks has its default."""
     files = [(json.loads(path.read_text(encoding="utf-8")), path.name) for path in RESULTS.glob("train_heads-*.json")]
     runs: dict[str, dict[tuple[int, int], Row]] = {}
     for file, name in sorted(files, key=lambda found: (found[0]["date"], found[1]), reverse=True):
@@ -50,7 +48,7 @@ def recorded() -> list[Row]:
 
 
 def toy_rows() -> Iterator[Row]:
-    """Yields two numbers of KV heads, two seeds and twenty steps, on the text that the bundled model wrote."""
+    """Yields rows of two numbers of KV heads, two seeds and twenty steps, on the bundled model's text."""
     from experiments.texts.read import BUNDLED_TEXT, read_documents
     from experiments.train_heads import CONFIG, RECIPE, family
     from experiments.training.data import train_tokenizer
@@ -66,7 +64,7 @@ def toy_rows() -> Iterator[Row]:
 
 
 def with_added(rows: list[Row]) -> Iterator[Row]:
-    """Yields the rows of the last step, each beside the model of its seed with all KV heads."""
+    """Yields the rows of the last step, each compared with the model of its seed that has all KV heads."""
     last = max(row["step"] for row in rows)
     rows = [{key: row[key] for key in KEPT if key in row} for row in rows if row["step"] == last]
     whole = {row["seed"]: row["nats"] for row in rows if row["kv_heads"] == row["heads"]}
@@ -80,12 +78,12 @@ def by_heads(rows: list[Row]) -> dict[int, Interval]:
 
 
 def quarter(rows: list[Row]) -> int:
-    """Returns a quarter of the heads, or the number next to it that was trained."""
+    """Returns a quarter of the heads, or the trained number nearest to it."""
     return min(by_heads(rows), key=lambda count: abs(count - rows[0]["heads"] / 4))
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by a quarter of the heads: HARDLY is hardly a cost, with all of the interval over seeds."""
+    """Decides by a quarter of the heads. The whole interval over seeds must be below the limit."""
     found = by_heads(rows)
     return in_most([found[quarter(rows)].within(-math.inf, HARDLY)] if found else []), ""
 

@@ -1,6 +1,6 @@
-"""C3: host work beside the device's against a host that waits for each step.
+"""Tests C3: host work beside the device's vs. a host that waits for each step.
 
-The same engine under its two policies (contest.py): step t + 1 is planned and dispatched before the tokens of step t
+One engine runs under two policies (contest.py). Either step t + 1 is planned and dispatched before the tokens of step t
 are read, or each step is read before the next is planned.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from experiments.claims.claim import Answer, Claim, Row
 from experiments.claims.contest import contest, gain_holds, gain_of, gain_words
 
-STATED = (0.05, 0.10)  # more requests a second, from and to
+STATED = (0.05, 0.10)  # growth of requests per second, from and to
 
 
 def measure(toy: bool) -> Iterator[Row]:

@@ -1,10 +1,10 @@
-"""C30: attention by CUDA cores suffices for decode; tensor cores gain nothing.
+"""Tests C30: attention by CUDA cores suffices for decode; tensor cores gain nothing.
 
-FlashInfer has both: its decode kernel by CUDA cores, and its kernels by tensor cores (its prefill kernels fa2 and fa3
-with one query a sequence, and TensorRT-LLM's XQA). Rows are of each device's newest file in which one job timed all of
-them, and ours: `python -m pallas_kernels.decode_attention.bench --parts bf16 --peers`. The faster variant of a kind
-counts. K and V have 16 bits, and bytes are the same for all, so that `times`, the tensor cores' time over the CUDA
-cores', is far below 1 only where arithmetic and not memory decides.
+FlashInfer has both: a decode kernel on CUDA cores, and kernels on tensor cores (its prefill kernels fa2 and fa3 with
+one query per sequence, and TensorRT-LLM's XQA). Rows come from each device's newest file in which one job timed all of
+them and ours: `python -m pallas_kernels.decode_attention.bench --parts bf16 --peers`. The faster variant of a kind
+counts. K and V have 16 bits, and all read the same bytes. `times` is the tensor cores' time over the CUDA cores'. It is
+far below 1 only if arithmetic, not memory, decides.
 """
 
 import json
@@ -19,7 +19,7 @@ from pallas_kernels.bench.peers import FLASHINFER, best
 CUDA = ("cuda", "cuda-g")
 TENSOR = ("tc", "tc-g", "fa3", "xqa")
 SHAPE = ("R", "length", "H", "K")
-ENOUGH = 0.95  # of the tensor cores' speed
+ENOUGH = 0.95  # share of the tensor cores' speed
 COMMAND = "python -m pallas_kernels.decode_attention.bench --parts bf16 --peers --record"
 
 
@@ -28,7 +28,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Yields those of each device's newest complete file that has both kinds."""
+    """Yields the rows of each device's newest complete file with both kinds."""
     files = results.glob("decode_attention*.json")
     documents = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in files]
     answered: set[str] = set()
@@ -53,7 +53,7 @@ def kind(rows: Sequence[Row], variants: Sequence[str]) -> Iterator[Row]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides case by case, on each device: ENOUGH of the tensor cores' speed suffices."""
+    """Decides case by case, on each device. ENOUGH of the tensor cores' speed suffices."""
     sides = [surely(row["times"], ENOUGH) for row in rows]
     return in_most(sides), in_all(sides)
 

@@ -1,11 +1,11 @@
-"""C31: a library's attention behind a pass that dequantizes K and V is pointless.
+"""Tests C31: a library's attention behind a separate dequantizing pass is pointless.
 
-One query a sequence. `fused` is ours, which reads quantized pages and dequantizes in registers. `separate` writes K and
-V of a layer as contiguous bfloat16 in a pass of its own and calls a library's attention, cuDNN's, on them. `library` is
-cuDNN over K and V that were never quantized, which is what the pass must beat to gain time.
+There is one query per sequence. `fused` is our kernel, which reads quantized pages and dequantizes in registers.
+`separate` writes a layer's K and V as contiguous bfloat16 in its own pass, then calls cuDNN's attention on them.
+`library` is cuDNN over K and V that were never quantized; the pass must beat it to gain time.
 
-By bytes, anywhere: `fused` reads codes and scales; `separate` reads them, writes 16-bit values and reads these, unless
-they stay in the caches; `library` reads 16-bit values. On a Hopper GPU all three are timed, too, and the pass alone.
+Rows by bytes run anywhere. `fused` reads codes and scales. `separate` reads them, writes 16-bit values and reads these,
+unless they stay in the caches. `library` reads 16-bit values. A Hopper GPU also times all three, and the pass alone.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def unquantized(case: Case) -> Case:
 
 
 def by_bytes(case: Case) -> Row:
-    """Millions of bytes that each has to move of K and V of a layer."""
+    """Returns the millions of bytes that each must move for K and V of a layer."""
     fused, plain = moved_bytes(case), moved_bytes(unquantized(case))
     separate = fused if plain <= CACHES else fused + 2 * plain
     fused_mb, separate_mb, plain_mb = (round(moved / 1e6, 3) for moved in (fused, separate, plain))
@@ -69,13 +69,13 @@ def timed(found: list[Case]) -> Iterator[Row]:
 
 
 def values(pages: KVPages, table: jax.Array, case: Case) -> list[jax.Array]:
-    """Returns K and V [R, T, K, D] of the case's type, of sequences of one length."""
+    """Returns K and V [R, T, K, D] in the case's type, of sequences of one length."""
     held = (gather(each, table, jnp.dtype(case.dtype)) for each in (pages.k, pages.v))
     return [jnp.swapaxes(each, 1, 2)[:, : case.lengths[0]] for each in held]
 
 
 def dequantize(case: Case) -> Run:
-    """Runs the pass alone."""
+    """Returns a run of the pass alone."""
 
     def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], *_: Any) -> Any:
         return [values(pages, table, case) for pages, table in zip(cache, tables)]
@@ -84,7 +84,7 @@ def dequantize(case: Case) -> Run:
 
 
 def separate(case: Case, library: str = "cudnn") -> Run:
-    """Runs the pass and a library's attention, layer after layer, nothing fused across."""
+    """Returns a run of the pass and a library's attention, layer after layer, without fusion between them."""
     attention = partial(jax.nn.dot_product_attention, scale=case.scale, implementation=library)
 
     def attend(q: jax.Array, cache: list[KVPages], tables: list[jax.Array], *_: Any) -> jax.Array:
@@ -97,12 +97,12 @@ def separate(case: Case, library: str = "cudnn") -> Run:
 
 
 def deciding(rows: list[Row]) -> list[Row]:
-    """Returns the rows by time where there are any, else by bytes."""
+    """Returns the rows by time if there are any, else by bytes."""
     return [row for row in rows if row["part"] == "time"] or rows
 
 
 def pointless(row: Row) -> bool:
-    """Returns whether it is slower than the fused kernel, and no faster than K and V that were never quantized."""
+    """Returns whether it is slower than the fused kernel, and no faster than unquantized K and V."""
     return row["over_fused"] > 1 and row["over_library"] >= 1
 
 

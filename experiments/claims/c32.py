@@ -1,8 +1,8 @@
-"""C32: below about 100 billion parameters a decode step stays under 50 ms.
+"""Tests C32: below about 100 billion parameters a decode step stays under 50 ms.
 
-Answered by steps that were measured: those of experiments.decode_step's files with 16-bit weights, K and V, of whole
-models by our own kernels, each case by the newest file that has it. What no file has, of larger models and of full
-memories, is not tested.
+Rows are measured steps from experiments.decode_step's files, with 16-bit weights, K and V. They are of whole models by
+our own kernels, each case from the newest file that has it. Cases without a file are not tested, such as larger models
+and full memories.
 """
 
 import json
@@ -16,10 +16,10 @@ from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_mos
 from experiments.steps.cost_model import model_shapes
 from jllm.model.tree_bytes import tree_bytes
 
-OURS = ("default", "mosaic")  # backends; the first is the second on a Hopper GPU
+OURS = ("default", "mosaic")  # backends; on a Hopper GPU the default is mosaic
 WIDE = "bfloat16"
 STATED_MS, STATED_BILLIONS = 50.0, 100.0
-NEARLY = 0.9  # of so many parameters: what decides about the largest
+NEARLY = 0.9  # share of the stated parameters that decides about the largest
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -42,7 +42,7 @@ def recorded(results: Path) -> Iterator[Row]:
 
 @cache
 def billions(model: str) -> float:
-    """Returns a model's parameters, of two bytes each."""
+    """Returns a model's parameters in billions, at two bytes each."""
     return round(tree_bytes(model_shapes(model).params) / 2e9, 1)
 
 
@@ -51,8 +51,8 @@ def below(rows: list[Row]) -> list[Row]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each measured step of a model below STATED_BILLIONS. The size stays open until one of NEARLY as many
-    parameters was measured."""
+    """Decides by each measured step of a model below the stated size. The size stays open until a model of nearly that
+    size was measured."""
     over = [interval_of([row["ms"]], NOISE * STATED_MS).reaches(STATED_MS) for row in below(rows)]
     sides = [None if side is None else not side for side in over]
     large = any(row["billions"] >= NEARLY * STATED_BILLIONS for row in below(rows))

@@ -1,8 +1,8 @@
-"""C4: sampling on the device without a sort against sampling that sorts each row.
+"""Tests C4: sampling on the device without a sort vs. sampling that sorts each row.
 
-The workload, sampled by top-k and top-p, through the same engine with either sampler (contest.py); where no GPU is, as
-the newest file of this claim has it. And the samplers alone, by rows and vocabulary, from the newest file of
-`python -m pallas_kernels.sample.bench`: our kernel, the same in plain jnp, and the one that sorts.
+The workload, sampled by top-k and top-p, runs through one engine with either sampler (contest.py). Without a GPU, its
+rows come from this claim's newest file. Rows of the samplers alone, by rows and vocabulary, come from the newest file
+of `python -m pallas_kernels.sample.bench`: our kernel, the same in plain jnp, and the sorting one.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from jllm.model.sampling import Sampling, neutral_sampling, sample, sample_refer
 from pallas_kernels.backends import on_hopper
 
 ASKED = "top-k, top-p"
-STATED = (0.10, 0.20)  # more requests a second, from and to
+STATED = (0.10, 0.20)  # growth of requests per second, from and to
 TOY_SHAPES = ((1, 256), (4, 256))  # rows, vocabulary
 
 
@@ -33,13 +33,13 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def recorded(results: Path) -> Iterator[Row]:
-    """Yields what the newest file of this claim on a GPU served."""
+    """Yields the served rows from this claim's newest file on a GPU."""
     for document, file in newest(results, "claims-C4")[-1:]:
         yield from (row | source_of(document, file) for row in measured_rows(document) if "policy" in row)
 
 
 def samplers(results: Path) -> Iterator[Row]:
-    """Yields microseconds of each sampler alone, from the newest file that has them."""
+    """Yields the microseconds of each sampler alone, from the newest file that has them."""
     for document, file in newest(results, "sample")[-1:]:
         found: dict[tuple[int, int], Row] = {}
         for row in document["rows"]:
@@ -70,12 +70,12 @@ def sampler_inputs(rows: int, vocabulary: int) -> tuple[jax.Array, Sampling, jax
 
 
 def alone(rows: int, vocabulary: int) -> Row:
-    """Times either sampler for a step of `rows` rows."""
+    """Returns the times of both samplers for a step of `rows` rows."""
     arguments = sampler_inputs(rows, vocabulary)
     ours, sorted_ = jax.jit(lambda *rows: sample(*rows)[0]), jax.jit(sample_reference)
     same = float(jnp.mean(ours(*arguments) == sorted_(*arguments)))
     row: Row = {"rows": rows, "V": vocabulary, "same_tokens": same}
-    if same < 0.99:  # ties of rounding aside
+    if same < 0.99:  # rounding may break ties differently
         return row | {"error": f"only {same:.1%} of the tokens are the same"}
     us = [microseconds(partial(draw, *arguments)) for draw in (ours, sorted_)]
     return row | {"threshold_us": round(us[0], 2), "sort_us": round(us[1], 2), "times": round(us[1] / us[0], 2)}

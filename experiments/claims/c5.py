@@ -1,9 +1,9 @@
-"""C5: Decoding Attention against flash attention for decode.
+"""Tests C5: Decoding Attention vs. flash attention for decode.
 
-Both read K and V in bfloat16 for one query a sequence: ours through a table of shuffled pages of 16, FlashAttention-2
-(torch's SDPA, its backend forced) and cuDNN (through JAX) from contiguous arrays, which is the easier work. Times are
-of the kernels alone; inputs rotate through more than caches hold. Few keys, which decide nothing, with one shape of
-heads only.
+Both read K and V in bfloat16 for one query per sequence. Ours reads through a table of shuffled pages of 16.
+FlashAttention-2 (torch's SDPA, its backend forced) and cuDNN (through JAX) read contiguous arrays, which is easier.
+Times are of the kernels alone. Inputs rotate through more memory than caches hold. Cases with few keys do not decide;
+they have one shape of heads.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from pallas_kernels.decode_attention.bench_runs import layers_for
 from pallas_kernels.decode_attention.cases import BENCH_CASES
 
 STATED = 2.0
-FASTER = 1.05  # from which on it is faster at all
-NOISE = 0.01  # by so much the same kernel's times have differed from process to process
-MANY_KEYS = 1 << 16  # of a batch: from there on memory decides, not latency
+FASTER = 1.05  # least speed-up that counts
+NOISE = 0.01  # variation of the same kernel's times between processes
+MANY_KEYS = 1 << 16  # keys of a batch from which memory decides, not latency
 
 
 def measure(toy: bool) -> Iterator[Row]:
     of_many = [case for case in BENCH_CASES if case.k_format == "bf16"]
     cases = [case for case in of_many if sum(case.lengths) >= MANY_KEYS or case.heads == of_many[0].heads]
-    cases.sort(key=lambda case: -sum(case.lengths))  # what decides comes first
+    cases.sort(key=lambda case: -sum(case.lengths))  # the deciding cases come first
     with ThreadPoolExecutor(1) as pool:  # torch measures while JAX traces
         flash = pool.submit(flash_attention, [size(case) | {"sets": layers_for(case)} for case in cases])
         runs = compiled([run(case) for case in cases for run in (paged, contiguous)], flash.result)
@@ -43,7 +43,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by cases of MANY_KEYS keys or more, where there are any: FASTER is a gain."""
+    """Decides by cases with many keys, if there are any. A speed-up of FASTER counts."""
     times = [times_of(row) for row in decisive(rows)]
     return in_most(surely(each, FASTER) for each in times), in_all(surely(each, STATED) for each in times)
 
@@ -58,12 +58,12 @@ def decisive(rows: list[Row]) -> list[Row]:
 
 
 def times_of(row: Row) -> float:
-    """Returns how many times as fast as FlashAttention-2 ours is, by the times: a row's ratio is rounded."""
+    """Returns our speed over FlashAttention-2's, by the times, since a row's ratio is rounded."""
     return row["flash_us"] / row["us"]
 
 
 def surely(times: float, least: float) -> bool | None:
-    """Returns whether ours is `least` times as fast; None where another process could say otherwise."""
+    """Returns whether ours is `least` times as fast, or None if another process could disagree."""
     return interval_of([times], NOISE * least).reaches(least)
 
 

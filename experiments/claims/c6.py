@@ -1,8 +1,8 @@
-"""C6: an int8 KV cache holds more requests in the same memory, and keeps accuracy.
+"""Tests C6: an int8 KV cache holds more requests in the same memory, and keeps accuracy.
 
 Requests are counted, not measured: LLaMA-2-7B's K and V of 1024 tokens in pages of 16, scales included, in 40 GiB. So
-the gain does not depend on a device. Accuracy is measured on the bundled model and the text that it wrote, whose heads
-have 64 values where the 7B model's have 128: groups of 128 have no figure.
+the gain does not depend on a device. Accuracy is measured on the bundled model and its text. Its heads have 64 values
+and the 7B model's have 128, so groups of 128 have no figure.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FORMATS = (
     WIDE, "fp8", "int8-g8", "int8-g16", "int8-g32", "int8-g64", "int8-g128", "int4-g8", "int4-g32", "int4-g128",
     "k=int8-g8,v=int4-g8",
 )  # fmt: skip
-STATED, KEPT = 2.0, 0.002  # times the requests; perplexity that may be added
+STATED, KEPT = 2.0, 0.002  # multiple of requests; perplexity that may be added
 
 
 def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
@@ -36,19 +36,19 @@ def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
         try:
             parse_kv_cache(kv, judge.model.config, jnp.float32)
         except ConfigError:
-            yield row  # a group beyond the bundled model's heads
+            yield row  # groups too large for the bundled model's heads
             continue
         yield row | judge.row(kv="model" if kv == WIDE else kv)
 
 
 def token_bytes(kv: str) -> int:
-    """Returns bytes of K and V of one token in all layers of the 7B model."""
+    """Returns the bytes of K and V of one token in all layers of the 7B model."""
     c = load_config(CONFIG)
     return c.num_layers * bytes_per_token(c.head_dim, c.num_kv_heads, *parse_kv_cache(kv, c, jnp.bfloat16))
 
 
 def requests(kv: str) -> int:
-    """Counts how many sequences of TOKENS tokens fit."""
+    """Returns the number of sequences that fit."""
     pages = -(-TOKENS // PAGE)
     return MEMORY // (pages * PAGE * token_bytes(kv))
 
@@ -63,7 +63,7 @@ def headline(rows: list[Row]) -> Row:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by groups of 8: there is no gain where accuracy is lost."""
+    """Decides by groups of 8. A loss of accuracy cancels the gain."""
     row = headline(rows)
     return in_most([all_hold([row["times"] > 1, kept(row, KEPT)])]), in_all([row["times"] >= STATED])
 

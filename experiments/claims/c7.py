@@ -1,10 +1,9 @@
-"""C7: W8A8 doubles the speed of 16-bit products and keeps accuracy.
+"""Tests C7: W8A8 doubles the speed of 16-bit matmuls and keeps accuracy.
 
-Speed is a kernel's, so that only a GPU can say it. On a Hopper GPU the four products of a LLaMA-2-7B layer are timed
-here, with XLA's of bfloat16; elsewhere rows are what result files of this repository have, which each names. Either
-way the 16-bit time is the fastest that any run on that device had, our own kernel's, torch's and labelled runs
-included. Whole decode steps come from quant_steps' files where there are any. Accuracy is measured here, on the bundled
-model and the text that it wrote.
+Speed is a kernel's, so only a GPU can measure it. A Hopper GPU times the four matmuls of a LLaMA-2-7B layer, and XLA's
+in bfloat16. Elsewhere rows come from this repository's result files, and name them. The 16-bit time is the fastest of
+any run on that device, with our own kernel's, torch's and labelled runs. Whole decode steps come from quant_steps'
+files, if there are any. Accuracy is measured here, on the bundled model and its text.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from pallas_kernels.scaled_matmul.cases import BENCH_SHAPES, Case
 ROWS = (1, 16, 64, 128, 256, 512, 4096)
 SCHEMES = ("w8a8", "w8a8-all")
 OURS, WIDE = "int8_matmul", "xla bf16"
-STATED, KEPT = 2.0, 0.015  # times as fast; perplexity that may be added
+STATED, KEPT = 2.0, 0.015  # speed-up; perplexity that may be added
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -35,7 +34,7 @@ def measure(toy: bool) -> Iterator[Row]:
 
 
 def products(results: Path) -> Iterator[Row]:
-    """Yields those of result files, of each device."""
+    """Yields the matmuls of result files, on each device."""
     for device in dict.fromkeys(document["device"] for document, _ in newest(results, OURS)):
         for (m, k, n), (ours, wide) in pairs_on(device, results, OURS).items():
             files = ", ".join(dict.fromkeys((ours.source["file"], wide.source["file"])))
@@ -43,7 +42,7 @@ def products(results: Path) -> Iterator[Row]:
 
 
 def timed_products() -> Iterator[Row]:
-    """On this device, the rows of a shape together."""
+    """Yields matmuls on this device, with the rows of a shape together."""
     device = jax.devices()[0].device_kind
     known = fastest_products(RESULTS, device)
     with ThreadPoolExecutor(16) as pool:
@@ -88,7 +87,7 @@ def steps(results: Path) -> Iterator[Row]:
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by decode steps and products of each device: there is no gain where accuracy is lost."""
+    """Decides by decode steps and matmuls of each device. A loss of accuracy cancels the gain."""
     times = [row["times"] for row in rows if "times" in row]
     faster = in_most(each > 1 for each in times)
     accurate = in_most([all_hold(kept(row, KEPT) for row in rows if row["part"] == "accuracy")])

@@ -1,10 +1,9 @@
-"""C8: INT4 weights with 16-bit inputs against 16-bit weights, by batch: whole decode steps of LLaMA-2-7B.
+"""Tests C8: INT4 weights with 16-bit inputs vs. 16-bit weights, by batch, in whole decode steps of LLaMA-2-7B.
 
-The steps are those of experiments.quant_steps: every slot at 136 tokens of KV in bfloat16, INT4 in groups of 128, both
-formats in one run. A GPU times them, with the kernels named (mosaic), so that no product falls back to XLA's; elsewhere
-the rows are those of quant_steps' newest complete file of each device, which each names.
-INT4 codes are read in a quarter of the time, but multiplied in 16 bits like the others, so the gain shrinks as K, V and
-operations grow with the batch.
+The steps are those of experiments.quant_steps. Every slot has 136 tokens of KV in bfloat16. INT4 has groups of 128. One
+run times both formats. A GPU times them with named kernels (mosaic), so that no matmul falls back to XLA's. Elsewhere
+rows come from quant_steps' newest complete file of each device, and name it. INT4 codes take a quarter of the bytes,
+but are multiplied in 16 bits. So the gain shrinks as K, V and operations grow with the batch.
 """
 
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ CONFIG = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 INT4 = "w4a16-g128"
 BATCHES, TOY_BATCHES = (1, 16, 64, 128, 256, 512), (1, 4)
 MOST_AT = 128
-STATED = {64: 1.3, MOST_AT: 1.2}  # times as fast: at least at 64, at most at 128
-LARGE = 1.5  # at least at batch 1, where the claim names no figure
+STATED = {64: 1.3, MOST_AT: 1.2}  # speed-up: at least at 64, at most at 128
+LARGE = 1.5  # least at batch 1, where the claim has no figure
 
 
 def measure(toy: bool) -> Iterator[Row]:
@@ -51,15 +50,14 @@ def timed(toy: bool) -> Iterator[Row]:
 
 
 def times_of(rows: list[Row]) -> dict[int, Interval]:
-    """Returns batch -> how many times as fast as bf16: the mean over the rounds, of older files the best time's."""
+    """Returns the speed over bf16 by batch. It is the mean over the rounds, or in older files that of the best time."""
     rounds = speedups_in_turn(rows, INT4, "decode")
     best = speedups(rows, INT4, "decode")
     return {batch: interval_of(rounds.get(batch, [times])) for batch, times in best.items()}
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each device's batches. Of some batch it is said that INT4 is faster at least by so much, of MOST_AT
-    that it is not by more."""
+    """Decides by each device's batches. INT4 must reach a least speed-up at some, and not exceed one at another."""
     found = [times_of(some) for some in by_device(rows).values()]
     limits = {1: LARGE, **STATED}
     helps = [times[batch].reaches(1.0) for times in found for batch in limits if batch != MOST_AT and batch in times]

@@ -1,8 +1,8 @@
-"""C9: INT8's error against FP8's (e4m3), and what a wrong scale does to either.
+"""Tests C9: INT8's error vs. FP8's (e4m3), and the damage of a wrong scale to either.
 
-Rounding alone, with a scale a row: weights of the bundled model, an output channel a row, and what its linear layers
-read, a token a row; the norm of the error over that of the values. Then whole models, by divergence. Last, scales that
-are not the largest magnitude's, but a multiple of it: below 1 the largest values are clipped, above 1 codes are wasted.
+The first rows only round, with a scale per row: the bundled model's weights, by output channel, and its linear layers'
+inputs, by token. They have the relative norm of the error. The next rows have whole models' divergence. The last rows
+use a multiple of the right scale: below 1 it clips the largest values, above 1 it wastes codes.
 """
 
 import math
@@ -30,9 +30,9 @@ READ = {
 }
 WEIGHTS = {"qkv": "QKV", "o": "O", "gate_up": "gate and up", "down": "down"}
 FACTORS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 16.0)
-PAIRS = (("w8a16", "fp8-weight"), ("w8a8-all", "fp8"))  # the same layers, weights alone, and activations too
+PAIRS = (("w8a16", "fp8-weight"), ("w8a8-all", "fp8"))  # the same layers: weights alone, and activations too
 STATED = 10.0
-SENSITIVE = 1.5  # times the error within a factor of 4: what counts as sensitive
+SENSITIVE = 1.5  # multiple of the error, within a factor of 4, that counts as sensitive
 
 
 def measure(toy: bool, subject: Subject = BUNDLED_SUBJECT) -> Iterator[Row]:
@@ -68,7 +68,7 @@ def activations(judge: Judge, count: int) -> dict[str, list[jax.Array]]:
 
 
 def both(arrays: Iterable[jax.Array], factor: float) -> Row:
-    """Returns the error of each kind, and FP8's over INT8's: of norms, and of their squares."""
+    """Returns the error of each kind, and FP8's over INT8's, of norms and of their squares."""
     arrays = list(arrays)
     found = {kind: relative_error(arrays, kind, factor) for kind in ("int8", "fp8")}
     row: Row = {f"{kind}_error": rounded(error) for kind, error in found.items()}
@@ -83,14 +83,14 @@ def relative_error(arrays: Iterable[jax.Array], kind: str, factor: float) -> flo
 
 @jax.jit(static_argnums=1)
 def _errors(x: jax.Array, kind: str, factor: float) -> tuple[jax.Array, jax.Array]:
-    """Returns squared norms of the rounding error and of x [.., E], whose rows have factor times their own scale."""
+    """Returns the squared norms of the rounding error and of x [.., E], with `factor` times each row's own scale."""
     x = x.astype(jnp.float32)
     y = round_trip(x, kind, factor)
     return jnp.sum((x - y) ** 2), jnp.sum(x * x)
 
 
 def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
-    """Returns x as codes of a kind with a scale a row, factor * absmax / largest, and back."""
+    """Returns x after rounding to codes of a kind, with a scale per row of factor * absmax / largest."""
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (factor / LARGEST[kind])
     scales = jnp.maximum(scales, jnp.finfo(x.dtype).tiny)
     codes = jnp.clip(x / scales, -LARGEST[kind], LARGEST[kind])
@@ -99,14 +99,14 @@ def round_trip(x: jax.Array, kind: str, factor: float | jax.Array) -> jax.Array:
 
 
 def ratios(rows: list[Row]) -> list[float]:
-    """Returns FP8's error over INT8's: of norms and of their squares, and of whole models' divergence."""
+    """Returns FP8's error over INT8's: of norms, of their squares, and of whole models' divergence."""
     whole = [row for row in rows if row["part"] == "rounding" and row["which"] == "all"]
     of_models = [row["fp8_over_int8"] for row in rows if row["part"] == "model"]
     return [row[key] for key in ("fp8_over_int8", "squared") for row in whole] + of_models
 
 
 def holds(rows: list[Row]) -> Answer:
-    """Decides by each measure of the error; of its size, by each side of the scale, too. FP8 is to err less than
+    """Decides by each measure of the error. The size also needs both sides of the scale: FP8 must err less than
     SENSITIVE times as much with a wrong scale, and INT8 more."""
     growth = zip(spread_of(rows, "int8"), spread_of(rows, "fp8"))
     sides = [fp8 < SENSITIVE <= int8 for int8, fp8 in growth]
@@ -120,8 +120,7 @@ def words(rows: list[Row]) -> tuple[str, str]:
 
 
 def spread_of(rows: list[Row], kind: str) -> tuple[float, float]:
-    """Returns the largest error with a scale up to 4 times too large, and down to a quarter, over that of the right
-    scale."""
+    """Returns the largest error over the right scale's: with scales up to 4 times too large, and down to a quarter."""
     up, down = [], []
     for of in dict.fromkeys(row["of"] for row in rows if row["part"] == "scale"):
         found = {row["factor"]: row[f"{kind}_error"] for row in rows if row["part"] == "scale" and row["of"] == of}

@@ -1,4 +1,4 @@
-"""The parts of a claim: how it is measured, what decides it, and the words for what was found."""
+"""Defines the parts of a claim: its measurement, its decision, and the words for the result."""
 
 import statistics
 import time
@@ -14,71 +14,71 @@ from experiments.steps.devices import REFERENCE, device_sheet
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
-Answer = tuple[str, str]  # direction and size: does it help, and by as much as stated
+Answer = tuple[str, str]  # direction and size: does it help, and as much as stated
 RESULTS = Path(__file__).parents[1] / "results"
-SHEETS = "data sheets"  # in the place of a device, of what is computed from these
+SHEETS = "data sheets"  # replaces the device for figures computed from data sheets
 NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over rounds, and half of its 95 % interval (Student's t); of a single round what noise leaves of it."""
+    """A mean over rounds, with half of its 95 % interval (Student's t). A single round has the noise as its half."""
 
     mean: float
     half: float
     rounds: int
 
     def reaches(self, least: float) -> bool | None:
-        """Returns whether all of it does; None where it has room for either."""
+        """Returns whether the whole interval does, or None if part of it does."""
         return True if self.mean - self.half >= least else False if self.mean + self.half < least else None
 
     def within(self, least: float, most: float) -> bool | None:
-        """Returns whether all of it is; None where it has room for either."""
+        """Returns whether the whole interval is within, or None if part of it is."""
         low, high = self.mean - self.half, self.mean + self.half
         return True if least <= low and high <= most else False if high < least or low > most else None
 
     def shown(self, form: str, scale: float = 1.0, unit: str = "") -> str:
-        """Returns its mean and ends in a form like "{:.2f}"; of a single round the figure alone."""
+        """Returns its mean and ends in a form like "{:.2f}", or a single round's value alone."""
         mean, *ends = (form.format(scale * (self.mean + side * self.half)) for side in (0, -1, 1))
         return f"{mean}{unit}" if self.rounds == 1 else f"{mean}{unit} ({' to '.join(ends)})"
 
 
 def interval_of(values: Sequence[float], noise: float = 0.0) -> Interval:
-    """Returns the interval of the values of each round; `noise` is half of the interval of a single one."""
+    """Returns the interval of the values of the rounds. `noise` is half of a single round's interval."""
     half = half_interval(values)
     return Interval(statistics.fmean(values), noise if half is None else half, len(values))
 
 
 def over_rounds(key: str, values: Sequence[float]) -> Row:
-    """Returns what a row says of a figure that was measured in each of some rounds: see `interval_in`."""
+    """Returns the fields of a row for a value measured in several rounds. See `interval_in`."""
     found = interval_of(values)
     return {key: round(found.mean, 4), f"{key}_ci": round(found.half, 4), "rounds": found.rounds}
 
 
 def interval_in(row: Row, key: str) -> Interval:
-    """Returns a row's figure; rows of older files, which name no rounds, are of a single one."""
+    """Returns the interval of a row's value. Rows of older files, without rounds, have a single one."""
     return Interval(row[key], row.get(f"{key}_ci", 0.0), row.get("rounds", 1))
 
 
 def change_of(rows: Iterable[Row], over: Iterable[Row], key: str, noise: float = 0.0) -> Interval | None:
-    """Returns by which share a figure of some rows is above that of others, within each round that has both; None where
-    none has. Rows of older files, which name no round, are of one."""
+    """Returns the relative change of a value between rows, within each round that has both. Returns None if no round
+    has. Rows of older files, without rounds, count as one round."""
     base = {row.get("round"): row[key] for row in over}
     changes = [row[key] / base[row.get("round")] - 1 for row in rows if row.get("round") in base]
     return interval_of(changes, noise) if changes else None
 
 
 def all_hold(sides: Iterable[bool | None]) -> bool | None:
-    """Returns whether all do: no where one does not, open where one is."""
+    """Returns whether all hold. One that fails decides; else one that is open leaves it open."""
     sides = list(sides)
     return False if False in sides else None if None in sides else True
 
 
 def in_most(sides: Iterable[bool | None]) -> str:
-    """Returns "yes" where a claim holds in more than half of the cases that are decided, else "no".
+    """Returns "yes" if a claim holds in more than half of the decided cases, else "no".
 
-    A side is None where noise leaves its case open: the answer is "open" where more than half are. It is "not tested"
-    of no case at all.
+    A side is None if noise leaves its case open. The answer is "open" if more than half are, and "not tested" without
+    any case.
     """
     sides = list(sides)
     decided = [side for side in sides if side is not None]
@@ -90,57 +90,56 @@ def in_most(sides: Iterable[bool | None]) -> str:
 
 
 def in_all(sides: Iterable[bool | None]) -> str:
-    """Returns "yes" where a claim holds in every case, and "mostly" where `in_most` says yes; else what that says."""
+    """Returns "yes" if a claim holds in every case, "mostly" if `in_most` returns yes, else the answer of `in_most`."""
     sides = list(sides)
     found = in_most(sides)
     return "mostly" if found == "yes" and not all(sides) else "" if found == NOT_TESTED else found
 
 
 def spread(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """Returns the least and the largest of some values, or the one that there is: "1.05 to 1.18"."""
+    """Returns the least and largest value, or the only one: "1.05 to 1.18"."""
     values = list(values)
     return " to ".join(dict.fromkeys(form.format(end(values)) for end in (min, max)))
 
 
 def percents(values: Iterable[float], form: str = "{:.0f}") -> str:
-    """Returns the least and the largest of some shares: "-5 to 26 %"."""
+    """Returns the least and largest share: "-5 to 26 %"."""
     return f"{spread([100 * value for value in values], form)} %"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim, and how it is tested.
+    """A claim, and how it is tested.
 
-    measure(toy), measure(toy, seconds) of a claim that lasts, measure(toy, seconds, loads) of one whose loads are
-    chosen, or measure(toy, subject) of one whose model is, yields flat rows; where something could not be measured, a
-    row has "error". holds(rows) decides by those without one. words(rows) says what was measured in twelve words, and
-    what that means in one sentence; it is asked for where something is decided.
+    measure(toy) yields flat rows. A claim that lasts also takes seconds, one with loads takes these, and one with a
+    chosen model takes a subject. A row with "error" could not be measured. holds(rows) decides by the other rows.
+    words(rows) returns the measurement in twelve words, and its meaning in one sentence. It is called only if something
+    is decided.
     """
 
     id: str
-    stated: str  # by how much, as its authors put it, in twelve words
+    stated: str  # the authors' figure, in twelve words
     measure: Callable[..., Iterable[Row]]
     holds: Callable[[list[Row]], Answer]
     words: Callable[[list[Row]], tuple[str, str]]
-    hopper: bool = False  # whether it is about a kernel that runs nowhere else, so that no toy size says anything
-    serves: bool = False  # whether it fills a GPU's memory with an engine's pages
-    computed: bool = False  # whether its verdict is computed or simulated, and so as good on any machine
-    alternates: bool = False  # whether its rows are rounds, which claims of one command share
-    chosen: bool = False  # whether a user may choose the model and the text that it is about
-    lasts: bool = False  # whether requests arrive for some seconds, which a user may choose
-    loads: bool = False  # whether a user may choose these, as shares of what is served all at once
+    hopper: bool = False  # about a kernel that runs only on Hopper, so toy size means nothing
+    serves: bool = False  # fills a GPU's memory with an engine's pages
+    computed: bool = False  # computed or simulated: the verdict is valid on any machine
+    alternates: bool = False  # its rows are rounds, which claims of one command share
+    chosen: bool = False  # the user may choose the model and text
+    lasts: bool = False  # requests arrive for some seconds, which the user may choose
+    loads: bool = False  # the user may choose loads, as shares of the throughput of all at once
 
 
 def measured_rows(document: Row) -> list[Row]:
-    """Returns the rows of a claim's file without what failed."""
+    """Returns the rows of a claim's file without failures."""
     return [row for row in document["rows"] if "error" not in row]
 
 
 def devices_of(document: Row) -> list[str]:
-    """Returns the devices whose figures a file has: of rows taken from other results those that they name; of simulated
-    ones the device whose steps they are costed by, the cost model's reference where they name none; none but the sheets
-    of those that are computed from data sheets; of others its own, which also timed the scheduler of simulations that
-    say so (host_us)."""
+    """Returns the devices behind a file's values. Rows taken from other results name their device. Simulated rows name
+    the device of their step costs, or else have the cost model's reference. Rows computed from data sheets have only
+    these. Others have the file's own device, which also timed the scheduler of simulations with `host_us`."""
     own: str = document["device"]
     rows = measured_rows(document)
     timed = [own] if any("host_us" in row for row in rows) else []
@@ -154,8 +153,8 @@ def devices_of(document: Row) -> list[str]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Returns microseconds of one call: by the device's own clock, without gaps, on a GPU; else by the host's, the
-    median of five."""
+    """Returns the microseconds of one call. On a GPU it is the device's time without gaps; else the host's median of
+    five."""
     if jax.default_backend() == "gpu":
         return device_us(call)
     jax.block_until_ready(call())
@@ -168,7 +167,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 
 def text_table(rows: list[Row]) -> str:
-    """Returns rows under the union of their keys, in columns; a block for each set of keys."""
+    """Returns rows as text tables, one for each set of keys."""
     blocks: list[tuple[list[str], list[Row]]] = []
     for row in rows:
         keys = [key for key in row if key != "claim"]

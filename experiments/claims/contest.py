@@ -1,9 +1,8 @@
-"""Two policies against each other on the QPS workload, alternated: how many more requests a second one of them serves.
+"""Runs two policies on the QPS workload in turn, and measures how many more requests per second one serves.
 
-ROUNDS times the first COUNT conversations at once under one and then the other, sampled by top-k and top-p, in half of
-the slots of the table of requests a second, whose pages a device of 80 GB holds, too. Claims that one command tests
-have the runs of the usual policy in common. The figure of a claim is the gain of a round, the mean of all with its 95 %
-interval (Student's t).
+Each round runs the first conversations at once under one policy, then under the other, sampled by top-k and top-p. They
+use half of the slots of the table of requests per second, whose pages also fit 80 GB. Claims of one command share the
+runs of the default policy. A claim's result is the gain within a round: the mean with its 95 % interval (Student's t).
 """
 
 import argparse
@@ -29,16 +28,16 @@ POLICIES: dict[str, dict[str, str]] = {
     "usual": {}, "static": {"batching": "static"}, "waiting": {"host": "wait"}, "padded": {"prefill": "padded"},
     "sorting": {"sampling": "sort"},
 }  # fmt: skip
-NOISE = 0.04  # of requests a second: by so much two runs of one policy in one job have differed
+NOISE = 0.04  # share of requests per second that two runs of one policy have differed by
 
 
 @dataclass
 class Contest:
-    """The workload under one policy after the other, round after round, so that what a device does from minute to
-    minute is in each of them alike. A run that several claims ask for is run once.
+    """The workload under one policy after the other, round after round. So slow changes of a device affect all policies
+    alike. A run that several claims need happens once.
 
-    Each policy has its engine, compiled at its first run. Those of one sampler share a device, whose state is fresh for
-    each run; the other sampler's gives its memory back meanwhile.
+    Each policy has its engine, compiled at its first run. Policies of one sampler share a device, with a fresh state
+    for each run. The other sampler's device releases its memory meanwhile.
     """
 
     toy: bool
@@ -47,7 +46,7 @@ class Contest:
     _rows: dict[tuple[str, int], Row] = field(default_factory=dict)
 
     def row(self, policy: str, at: int) -> Row:
-        """Returns the run of one of POLICIES in round `at`."""
+        """Returns the run of a policy in a round."""
         if (policy, at) not in self._rows:
             self._rows[policy, at] = self._run(policy)
         return self._rows[policy, at]
@@ -79,7 +78,7 @@ class Contest:
         return engine
 
     def free(self) -> None:
-        """Gives back the memory of all devices' pages; the next run has fresh ones."""
+        """Releases the memory of all devices' pages. The next run has new ones."""
         self._free_but(None)
 
     def _free_but(self, sampling: str | None) -> None:
@@ -94,29 +93,29 @@ def contest_of(toy: bool) -> Contest:
 
 
 def contest(toy: bool, policies: Mapping[str, str]) -> Iterator[Row]:
-    """Yields a row a run: in each round one of each policy, under a claim's own name for it."""
+    """Yields a row per run. Each round has one run of each policy, under the claim's own name for it."""
     for at in range(ROUNDS):
         for name, policy in policies.items():
             yield {"policy": name, "round": at} | contest_of(toy).row(policy, at)
 
 
 def gain_of(rows: list[Row], ours: str, other: str) -> Interval | None:
-    """Returns how many more requests a second one of two policies serves, as a share, over the rounds. None where no
-    round has both."""
+    """Returns the relative gain of one policy in requests per second, over the rounds. Returns None if no round has
+    both."""
     a, b = ([row for row in rows if row.get("policy") == name] for name in (ours, other))
     return change_of(a, b, "qps", NOISE)
 
 
 def gain_holds(gain: Interval | None, least: float, most: float) -> Answer:
     """Returns whether there is a gain, and whether it is as large as stated: from `least` on, or "more" than `most`.
-    Each is open where the interval has room for either."""
+    Each is open if the interval allows both."""
     if gain is None:
         return NOT_TESTED, ""
     return in_most([gain.reaches(0.0)]), "more" if gain.reaches(most) else in_all([gain.reaches(least)])
 
 
 def gain_words(who: str, gain: Interval | None, least: float, most: float) -> tuple[str, str]:
-    """Returns the words for a gain of one policy, which the line calls `who`."""
+    """Returns the words for a gain of one policy, named `who`."""
     assert gain is not None
     _, size = gain_holds(gain, least, most)
     stated = {"no": f", not {100 * least:.0f} % more", "more": ", more than stated"}.get(size, "")

@@ -1,4 +1,5 @@
-"""Decode attention timed for claims: several layers in one jit, whose pages no cache holds, all compiled ahead."""
+"""Times decode attention for claims. One jit has several layers, whose pages exceed all caches. All is compiled
+first."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -20,28 +21,28 @@ __all__ = ["Run", "compiled", "contiguous", "moved_bytes", "paged", "size"]
 
 @dataclass(frozen=True)
 class Compiled(Run):
-    """One whose `attend` is compiled."""
+    """A case with its compiled `attend`."""
 
     def timed(self) -> tuple[float, jax.Array]:
-        """Returns microseconds of one layer, and the result of the last."""
+        """Returns the microseconds of one layer, and the last result."""
         arguments = self.make(bench_runs.random_key())
         return microseconds(partial(self.attend, *arguments)) / self.layers, self.attend(*arguments)
 
 
 def size(case: Case) -> dict[str, Any]:
-    """Returns what a row says of a case."""
+    """Returns the fields of a row that describe a case."""
     lengths, heads = case.lengths, case.heads
     return {"R": len(lengths), "length": lengths[0], "H": heads[0], "K": heads[1], "D": case.head_dim}
 
 
 def paged(case: Case, dequantize: int = 1) -> Run:
-    """Runs the Mosaic kernel over shuffled pages, the work list made once."""
+    """Returns a run of the Mosaic kernel over shuffled pages, with one work list."""
     return bench_runs.paged(case, "mosaic", dequantize=dequantize)
 
 
 def compiled(runs: Sequence[Run], free: Callable[[], Any] = lambda: None) -> list[Compiled]:
-    """Compiles all of them before anything is timed, which takes most of the time. `free` returns once the device is
-    free: what is compiled may be timed there. Tracing, before, is the host's work alone."""
+    """Compiles all runs before anything is timed, as that takes most of the time. `free` returns once the device is
+    free, since compiling may run kernels there. Tracing before that is the host's work alone."""
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

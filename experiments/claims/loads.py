@@ -1,8 +1,8 @@
-"""Serving at a load for claims that are about policies and formats: measured on a Hopper GPU, and simulated elsewhere
-under the same settings and the same requests, by the engine's own scheduler on steps that are costed.
+"""Serves at a load, for claims about policies and formats. A Hopper GPU measures. Elsewhere the engine's own scheduler
+runs the same settings and requests on steps with computed costs.
 
-A row says which it is by its `source`. The simulator knows of no work between the steps; by how much it is too fast
-for that, against what was measured, is experiments.simulation_error's.
+A row's `source` shows which of the two it is. The simulator ignores work between steps. experiments.simulation_error
+measures how much too fast that makes it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from experiments.simulation.run import Simulation
 from jllm.engine.options import EngineOptions
 from pallas_kernels.backends import on_hopper
 
-Serve = Callable[..., Row]  # count= or seconds= of the workload, under settings of experiments.qps: a row
+Serve = Callable[..., Row]  # takes count= or seconds= of the workload, and settings of experiments.qps; returns a row
 MODEL = "llama-2-7b"
 
 
@@ -30,7 +30,7 @@ def simulates(toy: bool) -> bool:
 
 
 def server(toy: bool, costs: Costs | None = None) -> Serve:
-    """Returns what serves. `costs` are those of simulated steps, by default of bf16 weights and K and V."""
+    """Returns the function that serves. `costs` are those of simulated steps (default: bf16 weights and K and V)."""
     if not simulates(toy):
         return partial(measured, toy)
     return partial(simulated, costs or make_costs(MODEL, None, None))
@@ -41,14 +41,14 @@ def measured(toy: bool, **asked: Any) -> Row:
 
 
 def simulated(costs: Costs, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
-    """Returns the row that serving.served would measure where steps cost so much, with as many pages as an H200 has
-    room for where `num_pages` says no other number."""
+    """Returns the row that serving.served would measure with these step costs. Without `num_pages`, the pool is an
+    H200's."""
     rate = changes.get("rate")
     return simulate(costs, workload(False, count, rate, seconds), **changes)
 
 
 def simulate(costs: Costs, requests: list[Request], **changes: Any) -> Row:
-    """Simulates the same for requests of one's own. Raises ValueError for a setting that is not simulated."""
+    """Returns the row of a simulation of the given requests. Raises ValueError for a setting that is not simulated."""
     args = settings(False, **changes)
     for name in ("sampling", "host"):
         if getattr(args, name) != BASELINES[name][0]:
@@ -70,15 +70,15 @@ def simulate(costs: Costs, requests: list[Request], **changes: Any) -> Row:
 
 
 def from_settled(serve: Serve, toy: bool, rate: float, seconds: float, **changes: Any) -> Row:
-    """Returns requests that arrive in some seconds at a rate. Those of the first third, which find the engine emptier
-    than later ones do, count for throughput and for times between tokens alone."""
+    """Returns the row of requests that arrive for some seconds at a rate. Those of the first third find the engine
+    emptier than later ones. They count only for throughput and times between tokens."""
     early = sum(request.arrival < seconds / 3 for request in workload(toy, None, rate, seconds))
     about = {"rate": rate, "arrivals_s": seconds}
     return about | serve(seconds=seconds, rate=rate, cut=0 if toy else early, **changes)
 
 
 class Recorded(Simulation):
-    """A simulation that keeps how each request fared."""
+    """A simulation that records each request's course."""
 
     def __init__(self, *given: Any, **more: Any):
         super().__init__(*given, **more)

@@ -1,4 +1,4 @@
-"""Lists the claims: the one called C5 is CLAIM of experiments.claims.c5, imported when it is asked for."""
+"""Lists the claims. Claim C5 is CLAIM of experiments.claims.c5, which is imported on demand."""
 
 import difflib
 import importlib
@@ -42,13 +42,14 @@ TITLES = {
 
 
 def claim_named(experiment: object) -> str | None:
-    """Returns C7 of claims-C7, and of claims-C7-few with the label few; None for what is no claim's."""
+    """Returns C7 for claims-C7, and for claims-C7-few with the label few. Returns None for other experiments."""
     name = str(experiment).removeprefix("claims-").partition("-")[0]
     return name if name in TITLES else None
 
 
 def find(name: str) -> Claim:
-    """Returns the claim called `name`, in either case. Raises ValueError for an unknown one, with those near it."""
+    """Returns the claim called `name`, in upper or lower case. Raises ValueError for an unknown name, with similar
+    ones."""
     known = name.upper()
     if known not in TITLES:
         near = difflib.get_close_matches(known, TITLES, n=3, cutoff=0.5)

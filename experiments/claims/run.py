@@ -17,9 +17,8 @@ def run(
     subject: Any = None,
     loads: Sequence[float] = (),
 ) -> None:
-    """Measures claims into their files, a row of each in turn, so that what they share is alternated; each is concluded
-    when it has no more, whatever the others still have. `subject` of claims whose model is chosen, which their rows
-    name; None: the bundled one."""
+    """Measures claims into their files, a row of each in turn, so that shared runs alternate. Each is concluded when it
+    has no more rows. `subject` is for claims whose model is chosen (None: the bundled one); their rows name it."""
 
     def measure(claim: Claim) -> Iterable[Row]:
         if claim.loads:
@@ -42,7 +41,7 @@ def run(
 
 
 def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
-    """Ends a claim's file, with the verdict where nothing failed; toys are too small to decide anything."""
+    """Ends a claim's file. It gets a verdict if nothing failed; toys are too small to decide."""
     good = measured_rows(result.document)
     complete = len(good) == len(result.document["rows"])
     decided = {"verdict": verdict_of(claim, good)} if complete and not toy else {}
@@ -50,7 +49,7 @@ def conclude(claim: Claim, result: ResultFile, toy: bool) -> None:
 
 
 def verdict_of(claim: Claim, rows: list[Row]) -> dict[str, str]:
-    """Returns what rows say of a claim, as its file has it."""
+    """Returns the verdict of a claim's rows, in the form of its file."""
     direction, size = claim.holds(rows) if rows else (NOT_TESTED, "")
     measured, line = "nothing", "There is no measurement that decides it."
     if direction != NOT_TESTED:

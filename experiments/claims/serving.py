@@ -1,7 +1,7 @@
-"""Shares what the claims about requests a second need: the QPS workload through one engine after the other.
+"""Holds what claims about requests per second share: the QPS workload, which runs through one engine after the other.
 
-Claims that one command tests share the model, what is compiled for it, and runs under the same settings: compiling
-takes a minute before the first engine, serving half a minute in each. Hence one repeat, too.
+Claims of one command share the model, its compiled steps, and runs under the same settings. Compiling takes a minute
+before the first engine, and serving half a minute in each. So there is one repeat.
 """
 
 import argparse
@@ -24,7 +24,7 @@ KEPT = (
     "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
     "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
-PROCESSES = 8  # that trace steps as an engine starts, which takes longer than most runs do
+PROCESSES = 8  # processes that trace steps while an engine starts, which takes longer than most runs
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 
 
@@ -52,7 +52,7 @@ def workload(
 
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
-    """Returns options of experiments.qps: the workload's own, or what a toy has room for."""
+    """Returns options of experiments.qps: the workload's own, or smaller ones for a toy."""
     args = parse_args(["--repeats", "1", "--config", "llama-2-7b", "--compile-processes", str(0 if toy else PROCESSES)])
     if toy:
         small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}
@@ -61,8 +61,8 @@ def settings(toy: bool, **changes: Any) -> argparse.Namespace:
 
 
 def served(toy: bool, count: int | None = None, seconds: float | None = None, **changes: Any) -> Row:
-    """Returns the mean over the repeats, of the first `count` requests, or of those of some seconds, under settings of
-    experiments.qps. What a command has served under the same settings is not served again."""
+    """Returns the mean over the repeats of the first `count` requests, or of some seconds of arrivals. Settings are
+    those of experiments.qps. A command serves the same settings only once."""
     plain = vars(settings(toy))
     return _served(toy, count, seconds, tuple(sorted((k, v) for k, v in changes.items() if plain[k] != v)))
 

@@ -1,4 +1,4 @@
-"""Makes the models that claims measure: LLaMA-2-7B with random weights, or a toy of the same kind."""
+"""Makes the models of claims: LLaMA-2-7B with random weights, or a toy of the same kind."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,5 +25,5 @@ def config_of(toy: bool, name: str = "llama-2-7b") -> LlamaConfig:
 
 
 def random_params(config: LlamaConfig, toy: bool) -> Params:
-    """Returns weights in bfloat16, or for a toy in float32, which a CPU has arithmetic for."""
+    """Returns weights in bfloat16, or for a toy in float32, which CPUs compute natively."""
     return init_params(config, jax.random.key(0), jnp.float32 if toy else jnp.bfloat16)

@@ -1,8 +1,8 @@
-"""Simulated serving for claims: the same rows as experiments.simulate, of cases that a claim chooses.
+"""Simulates serving for claims: the rows of experiments.simulate for the cases of a claim.
 
-Weights stay in bf16; steps are costed as calibrated (experiments/steps/cost_model.py), and every row says that it is
-simulated. A request allows the longest output of the workload, which is the least that a server could promise to
-everyone, or a whole context of CONTEXT tokens, which is what a static cache is made for.
+Weights are in bf16, and steps cost what the calibrated model gives (experiments/steps/cost_model.py). Every row is
+marked as simulated. A request allows the longest output of the workload, the least that a server could promise to
+everyone. Or it allows a whole context, as static caches do.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,8 +17,8 @@ from experiments.simulation.requests import Workload
 
 MODELS = ("llama-2-7b", "llama-3-8b")  # 32 KV heads for 32 query heads, and 8
 CONTEXT = 2048
-GAIN = 0.02  # what is less is no gain where it is simulated
-Todo = tuple[Case, Workload, dict[str, Any]]  # the dict is more arguments of simulate.simulate
+GAIN = 0.02  # a smaller simulated gain counts as none
+Todo = tuple[Case, Workload, dict[str, Any]]  # the dict has more arguments of simulate.simulate
 KEPT = (
     "source", "model", "kv", "kv_policy", "predictor", "quantile", "slots", "pool_gib", "workload", "allowed",
     "requests", "seconds", "qps", "output_tokens_s", "goodput", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50",
@@ -29,12 +29,12 @@ KEPT = (
 
 @dataclass
 class Bench:
-    """Simulates cases; remembers what steps of each model and KV format cost."""
+    """Simulates cases, and caches the costs of steps by model and KV format."""
 
     _costs: dict[tuple[str, str | None], Costs] = field(default_factory=dict)
 
     def rows(self, todo: Iterable[Todo]) -> Iterator[Row]:
-        """Yields a row each. Where the arguments have a context, all of that is allowed."""
+        """Yields a row per case. If the arguments have a context, requests allow all of it."""
         for case, workload, more in tqdm(list(todo), delay=2):
             key = (case.config, case.kv_cache)
             if key not in self._costs:
@@ -46,7 +46,7 @@ class Bench:
 
 
 def gain(row: Row, over: Row) -> float:
-    """Returns how many more requests a second, as a share: 1.0 is twice as many."""
+    """Returns the relative gain in requests per second: 1.0 is twice as many."""
     return row["qps"] / over["qps"] - 1
 
 

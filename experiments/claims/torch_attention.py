@@ -1,9 +1,8 @@
-"""FlashAttention-2's time for decode, by torch in a process of its own: it and JAX cannot both have the profiler.
+"""Times FlashAttention-2 for decode with torch, in its own process: it and JAX cannot both use the profiler.
 
-`flash_attention(cases)` starts `python -m experiments.claims.torch_attention`, which reads cases as JSON lines from
-standard input and answers each with a line: microseconds of a call, or why there are none. K and V are contiguous in
-bfloat16, head after head, as torch's scaled_dot_product_attention likes them best; its FlashAttention backend is
-forced.
+`flash_attention(cases)` starts `python -m experiments.claims.torch_attention`. That reads cases as JSON lines from
+standard input, and answers each with a line: microseconds of a call, or an error. K and V are contiguous in bfloat16,
+head after head, the best layout for torch's scaled_dot_product_attention. Its FlashAttention backend is forced.
 """
 
 import json
@@ -12,11 +11,12 @@ import sys
 from typing import Any
 
 REPEATS = 5
-TOLERANCE = 8e-3  # of the norm
+TOLERANCE = 8e-3  # relative norm
 
 
 def flash_attention(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case {R, length, H, K, D, sets}: {"us", "wrong"} of one call, or {"error"}. `sets` of K and V rotate."""
+    """Returns {"us", "wrong"} of one call, or {"error"}, for each case {R, length, H, K, D, sets}. `sets` of K and V
+    rotate."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     command = [sys.executable, "-m", "experiments.claims.torch_attention"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True)
@@ -26,7 +26,7 @@ def flash_attention(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(case: dict[str, int]) -> dict[str, Any]:
-    """Returns kernel time of one call, and the distance of its first row from float64."""
+    """Returns the kernel time of one call, and the distance of its first row from float64."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -64,7 +64,7 @@ def main() -> int:
     for line in sys.stdin:
         try:
             found = measure(json.loads(line))
-        except Exception as error:  # one case's trouble costs that case only
+        except Exception as error:  # loses only this case
             found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         print(json.dumps(found), flush=True)
     return 0

@@ -1,7 +1,7 @@
-"""A decoder layer without one or more of the four fusions, for claim C18: built of the library's own operations.
+"""Builds a decoder layer without some of the four fusions, from the library's own operations, for claim C18.
 
-What is not fused is kept apart by barriers that XLA fuses nothing across: each operation writes its result, and the
-next one reads it.
+Barriers separate what is not fused, so XLA fuses nothing across them. Each operation writes its result, and the next
+one reads it.
 """
 
 from dataclasses import dataclass, fields
@@ -29,10 +29,10 @@ apart = jax.lax.optimization_barrier
 
 @dataclass(frozen=True)
 class Fusions:
-    """Says which of the four there are."""
+    """Marks which of the four fusions a layer has."""
 
-    norm: bool = False  # residual sums in the product before and norms with the product after them
-    projections: bool = False  # q, k and v as one product, gate and up as one
+    norm: bool = False  # residual sums in the matmul before, and norms in the matmul after
+    projections: bool = False  # one matmul for q, k and v, and one for gate and up
     rotary: bool = False  # rotary embedding with the write of K and V
     attention: bool = False  # flash attention: no scores in memory
 
@@ -43,7 +43,7 @@ NAMES = tuple(each.name for each in fields(Fusions))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Split:
-    """The merged projections of a layer as weights of their own."""
+    """The merged projections of a layer, split into their own weights."""
 
     q: jax.Array
     k: jax.Array
@@ -69,7 +69,7 @@ def layers(
     config: LlamaConfig,
     fusions: Fusions,
 ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-    """Runs all layers on x [T, E], decode rows alone or chunks alone: the result, and the cache."""
+    """Runs all layers on x [T, E], which has only decode rows or only chunks. Returns the result and the cache."""
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     work = _work(x, batch, cache, config) if fusions.attention else None
     found = []
@@ -103,7 +103,7 @@ def _layer(p, s, x, cos, sin, batch, pages, work, config, fusions):
 
 
 def _activate(p, s, x, config, fusions):
-    """SiLU of the gate times up: one kernel in any case."""
+    """Computes SiLU of the gate times up, always as one kernel."""
     if fusions.projections and fusions.norm:
         return silu_mul(norm_linear(x, p.mlp.norm, p.mlp.gate_up, eps=config.norm_eps), p.mlp.down)
     rows = apart(_rms_norm(x, p.mlp.norm, config.norm_eps))
@@ -114,7 +114,7 @@ def _activate(p, s, x, config, fusions):
 
 
 def _project(p, s, x, config, fusions):
-    """q, k, v [T, heads, D], and all of them in one where one product makes them."""
+    """Returns q, k, v [T, heads, D], and the three in one array if one matmul makes them."""
     D = config.head_dim
     if fusions.projections:
         if fusions.norm:
@@ -129,7 +129,7 @@ def _project(p, s, x, config, fusions):
 
 
 def _store(q, k, v, qkv, cos, sin, pages, batch, config, fusions):
-    """q rotated, and the pages with this step's K and V."""
+    """Returns rotated q, and the pages with this step's K and V."""
     if fusions.rotary and qkv is not None:
         return cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset)
     if fusions.rotary:
@@ -147,7 +147,7 @@ def _attend(q, pages, batch, work, scale):
 
 
 def _naive(q, pages, batch, scale):
-    """Computes a product, a softmax over all scores, and a product. Chunks: one that starts its sequence."""
+    """Computes attention with all scores in memory. A chunk must begin its sequence."""
     decodes = batch.decode_lengths.shape[0] > 0
     table = batch.decode_pages if decodes else batch.chunk_pages
     k, v = apart(tuple(gather(pool, table, q.dtype) for pool in (pages.k, pages.v)))  # [sequences, K, n * P, D]

@@ -1,1 +1,1 @@
-"""The parts of experiments.speculation."""
+"""Holds the parts of experiments.speculation."""

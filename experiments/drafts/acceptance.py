@@ -1,4 +1,4 @@
-"""How often drafts are accepted, by drafter, workload and temperature, and what that does to a document's time."""
+"""Measures how often drafts are accepted, by drafter, workload and temperature, and the effect on a document's time."""
 
 import argparse
 import itertools
@@ -24,7 +24,7 @@ from jllm.model.model import Model
 from jllm.step.buckets import Bucket
 
 Row = dict[str, Any]
-DRAFTERS = {"ngram": 7, "draft": 4, "medusa": 4, "eagle": 4}  # and the drafts of a chain where it is fixed
+DRAFTERS = {"ngram": 7, "draft": 4, "medusa": 4, "eagle": 4}  # with the drafts of a fixed chain
 LEAST_TIMES, LEAST_AUTOMATIC = 1.8, 0.98
 DRAFTS = 4
 PLAIN, AGAIN = "none", "none, again"
@@ -33,18 +33,18 @@ WARM = 8  # tokens before the clock starts
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine did with one document, alone."""
+    """The result of one document in one engine, alone."""
 
     seconds: float
     cpu_seconds: float  # of all threads of this process
     tokens: tuple[int, ...]
     segments: int  # steps that verified drafts
-    advanced: float  # tokens that these made
-    accepted: Mapping[int, float]  # by depth: the share of steps with such a draft that accepted it
+    advanced: float  # tokens of these steps
+    accepted: Mapping[int, float]  # by depth: share of steps with such a draft that accepted it
 
 
 def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Served:
-    """Returns one request from its submission to its last token."""
+    """Returns the result of one request, from its submission to its last token."""
     engine.reset_metrics()
     start, cpu = time.perf_counter(), time.process_time()
     engine.submit(list(prompt), sampling)
@@ -57,7 +57,7 @@ def serve(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Se
 
 
 def interval(documents: Sequence[Any], figure: Callable[[Sequence[Any]], float], samples: int = 1000) -> list[float]:
-    """Returns the 95 % interval of a figure by bootstrap over documents (Efron, 1979), with a fixed seed."""
+    """Returns the 95 % bootstrap interval of a measure over documents (Efron, 1979), with a fixed seed."""
     drawn = np.random.default_rng(0).integers(len(documents), size=(samples, len(documents)))
     found = [figure([documents[i] for i in draw]) for draw in drawn]
     return [round(float(x), 4) for x in np.quantile(found, [0.025, 0.975])]
@@ -69,14 +69,13 @@ def acceptance(served: Sequence[Served], depth: int) -> float:
 
 
 def tokens_a_step(served: Sequence[Served]) -> float:
-    """Of steps that verified drafts, or of any where none did."""
+    """Returns the tokens per step that verified drafts, or per any step if none did."""
     segments = sum(each.segments for each in served)
     return sum(each.advanced for each in served) / segments if segments else 1.0
 
 
 def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
-    """Returns what an engine's documents come to beside those of an engine without drafts; a time is a document's
-    own."""
+    """Returns the summary of an engine's documents, beside an engine without drafts. A time is a document's own."""
     ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(served, plain, strict=True)]
     work = [theirs.cpu_seconds / mine.cpu_seconds for mine, theirs in zip(served, plain, strict=True)]
     found: Row = {"documents": len(served)}
@@ -92,7 +91,7 @@ def summary(served: Sequence[Served], plain: Sequence[Served]) -> Row:
 
 
 def depths(served: Sequence[Served]) -> Iterator[Row]:
-    """Yields a row for each depth that was drafted."""
+    """Yields a row for each drafted depth."""
     for depth in sorted({depth for each in served for depth in each.accepted}):
         some = [each for each in served if depth in each.accepted]
         yield {
@@ -106,8 +105,8 @@ def depths(served: Sequence[Served]) -> Iterator[Row]:
 def make_engines(
     model: Model, drafters: Sequence[str], drafts: int | None, options: Mapping[str, Any]
 ) -> dict[tuple[str, str], Engine]:
-    """By drafter and choice: one that always drafts, and one that does where it pays; and one without, which is there
-    twice, for what differs is noise. Raises ConfigError for a drafter that does not fit the model."""
+    """Returns engines by drafter and choice: one always drafts, and one drafts if it pays. An engine without drafts
+    comes twice, since their difference is noise. Raises ConfigError for a drafter that does not fit the model."""
     found: dict[tuple[str, str], Row] = {}
     for name in drafters:
         k = drafts or DRAFTERS.get(name.partition(":")[0], DRAFTS)
@@ -119,8 +118,8 @@ def make_engines(
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Yields rows of each workload, temperature and engine. Engines take turns at each document, so that whatever else
-    the machine does falls on all of them alike."""
+    """Yields rows of each workload, temperature and engine. Engines take turns at each document, so that other load
+    affects all alike."""
     check_backend(args.backend)
     model = load(args.model)
     if model.tokenizer is None:
@@ -163,7 +162,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:
-    """Where drafts must gain, and where they must not lose."""
+    """Yields bars: cases in which drafts must gain, and in which they must not lose."""
     timed = [row for row in rows if "times" in row]
     for row in timed:
         where = row["workload"], row["temperature"], row["drafter"], row["choice"]

@@ -1,4 +1,4 @@
-"""Steps that verify drafts of which it is imposed how often they are accepted, and how long they take: simulated."""
+"""Simulates steps that verify drafts, with imposed acceptance, and times them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +18,13 @@ from jllm.speculative.tree import Tree
 from jllm.step.buckets import Bucket
 from jllm.step.state import State, init_drafts
 
-DRAWN, OTHER = 1, 0  # the token that every step draws, and one that none does
+DRAWN, OTHER = 1, 0  # the token that every step draws, and one that none draws
 
 
 def draw(
     logits: jax.Array, sampling: Sampling, index: jax.Array, *, backend: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """As sampling.sample, which runs as ever; but what it drew is replaced by DRAWN."""
+    """Draws like sampling.sample, then replaces the result by the token DRAWN."""
     tokens, finite = sample(logits, sampling, index, backend=backend)
     return jnp.where(tokens < 0, tokens, DRAWN), finite
 
@@ -32,8 +32,8 @@ def draw(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Imposed:
-    """A Drafter that takes no time: each of its nodes is accepted, where its parent is, with a probability, by a hash
-    of the slot, the newest token's index and the node."""
+    """A Drafter that takes no time. It accepts a node with a given probability, if its parent is accepted. A hash of
+    the slot, the newest token's index and the node decides."""
 
     acceptance: jax.Array  # f32[Q - 1]
     tree: Tree = field(metadata={"static": True})
@@ -71,12 +71,12 @@ def _hash(x: jax.Array) -> jax.Array:
 
 
 def imposed(tree: Tree, acceptance: float | Sequence[float]) -> Imposed:
-    """Returns the same for all nodes, or one for each."""
+    """Returns a drafter with the same acceptance for all nodes, or one for each."""
     return Imposed(jnp.broadcast_to(jnp.asarray(acceptance, jnp.float32), (tree.size - 1,)), tree)
 
 
 class VerifyingTimer(StepTimer):
-    """A StepTimer whose steps verify a tree of drafts for each slot; `drafter` may be changed for another of the same
+    """A StepTimer whose steps verify a tree of drafts for each slot. `drafter` may be replaced by another with the same
     tree."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pictures of experiments.speculation, as SVG: the same bytes for the same result."""
+"""Draws experiments.speculation as SVG. The same result gives the same bytes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,8 @@ Row = dict[str, Any]
 
 
 def draw(document: Row, path: Path) -> None:
-    """The picture of a part's result. Raises ImportError without matplotlib, ConfigError for a file of no part."""
+    """Draws the picture of a part's result. Raises ImportError without matplotlib, and ConfigError for a file without a
+    part."""
     kind = next((kind for kind in PICTURES if document.get("experiment", "").startswith(f"speculation-{kind}")), None)
     rows = [row for row in document.get("rows", ()) if "error" not in row]
     if kind is None or not rows:
@@ -22,7 +23,7 @@ def draw(document: Row, path: Path) -> None:
 
 
 def draw_acceptance(figure: Any, rows: list[Row]) -> None:
-    """Tokens a step by drafter, a panel for each workload, a bar for each temperature."""
+    """Draws tokens per step by drafter, with a panel for each workload and a bar for each temperature."""
     fixed = [row for row in rows if row.get("choice") == "fixed" and "tokens_a_step" in row]
     workloads, drafters = (list(dict.fromkeys(row[key] for row in fixed)) for key in ("workload", "drafter"))
     temperatures = sorted({row["temperature"] for row in fixed})
@@ -42,7 +43,7 @@ def draw_acceptance(figure: Any, rows: list[Row]) -> None:
 
 
 def draw_steps(figure: Any, rows: list[Row]) -> None:
-    """What a step of Q rows costs over a plain one, by batch, a panel for each context."""
+    """Draws the cost of a step of Q rows over a plain one, by batch. Each context has a panel."""
     checked = [row for row in rows if "over_plain" in row]
     contexts = sorted({row["context"] for row in checked})
     panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]

@@ -1,9 +1,9 @@
-"""Drafts accepted by rejection sampling, the field's baseline, beside those that must equal the target's draw.
+"""Compares drafts accepted by rejection sampling, the field's baseline, with drafts that must equal the target's draw.
 
-Rejection accepts a draft with probability min(1, p / q), where the target draws it with probability p and the drafter
-with q, and draws another token from max(p - q, 0) instead (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
-2302.01318). It accepts 1 - TV of drafts, TV the total variation distance of p and q. Equality, which the engine has,
-accepts at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978). Both keep the target's distribution.
+Let the target draw a draft with probability p, and the drafter with q. Rejection accepts it with probability min(1, p /
+q), and else draws from max(p - q, 0) (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). It accepts 1
+- TV of drafts, where TV is the total variation distance of p and q. The engine's equality accepts at least (1 - TV) /
+(1 + TV) (Daliri et al., arXiv 2408.07978). Both keep the target's distribution.
 """
 
 import argparse
@@ -31,29 +31,30 @@ from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.step.buckets import Bucket
 
 Row = dict[str, Any]
-DRAWS = 64  # from each pair of distributions
+DRAWS = 64  # draws from each pair of distributions
 
 
 def by_equality(p: np.ndarray, q: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draws tokens and drafts of p and q [n, V] with the same noise; returns tokens [n], and which equal the drafts."""
+    """Draws tokens and drafts from p and q [n, V] with the same noise. Returns tokens [n], and which of them equal the
+    drafts."""
     noise = rng.exponential(size=p.shape)
     tokens, drafts = ((noise / np.maximum(x, 1e-300)).argmin(axis=1) for x in (p, q))
     return tokens, tokens == drafts
 
 
 def by_rejection(p: np.ndarray, q: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draws drafts of q [n, V] and accepts them for p [n, V], or draws from the rest; returns tokens [n], and which
+    """Draws drafts from q [n, V], and accepts them for p [n, V] or draws from the rest. Returns tokens [n], and which
     drafts were accepted."""
     drafts = _draw(q, rng)
     row = np.arange(len(drafts))
     accepted = rng.random(len(drafts)) * q[row, drafts] < p[row, drafts]
     rest = np.maximum(p - q, 0)
-    rest = np.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # of equal rows, which are never refused
+    rest = np.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # equal rows, which always accept
     return np.where(accepted, drafts, _draw(rest, rng)), accepted
 
 
 def _draw(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns a token [n] of each row of weights [n, V]."""
+    """Returns a token [n] for each row of weights [n, V]."""
     sums = weights.cumsum(axis=1)
     return (sums <= rng.random((len(sums), 1)) * sums[:, -1:]).sum(axis=1)
 
@@ -99,7 +100,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def draft_model(name: str, model: Model) -> Model:
-    """Returns the model that a drafter is. Raises ConfigError for a drafter that is none of the model's tokens."""
+    """Returns a drafter's model. Raises ConfigError for a drafter that is not a model of the same tokens."""
     drafter = find_drafter(name, model, DRAFTS)
     if isinstance(drafter, QuantizedCopy):
         return Model(model.config, drafter.params)
@@ -110,13 +111,13 @@ def draft_model(name: str, model: Model) -> Model:
 
 def compared(model: Model, drafts: Model, text: tuple[int, ...], first: int, temperature: float) -> Compared:
     """Returns the distributions of a text's tokens from index `first` on, by the target and by a draft model."""
-    length = -(-len(text) // 64) * 64  # few lengths, each of which is compiled
+    length = -(-len(text) // 64) * 64  # few lengths, each of which compiles
     pair = (logits_of(each, text, length)[first - 1 : len(text) - 1] for each in (model, drafts))
     return Compared(*(np.exp(log_softmax(logits.astype(np.float64) / temperature)) for logits in pair))
 
 
 def share(mode: Callable[..., tuple[np.ndarray, np.ndarray]], text: Compared) -> float:
-    """Returns the share of a text's drafts that a mode accepts, from draws with a fixed seed."""
+    """Returns the share of a text's drafts that a mode accepts, with a fixed seed."""
     rng = np.random.default_rng(0)
     return float(np.mean([mode(text.target, text.draft, rng)[1].mean() for _ in range(DRAWS)]))
 
@@ -139,7 +140,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def logits_of(model: Model, tokens: Sequence[int], length: int) -> np.ndarray:
-    """Returns logits [length, V] of a text and zeros behind it."""
+    """Returns logits [length, V] of a text, padded with zeros."""
     padded, row = jnp.asarray([*tokens, *[0] * (length - len(tokens))], jnp.int32), jnp.arange(length, dtype=jnp.int32)
     return np.asarray(_logits(model.params, Packed(padded, row, jnp.zeros_like(row)), config=model.config))
 

@@ -1,5 +1,5 @@
-"""What it costs to verify drafts: steps of Q rows a sequence against plain ones, by batch and context, and what follows
-for how often drafts must be accepted. Weights are random and acceptance is imposed, so every row is simulated."""
+"""Measures the cost of verifying drafts: steps of Q rows per sequence vs. plain ones, by batch and context. It derives
+how often drafts must be accepted. Weights are random and acceptance is imposed, so every row is simulated."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import MOST_NODES, chain
 
 Row = dict[str, Any]
-BARS = {(1, 136): 1.10, (16, 136): 1.10, (64, 136): 1.45, (64, 1024): 1.20}  # (batch, context): of Q = 4, in bf16
-LIKELY = 0.9  # acceptance of each draft of a copy, for an example
-ACCEPTED, LEAST_TIMES = 3, 2.5  # tokens a step that are imposed, and what they are to give at batch 1
+BARS = {(1, 136): 1.10, (16, 136): 1.10, (64, 136): 1.45, (64, 1024): 1.20}  # (batch, context): for Q = 4, in bf16
+LIKELY = 0.9  # acceptance of each draft of a copy, as an example
+ACCEPTED, LEAST_TIMES = 3, 2.5  # imposed tokens per step, and the speed-up they must give at batch 1
 
-# What others published, and where: tokens a step, or times as fast as without.
+# Published results and their sources: tokens per step, or speed over decoding without drafts.
 PUBLISHED = (
     {"published": "EAGLE-3, chat, at most", "tokens_a_step": 6.13, "source": "Li et al., arXiv 2503.01840"},
     {"published": "Medusa-1", "their_times": 2.2, "source": "Cai et al., arXiv 2401.10774"},
@@ -32,8 +32,8 @@ PUBLISHED = (
 
 
 def break_even(tokens: float, drafts: int) -> float | None:
-    """Returns the acceptance of each draft in a chain, where those before it were accepted, by which a step makes that
-    many tokens: 1 + a + a^2 + ... = tokens. None if all drafts together don't."""
+    """Returns the acceptance per draft of a chain that gives this many tokens per step: 1 + a + a^2 + ... = tokens. A
+    draft counts only if all before it were accepted. Returns None if all drafts together are too few."""
     if tokens > 1 + drafts:
         return None
     low, high = 0.0, 1.0
@@ -58,13 +58,14 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def slot_tokens(context: int, args: argparse.Namespace) -> int:
-    """Returns most that a sequence has, once all steps have run."""
+    """Returns the most tokens of a sequence after all steps."""
     return context + args.steps * (ACCEPTED + 1) + max(args.rows)
 
 
 def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: argparse.Namespace) -> Iterator[Row]:
-    """Yields steps of a batch at a context: a plain one, then those of each Q, in which no draft is accepted, so that
-    all see the same lengths; those that make ACCEPTED tokens; and those that draft with copies of the model as well."""
+    """Yields steps of a batch at a context. The first is a plain step. Next come steps of each Q in which no draft is
+    accepted, so that all see the same lengths. Then come steps with the imposed acceptance, and steps that draft with
+    copies of the model too."""
     pool = pool_for(batch, slot_tokens(context, args), args.page_size, args.kv_cache)
     plain = StepTimer(params, config, pool, args.backend)
     timers = {
@@ -93,7 +94,7 @@ def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: a
     about: Row = {"simulated": True, "batch": batch, "context": context}
     try:
         base = milliseconds(plain, 1, 1)
-    except Exception as error:  # whatever a compiler or a kernel may do: the other sizes go on
+    except Exception as error:  # a compiler or kernel may raise anything; other sizes go on
         yield about | failure(error)
         return
     yield about | {"Q": 1, "step_ms": round(base, 4), "tokens_s": round(1e3 * batch / base, 1)}
@@ -126,8 +127,8 @@ def failure(error: Exception) -> Row:
 
 
 def published(found: Sequence[Row]) -> Iterator[Row]:
-    """Yields what published acceptance would give by these steps, drafting not included; and how many tokens a step it
-    would take to be as many times as fast as others were."""
+    """Yields the speed-up of published acceptance with these steps, drafting not included. It also yields the tokens
+    per step needed for the published speed-ups."""
     costs = {row["Q"]: row["over_plain"] for row in found if "over_plain" in row}
     for each in PUBLISHED:
         if "tokens_a_step" in each:

@@ -1,8 +1,8 @@
-"""What drafters are measured on: beginnings of stories, and prompts after which a model says the same again and again.
+"""Defines the workloads of drafters: beginnings of stories, and prompts after which a model repeats itself.
 
-The bundled model was trained on tales alone: asked to edit a text or to go on with code it does neither. But after a
-text that repeats itself its greedy continuation does so too, for its own reasons, and at a temperature it does not. So
-"repetitive" is about temperature 0; a model that edits finds more in its prompt than this one does.
+The bundled model learned only tales, so it cannot edit a text or continue code. But after a repetitive text its greedy
+continuation repeats too; at higher temperature it does not. So "repetitive" is about temperature 0. A model that edits
+finds more in its prompt than this one does.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ def stories(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
 
 
 def repetitive(tokenizer: Tokenizer, documents: int) -> list[list[int]]:
-    """Versions of a text in each of which one word is another, with the beginning of the next one; and lists of lines,
-    some of code, that differ by a word."""
+    """Returns repetitive prompts. Some have versions of a text with one word changed, and the next version's beginning.
+    Others have lists of lines, some of code, that differ by a word."""
     return [tokenizer.encode(text) for text, _ in zip(_repetitive(), range(documents))]
 
 

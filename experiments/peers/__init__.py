@@ -1,1 +1,1 @@
-"""Scripts that time other systems on the work of jllm's own benchmarks: README.md says what each needs."""
+"""Times other systems on the work of jllm's own benchmarks. README.md lists what each script needs."""

@@ -1,13 +1,13 @@
-"""FlashInfer's paged attention: decoding with one query a sequence, and causal prefill, over pages in random order.
+"""Times FlashInfer's paged attention: decoding with one query per sequence, and causal prefill, over shuffled pages.
 
     pip install torch==2.11.0 flashinfer-python==0.7.2.post1     # or PEER_PACKAGES=DIR, with an archive of it in DIR
     python -m experiments.peers.peer_flashinfer --out attention.json  # one GPU, two minutes
 
-K, V and queries are bfloat16, heads have 128 dimensions, pages 16 tokens. plan() runs ahead and is not timed, as an
-engine plans once a step for all layers. Decode variants: cuda (CUDA cores, the default), tc (tensor cores), both with
--g as planned for CUDA graphs, fa3 (the Hopper kernel) and xqa (TensorRT-LLM's). Prefill variants: fa2 and fa3. Each is
-first held against float64 on a small case. A package of pip compiles its kernels at first use, which takes nvcc and
-minutes; those of an archive are compiled, and FLASHINFER_DISABLE_JIT=1 makes one that is missing an error.
+K, V and queries are bfloat16, heads have 128 dimensions, and pages 16 tokens. plan() runs before and is not timed, as
+an engine plans once per step for all layers. Decode variants are cuda (CUDA cores, the default), tc (tensor cores),
+both with -g as planned for CUDA graphs, fa3 (the Hopper kernel) and xqa (TensorRT-LLM's). Prefill variants are fa2 and
+fa3. Each is first compared with float64 on a small case. The pip package compiles its kernels at first use, which takes
+nvcc and minutes. An archive has compiled kernels; with FLASHINFER_DISABLE_JIT=1 a missing one is an error.
 """
 
 import argparse
@@ -35,18 +35,18 @@ from experiments.peers.shared import (
 
 NEEDS = "flashinfer-python==0.7.2.post1"
 D, PAGE = 128, 16
-HEADS = ((32, 32), (32, 8))  # of queries, of K and V
+HEADS = ((32, 32), (32, 8))  # heads of queries, and of K and V
 DECODE = ((1, 1024), (1, 16384), (16, 1024), (64, 1024), (128, 2048), (256, 512))  # sequences, tokens of each
 PREFILL = ((1, 2048), (8, 1024), (1, 16384))
 VARIANTS = {"decode": ("cuda", "cuda-g", "tc", "tc-g", "fa3", "xqa"), "prefill": ("fa2", "fa3")}
 CHECKED = {"decode": (1, 17, 300, 512, 1000), "prefill": (5, 130, 257)}  # tokens of the small case's sequences
-OFF = 2e-2  # from float64, relative, that a variant may be
+OFF = 2e-2  # allowed relative error from float64
 
 Run = Callable[[Any, Any, Any], Any]  # queries, pages, output
 
 
 class Pages:
-    """Says which pages hold each sequence, in random order."""
+    """The pages of each sequence, in random order."""
 
     def __init__(self, torch: Any, lengths: Sequence[int], device: str = "cuda") -> None:
         counts = [-(-length // PAGE) for length in lengths]
@@ -119,7 +119,7 @@ def attention(torch: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def error_of(flashinfer: Any, torch: Any, part: str, variant: str, heads: int, kv_heads: int) -> float:
-    """Returns how far a variant is from float64, relative, on sequences of unlike lengths."""
+    """Returns a variant's relative error from float64, on sequences of different lengths."""
     table = Pages(torch, CHECKED[part])
     counts = [1] * len(table.lengths) if part == "decode" else table.lengths
     pages = table.random(kv_heads)
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
                 about = {"part": part, "backend": f"fi-{variant}", "hq": heads[0], "hk": heads[1], "page": PAGE}
                 try:
                     off = error_of(flashinfer, torch, part, variant, *heads)
-                except Exception as error:  # a variant that fails costs its own rows only
+                except Exception as error:  # loses only this variant's rows
                     output.add(about | {"error": said(error)})
                     continue
                 if not off < OFF:
@@ -184,8 +184,8 @@ def run(args: argparse.Namespace) -> None:
 
 def options() -> argparse.ArgumentParser:
     made = parser(__doc__, 120)
-    made.add_argument("--parts", type=by_commas, default=[*VARIANTS], help="of decode,prefill (default: both)")
-    made.add_argument("--backends", type=by_commas, help="variants (default: all)")
+    made.add_argument("--parts", type=by_commas, default=[*VARIANTS], help="parts: decode, prefill (default: both)")
+    made.add_argument("--backends", type=by_commas, help="variants to time (default: all)")
     return made
 
 

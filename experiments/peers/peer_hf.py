@@ -1,13 +1,13 @@
-"""transformers' continuous batching on LLaMA-2-7B with random weights, over a workload of requests.
+"""Serves a workload of requests with transformers' continuous batching, on LLaMA-2-7B with random weights.
 
     pip install transformers==5.17.0 torch==2.11.0 accelerate
     pip install flash-attn==2.8.3      # its fast path; or PEER_PACKAGES=DIR, with an archive of it in DIR
     python -m experiments.peers.peer_hf --workload w.json --requests 64 --out served.json     # one GPU, two minutes
 
-With flash-attn, transformers takes pages, CUDA graphs and asynchronous batching by itself; without, it gathers K and V
-for PyTorch's attention, which is far slower with many requests (--attn sdpa asks for that). Sampling is greedy, no
-token ends an answer, blocks are not shared, and each request makes output_len tokens of random prompts. The first pass
-records graphs as new sizes come, so that the second and later ones are what counts. A request's arrival is kept to.
+With flash-attn, transformers uses pages, CUDA graphs and asynchronous batching. Without it (or with --attn sdpa), it
+gathers K and V for PyTorch's attention, which is far slower with many requests. Sampling is greedy, no token ends an
+answer, and blocks are not shared. Each request makes output_len tokens from a random prompt, and keeps its arrival
+time. The first pass records graphs as new sizes come, so only later passes count.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def serve(model: Any, transformers: Any, requests: list[Row], args: argparse.Nam
 
 
 def passed(name: str, manager: Any, requests: list[Row], prompts: list[list[int]], limit: float) -> Row:
-    """Sends requests as they arrive, waits for all of them or for `limit` seconds, and returns what came."""
+    """Sends requests as they arrive, waits for all of them or for `limit` seconds, and returns the results."""
     done: dict[str, Any] = {}
     begin = time.perf_counter()
 
@@ -99,7 +99,7 @@ def passed(name: str, manager: Any, requests: list[Row], prompts: list[list[int]
 
 
 def summary(results: list[Any], asked: int, seconds: float) -> Row:
-    """Returns figures of what finished; times are by each request's own time stamps, where all have them."""
+    """Returns measures of finished requests. Times come from their own time stamps, if all have them."""
     good = [each for each in results if each.error is None]
     stamped = [each for each in good if each.timestamps]
     if len(stamped) == asked:
@@ -123,7 +123,7 @@ def summary(results: list[Any], asked: int, seconds: float) -> Row:
 
 
 def at(values: list[float], share: float) -> float:
-    """Returns a quantile, the nearest value; 0 of none."""
+    """Returns a quantile by the nearest value, or 0 without values."""
     return sorted(values)[round(share * (len(values) - 1))] if values else 0.0
 
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
     if not requests:
         raise ValueError(f"{args.workload}: has no requests")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if args.attn == "flash" and not find("flash_attn"):  # before transformers looks for it, once
+    if args.attn == "flash" and not find("flash_attn"):  # transformers looks for it once, on import
         raise Missing("flash_attn cannot be imported: pip install flash-attn==2.8.3, or ask for --attn sdpa")
     torch = load_torch(NEEDS)
     transformers = load("transformers", NEEDS)
@@ -140,18 +140,22 @@ def run(args: argparse.Namespace) -> None:
     output = Output(args.out, versions_of("transformers", "torch", *flash))
     try:
         serve(model_of(torch, transformers), transformers, requests, args, output)
-    except Exception as error:  # whatever transformers raises
+    except Exception as error:  # transformers may raise anything
         output.add({"part": "cb", "error": said(error)})
 
 
 def options() -> argparse.ArgumentParser:
     made = parser(__doc__, 330)
-    made.add_argument("--workload", required=True, type=Path, help="JSON list of {prompt_len, output_len, arrival}")
-    made.add_argument("--requests", type=int, help="only the first ones (default: all)")
-    made.add_argument("--parts", choices=["cb"], default="cb", help="continuous batching is all that it has")
-    made.add_argument("--attn", choices=["flash", "sdpa"], default="flash", help="default: flash, by flash-attn")
-    made.add_argument("--passes", type=int, default=2, help="of the workload; the first warms up (default: 2)")
-    made.add_argument("--cb-limit-s", type=float, default=110, help="seconds of a pass at most (default: 110)")
+    made.add_argument(
+        "--workload", required=True, type=Path, help="JSON file with a list of {prompt_len, output_len, arrival}"
+    )
+    made.add_argument("--requests", type=int, help="number of requests, from the first on (default: all)")
+    made.add_argument("--parts", choices=["cb"], default="cb", help="parts; it only has continuous batching")
+    made.add_argument(
+        "--attn", choices=["flash", "sdpa"], default="flash", help="attention (default: flash, by flash-attn)"
+    )
+    made.add_argument("--passes", type=int, default=2, help="passes of the workload; the first warms up (default: 2)")
+    made.add_argument("--cb-limit-s", type=float, default=110, help="most seconds of a pass (default: 110)")
     return made
 
 

@@ -1,11 +1,11 @@
-"""PyTorch's matrix products of bfloat16, int8 and fp8, at the shapes of a LLaMA-2-7B layer.
+"""Times PyTorch's matmuls of bfloat16, int8 and fp8, at the shapes of a LLaMA-2-7B layer.
 
     pip install torch==2.11.0
     python -m experiments.peers.peer_kernels --out products.json     # one GPU, half a minute
 
-bf16 is torch.mm, int8 torch._int_mm, which takes 17 rows or more, fp8 torch._scaled_mm with fast sums and a scale for
-each tensor (fp8t) or each row and column (fp8r). These are the products that PyTorch users have without another
-library. Each time is of a CUDA graph whose calls take other weights in turn, so that no weight stays in the L2 cache.
+bf16 is torch.mm. int8 is torch._int_mm, which needs at least 17 rows. fp8 is torch._scaled_mm with fast sums and a
+scale for each tensor (fp8t) or each row and column (fp8r). PyTorch has these without another library. Each time is of a
+CUDA graph whose calls rotate through weights, so that none stays in the L2 cache.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KINDS = ("bf16", "int8", "fp8t", "fp8r")
 
 
 def calls(torch: Any, kind: str, m: int, k: int, n: int) -> list[Callable[[], Any]]:
-    """Returns the same product with other weights each."""
+    """Returns calls of the same matmul, each with other weights."""
     size = 2 if kind == "bf16" else 1
     count = copies_of(size * k * n)
     if kind == "int8":
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 def options() -> argparse.ArgumentParser:
     made = parser(__doc__, 60)
-    made.add_argument("--parts", choices=["gemm"], default="gemm", help="products are all that it has")
+    made.add_argument("--parts", choices=["gemm"], default="gemm", help="parts; it only has matmuls")
     made.add_argument("--kinds", type=by_commas, default=KINDS, help=f"of {','.join(KINDS)} (default: all)")
     made.add_argument("--rows", type=lambda text: [int(m) for m in by_commas(text)], default=ROWS, metavar="M,..")
     return made

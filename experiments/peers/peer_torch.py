@@ -1,13 +1,15 @@
-"""PyTorch's compiled steps of LLaMA-2-7B: prefill, and decoding by one CUDA graph a step (model: torch_llama.py).
+"""Times PyTorch's compiled steps of LLaMA-2-7B: prefill, and decoding with one CUDA graph per step (model:
+torch_llama.py).
 
     pip install torch==2.11.0 triton==3.6.0
     pip install flash-attn==2.8.3            # attention's second kind; or PEER_PACKAGES=DIR, with an archive of it
     python -m experiments.peers.peer_torch --rows bf16:b1:in8 --out steps.json     # one GPU, a minute a row and variant
 
-A row is a scheme, a batch and a workload: bf16, wo8 (int8 weights alone) or w8a8 (int8 products); in8 (8 tokens in, 256
-out) or in1024 (1,024 and 1,024). Each is timed by variants MODE/ATTENTION until the seconds are spent: torch.compile's
-defaults or its autotuning (max), over flex_attention or flash-attn's decode kernel (fa2). All rows have their first
-variant before any has its second. A decode step's time is the mean over three windows of its contexts.
+A row is a scheme, a batch and a workload. Schemes are bf16, wo8 (only weights in int8) and w8a8 (int8 matmuls).
+Workloads are in8 (8 tokens in, 256 out) and in1024 (1,024 and 1,024). Each row is timed by variants MODE/ATTENTION
+until the seconds are spent. Modes are torch.compile's defaults or its autotuning (max); attention is flex_attention or
+flash-attn's decode kernel (fa2). All rows run their first variant before any runs its second. A decode step's time is
+the mean over three windows of its contexts.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from experiments.peers.shared import (
 WORKLOADS = {"in8": (8, 256), "in1024": (1024, 1024)}
 SCHEMES = ("bf16", "wo8", "w8a8")
 DEFAULT = ("bf16:b1:in8", "bf16:b32:in8", "w8a8:b32:in8")
-WINDOW = 32  # decode steps that are timed together
+WINDOW = 32  # decode steps timed together
 GIB = 2**30
 
 
@@ -49,7 +51,7 @@ def variants_of(fa2: bool) -> list[tuple[str, str]]:
 
 
 def measure(weights: Any, batch: int, prompt: int, output: int, mode: str, attention: str) -> dict[str, float]:
-    """Returns milliseconds of prefill and of a decode step, and the memory that both took."""
+    """Returns the milliseconds of prefill and of a decode step, and the memory of both."""
     import torch
 
     from experiments.peers.torch_llama import Steps, captured, fresh_compiler
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
             about = {"quant": scheme, "batch": batch, "input_len": prompt, "output_len": new}
             about |= {"mode": mode, "attn": attention}
             if seconds_left(args) < 0:
-                if (mode, attention) == variants[0]:  # of a row that has a variant, no more is no failure
+                if (mode, attention) == variants[0]:  # a row needs only its first variant
                     output.add(about | {"error": "no time left"})
                 continue
             if weights is None or weights.scheme != scheme:
@@ -104,7 +106,7 @@ def options() -> argparse.ArgumentParser:
         type=lambda text: [row_of(part) for part in by_commas(text)],
         default=rows,
         metavar="SCHEME:bBATCH:WORKLOAD,..",
-        help=f"default: {','.join(DEFAULT)}",
+        help=f"rows (default: {','.join(DEFAULT)})",
     )
     return made
 

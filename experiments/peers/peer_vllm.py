@@ -1,14 +1,14 @@
-"""vLLM near its defaults on a LLaMA with random weights: decode steps, and a workload whose requests come all at once.
+"""Times vLLM near its defaults on a LLaMA with random weights: decode steps, and a workload sent all at once.
 
     pip install vllm==0.26.0 torch==2.11.0 transformers==5.17.0     # or PEER_PACKAGES=DIR, with an archive of it in DIR
     python -m experiments.peers.peer_vllm --modes bf16 --batches 1,32 --out steps.json        # one GPU, two minutes
     python -m experiments.peers.peer_vllm --modes fp8 --batches '' --workload w.json --out served.json
 
-bf16 has weights, activations, K and V in bfloat16; fp8 is vLLM's own quantization at load, with an fp8 KV cache. A
+bf16 has weights, activations, K and V in bfloat16. fp8 is vLLM's own quantization at load, with an fp8 KV cache. A
 decode step is the slope between 16 and 256 tokens after prompts of 8, so that prefill cancels. The prefix cache is off,
-as prompts are random; the tokenizer is, as nothing is read; sampling is vLLM's own and not FlashInfer's, whose kernels
-would have to be compiled. Everything else is the default: compilation, CUDA graphs, chunked prefill, asynchronous
-scheduling. An engine takes 60 to 150 seconds to start, most of it compilation.
+as prompts are random. The tokenizer is off, as no one reads the text. Sampling is vLLM's own, as FlashInfer's kernels
+would have to be compiled. All else is the default: compilation, CUDA graphs, chunked prefill, asynchronous scheduling.
+An engine takes 60 to 150 seconds to start, most of it compilation.
 """
 
 import argparse
@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 
 def engine(mode: str, config: Path, seqs: int, tokens: int, folder: str) -> Any:
-    """Starts vLLM on random weights of the model that a config.json describes."""
+    """Starts vLLM on random weights of the model in a config.json."""
     os.environ |= ENVIRONMENT | {"VLLM_CACHE_ROOT": str(Path(folder) / "cache")}
     vllm = load("vllm", NEEDS)
     described = json.loads(config.read_text(encoding="utf-8")) | {"torch_dtype": "bfloat16"}
@@ -72,7 +72,7 @@ def engine(mode: str, config: Path, seqs: int, tokens: int, folder: str) -> Any:
 
 
 def generate(llm: Any, lengths: Sequence[tuple[int, int]], temperature: float, rng: random.Random) -> float:
-    """Returns the seconds in which all requests (prompt, output) are served that come at once."""
+    """Returns the seconds in which all requests (prompt, output) are served, sent at once."""
     params = load("vllm", NEEDS).SamplingParams
     prompts = [{"prompt_token_ids": [rng.randrange(3, 32000) for _ in range(prompt)]} for prompt, _ in lengths]
     options = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
@@ -87,7 +87,7 @@ def generate(llm: Any, lengths: Sequence[tuple[int, int]], temperature: float, r
 
 
 def measure(llm: Any, mode: str, args: argparse.Namespace, output: Output) -> None:
-    """Adds a row for each batch that is decoded, and for each run of the workload."""
+    """Adds a row for each decoded batch, and for each run of the workload."""
     rng = random.Random(1)
     generate(llm, [(PROMPT, PROMPT)] * 4, 0.0, rng)
     for batch in map(int, args.batches):
@@ -117,10 +117,10 @@ def run(args: argparse.Namespace) -> None:
     if unknown := [mode for mode in args.modes if mode not in MODES]:
         raise ValueError(f"--modes {','.join(unknown)}: must be of {','.join(MODES)}")
     if args.workload is not None:
-        read_workload(args.workload)  # before minutes are spent
+        read_workload(args.workload)  # fails before minutes are spent
     if not find("vllm"):
         raise Missing(f"vllm cannot be imported: pip install {NEEDS}")
-    if not Path("/dev/nvidiactl").exists():  # asked of torch, it would spoil CUDA for the engine's process
+    if not Path("/dev/nvidiactl").exists():  # asking torch would spoil CUDA for the engine's process
         raise Missing(NO_GPU)
     if len(args.modes) > 1:
         one_by_one(args)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def one_by_one(args: argparse.Namespace) -> None:
-    """Runs each mode in a process of its own, since an engine leaves a GPU's memory only when its process ends."""
+    """Runs each mode in its own process, since an engine releases GPU memory only when its process ends."""
     output = Output(args.out, versions_of("vllm", "torch"))
     for mode in args.modes:
         with tempfile.TemporaryDirectory() as folder:
@@ -152,13 +152,17 @@ def one_by_one(args: argparse.Namespace) -> None:
 
 def options() -> argparse.ArgumentParser:
     made = parser(__doc__, 560)
-    made.add_argument("--modes", type=by_commas, default=[*MODES], help="of bf16,fp8 (default: both)")
-    made.add_argument("--batches", type=by_commas, default=["1", "32", "128", "512"], help="decoded (default: four)")
-    made.add_argument("--workload", type=Path, help="JSON list of {prompt_len, output_len}, sent all at once")
+    made.add_argument("--modes", type=by_commas, default=[*MODES], help="modes: bf16, fp8 (default: both)")
+    made.add_argument(
+        "--batches", type=by_commas, default=["1", "32", "128", "512"], help="batches to decode (default: four)"
+    )
+    made.add_argument(
+        "--workload", type=Path, help="JSON file with a list of {prompt_len, output_len}, sent all at once"
+    )
     made.add_argument("--repeats", type=int, default=2, help="runs of the workload (default: 2)")
-    made.add_argument("--seqs", type=int, default=512, help="sequences at once (default: 512)")
-    made.add_argument("--tokens", type=int, default=8192, help="of a step at most (default: 8192)")
-    made.add_argument("--config", type=Path, default=LLAMA_2_7B, help="a model's config.json (default: LLaMA-2-7B)")
+    made.add_argument("--seqs", type=int, default=512, help="most sequences at once (default: 512)")
+    made.add_argument("--tokens", type=int, default=8192, help="most tokens of a step (default: 8192)")
+    made.add_argument("--config", type=Path, default=LLAMA_2_7B, help="the model's config.json (default: LLaMA-2-7B)")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Shared by the scripts of other systems: packages, options, timing on a GPU, workloads and the JSON of rows."""
+"""Holds what scripts of other systems share: packages, options, timing on a GPU, workloads and the JSON of rows."""
 
 import argparse
 import functools
@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-PACKAGES = "PEER_PACKAGES"  # the variable that names folders or archives of packages, as PATH does
+PACKAGES = "PEER_PACKAGES"  # the variable with folders or archives of packages, in the form of PATH
 NO_GPU = "no GPU: peers are timed on a CUDA device"
 UNPACKED = Path(tempfile.gettempdir()) / "peer_packages"
 LLAMA_2_7B = Path(__file__).parents[2] / "configs" / "llama-2-7b.json"
 
 
 class Missing(Exception):
-    """Says what a script needs and does not find."""
+    """A script lacks something that it needs."""
 
 
 def parser(doc: str, seconds: float) -> argparse.ArgumentParser:
-    """Returns the options that every script has; `seconds` is what its measurements may take."""
+    """Returns the options of every script. `seconds` is the default limit of its measurements."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, help="JSON file to write (default: none)")
-    made.add_argument("--budget-s", "--budget", type=float, default=seconds, help=f"seconds (default: {seconds:g})")
+    made.add_argument(
+        "--budget-s", "--budget", type=float, default=seconds, help=f"limit in seconds (default: {seconds:g})"
+    )
     return made
 
 
 def command(run: Callable[[argparse.Namespace], None], options: argparse.ArgumentParser) -> int:
-    """Runs a script, and says in one line what it lacks."""
+    """Runs a script, and prints one line if it lacks something."""
     started()
     args = options.parse_args()
     try:
@@ -51,7 +53,7 @@ def command(run: Callable[[argparse.Namespace], None], options: argparse.Argumen
 
 
 def load(name: str, requirement: str) -> Any:
-    """Imports a peer, from PEER_PACKAGES where it is not installed. Raises Missing with what to install."""
+    """Imports a peer, from PEER_PACKAGES if it is not installed. Raises Missing with what to install."""
     find(name)
     try:
         return importlib.import_module(name)
@@ -61,7 +63,7 @@ def load(name: str, requirement: str) -> Any:
 
 
 def load_torch(requirement: str = "torch==2.11.0") -> Any:
-    """Imports torch. Raises Missing where it or a GPU is not there."""
+    """Imports torch. Raises Missing if there is no torch or no GPU."""
     torch = load("torch", requirement)
     if not torch.cuda.is_available():
         raise Missing(NO_GPU)
@@ -70,7 +72,7 @@ def load_torch(requirement: str = "torch==2.11.0") -> Any:
 
 
 def find(name: str) -> bool:
-    """Tells whether a package can be imported, and puts the folder of PEER_PACKAGES that has it on the path."""
+    """Returns whether a package can be imported. Adds its folder in PEER_PACKAGES to the path."""
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         return True
     for given in filter(None, os.environ.get(PACKAGES, "").split(os.pathsep)):
@@ -82,7 +84,7 @@ def find(name: str) -> bool:
                 if (site / name / "__init__.py").is_file():
                     sys.path.insert(0, str(site))
                     others = filter(None, [os.environ.get("PYTHONPATH")])
-                    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *others])  # of engines' own processes
+                    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *others])  # for engines' own processes
                     importlib.invalidate_caches()
                     return True
     return False
@@ -118,7 +120,7 @@ def _version(name: str) -> str:
 
 
 class Output:
-    """Rows of a script, written again with each new one, so that a run that is cut off keeps what it has."""
+    """The rows of a script. They are written with each new one, so a run that is cut off keeps them."""
 
     def __init__(self, path: Path | None, versions: str) -> None:
         self.path, self.rows = path, list[Row]()
@@ -131,10 +133,10 @@ class Output:
             self.path.write_text(json.dumps(self.document, indent=1), encoding="utf-8")
 
     def attempt(self, about: Row, measure: Callable[[], Row]) -> None:
-        """Adds a row of what is measured, or of why it was not."""
+        """Adds a row with a measurement, or with its error."""
         try:
             self.add(about | measure())
-        except Exception as error:  # a variant that fails costs its own row only
+        except Exception as error:  # loses only this variant's row
             self.add(about | {"error": said(error)})
 
 
@@ -144,7 +146,7 @@ def said(error: BaseException) -> str:
 
 
 def read_workload(path: Path) -> list[Row]:
-    """Returns requests: prompt_len, output_len and arrival in seconds. Raises ValueError for a file without them."""
+    """Returns requests with prompt_len, output_len and arrival in seconds. Raises ValueError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return [
@@ -163,9 +165,10 @@ def by_commas(text: str) -> list[str]:
 
 
 def graph_us(torch: Any, calls: Sequence[Callable[[], Any]], seconds: float = 0.05) -> float:
-    """Returns microseconds of one call: the median of replays of a CUDA graph that makes each in turn.
+    """Returns the microseconds of one call: the median of replays of a CUDA graph with each call in turn.
 
-    Calls differ in their operands, which together are larger than the L2 cache."""
+    Calls differ in their operands, which together exceed the L2 cache.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -186,7 +189,7 @@ def graph_us(torch: Any, calls: Sequence[Callable[[], Any]], seconds: float = 0.
 
 
 def event_ms(torch: Any, call: Callable[[], Any]) -> float:
-    """Returns milliseconds of one call by CUDA's events."""
+    """Returns the milliseconds of one call by CUDA's events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -202,7 +205,7 @@ def copies_of(nbytes: int, most: int = 64) -> int:
 
 @functools.cache
 def started() -> float:
-    """Returns the time at which this was first asked, which is a script's start."""
+    """Returns the time of the first call, which is a script's start."""
     return time.monotonic()
 
 

@@ -1,5 +1,5 @@
-"""A LLaMA in plain PyTorch as a careful user writes it: fused products, a static KV cache, compiled layers, one CUDA
-graph of a whole decode step. Weights are random. peer_torch.py times it."""
+"""Defines a LLaMA in plain PyTorch as a careful user writes it. It has fused matmuls, a static KV cache, compiled
+layers, and one CUDA graph per decode step. Weights are random. peer_torch.py times it."""
 
 import contextlib
 import functools
@@ -31,10 +31,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Weights:
-    """Products are [out, in], or int8 codes with a scale for each row."""
+    """Weights of matmuls, [out, in], or int8 codes with a scale per row."""
 
     shape: Shape
-    scheme: str  # bf16, wo8 (int8 weights alone) or w8a8
+    scheme: str  # bf16, wo8 (only weights in int8) or w8a8
     embedding: Any
     layers: list[tuple[Any, ...]]  # norm, QKV, output, norm, gate and up, down
     norm: Any
@@ -60,7 +60,7 @@ def random_weights(shape: Shape, scheme: str) -> Weights:
 
 
 def quantized(x: Any) -> tuple[Any, Any]:
-    """Returns int8 codes and a float32 scale for each row."""
+    """Returns int8 codes and a float32 scale per row."""
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
     return (wide / scale).round().to(torch.int8), scale.squeeze(-1)
@@ -90,7 +90,8 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def layer_of(shape: Shape, scheme: str, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer. attend(q, k, v, keys, values, positions, about) keeps K and V and returns what queries find."""
+    """Returns a layer. attend(q, k, v, keys, values, positions, about) stores K and V and returns attention's
+    output."""
 
     def layer(
         x: Any, residual: Any, weights: Any, keys: Any, values: Any, positions: Any, angles: Any, about: Any
@@ -138,7 +139,7 @@ def attend_fa2(q: Any, k: Any, v: Any, keys: Any, values: Any, positions: Any, a
 
 @functools.cache
 def register_fa2() -> None:
-    """Makes flash-attn's decode kernel an operation that torch.compile takes whole."""
+    """Registers flash-attn's decode kernel as an operation that torch.compile does not split."""
     from flash_attn import flash_attn_with_kvcache
 
     schema = "(Tensor q, Tensor k, Tensor v, Tensor lengths) -> Tensor"
@@ -154,7 +155,7 @@ ATTENTION = {"flex": attend_flex, "fa2": attend_fa2}
 
 
 class Steps:
-    """Static buffers of some sequences, and the steps that run on them."""
+    """The static buffers of some sequences, and the steps that run on them."""
 
     def __init__(
         self, weights: Weights, batch: int, length: int, mode: str, attention: str, compiled: bool = True
@@ -197,7 +198,7 @@ class Steps:
         )  # fmt: skip
 
     def _about(self) -> Any:
-        """Returns what attention needs besides K and V, of the positions of now."""
+        """Returns what attention needs beside K and V, at the current positions."""
         if self.attention == "fa2":
             self.lengths.copy_(self.positions + 1)
             return self.lengths
@@ -214,14 +215,14 @@ class Steps:
         return x, residual
 
     def step(self) -> Any:
-        """Decodes a token of each sequence greedily; returns the logits."""
+        """Decodes a token of each sequence greedily. Returns the logits."""
         logits = self.head(*self._layers(self.decode_layer, self.tokens, self.positions, self._about()))
         self.tokens.copy_(logits.argmax(-1))
         self.positions.copy_(torch.clamp(self.positions + 1, max=self.length - 1))
         return logits
 
     def prefill(self, prompts: Any) -> Any:
-        """Reads prompts [batch, length] from the begin; returns the logits after each."""
+        """Reads prompts [batch, length] from the beginning. Returns the logits after each."""
         batch, length = prompts.shape
         positions = torch.arange(length, device=prompts.device).repeat(batch)
         x, residual = self._layers(self.prefill_layer, prompts.flatten(), positions, None)
@@ -232,7 +233,7 @@ class Steps:
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], None]:
-    """Returns a CUDA graph's replay of what runs without the host."""
+    """Returns a CUDA graph's replay of a function that runs without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -248,7 +249,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forgets what was compiled before, so that no limit on recompilations is met."""
+    """Forgets compiled functions, to avoid limits on recompilations."""
     torch._dynamo.reset()
     with torch.no_grad():
         yield

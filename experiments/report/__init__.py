@@ -1,1 +1,1 @@
-"""What results say, and the pages that show them."""
+"""Turns results into pages."""

@@ -1,4 +1,4 @@
-"""python -m experiments.report: experiments/model_report.py says what it does."""
+"""Runs python -m experiments.report. experiments/model_report.py describes it."""
 
 import sys
 

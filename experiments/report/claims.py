@@ -1,4 +1,4 @@
-"""The table of claims: each file's own verdict, and no other."""
+"""Makes the table of claims from each file's own verdict."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ COLUMNS = ("", "claim", "stated", "measured", "direction", "size", "in a line")
 
 
 def claims_table(entries: Iterable[Entry]) -> Iterator[str]:
-    """Yields what the columns mean, and a row for each claim; for further files of it where their answers differ."""
+    """Yields the meaning of the columns, and a row for each claim. A claim whose files differ has further rows."""
     cells = [_cells(name, entry, several) for name, entry, several in answers(entries)]
     if cells:
         yield (
@@ -21,8 +21,8 @@ def claims_table(entries: Iterable[Entry]) -> Iterator[str]:
 
 
 def answers(entries: Iterable[Entry]) -> list[tuple[str, Entry, bool]]:
-    """Returns claims in order, each with its best file, and its others whose answers differ; and whether it has
-    several. Complete files come first, then measured ones, then those of the bundled model, then the newest."""
+    """Returns claims in order, each with its best file and with others whose answers differ, and whether it has
+    several. Complete files are best, then measured ones, then those of the bundled model, then the newest."""
     found: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=_rank, reverse=True):
         if name := re.match(r"claims-(C\d+)", entry.document["experiment"]):

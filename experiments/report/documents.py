@@ -1,4 +1,4 @@
-"""Result files: their schema, and the newest of each name and device."""
+"""Reads result files, checks their schema, and finds the newest of each name and device."""
 
 import json
 import re
@@ -18,7 +18,7 @@ BAR_KEYS = {"name", "value", "unit", "bar", "met"}
 
 
 def read_result(path: Path) -> Document:
-    """Returns a result file's document. Raises InputFileError, with what is wrong, for one that breaks the schema."""
+    """Returns a result file's document. Raises InputFileError with the broken rule of the schema."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -31,7 +31,7 @@ def read_result(path: Path) -> Document:
 
 
 def result_of(path: Path, experiment: str) -> Document:
-    """Returns a result of that experiment, under any label. Raises InputFileError for any other file."""
+    """Returns a result of that experiment, with any label. Raises InputFileError for any other file."""
     document = read_result(path)
     if not document["experiment"].startswith(experiment):
         raise InputFileError(f"{path.name}: a result of {document['experiment']}, not of {experiment}")
@@ -71,7 +71,7 @@ def is_flat(value: Any) -> bool:
 class Entry:
     """The newest file of one name and device."""
 
-    label: str  # its name, without date and device
+    label: str  # name without date and device
     path: Path
     document: Document
 
@@ -85,12 +85,12 @@ class Entry:
 
     @property
     def rows(self) -> list[Row]:
-        """Returns the rows that were measured."""
+        """Returns the measured rows."""
         return [row for row in self.document["rows"] if "error" not in row]
 
 
 def read_all(directory: Path = RESULTS) -> list[Entry]:
-    """Returns the newest file of each name and device: of complete ones, where there is one."""
+    """Returns the newest file of each name and device, complete ones first."""
     found: dict[tuple[str, str], Entry] = {}
     for path in sorted(directory.glob("*.json")):
         entry = Entry(label_of(path), path, read_result(path))
@@ -105,7 +105,7 @@ def _rank(entry: Entry) -> tuple[bool, str]:
 
 
 def label_of(path: Path) -> str:
-    """Returns a file's name without date and device: matmul-many of matmul-many-20261122-h200.json."""
+    """Returns a file's name without date and device: matmul-many for matmul-many-20261122-h200.json."""
     return re.sub(r"-\d{8}-[^/]*$", "", path.stem)
 
 

@@ -1,4 +1,4 @@
-"""Decode steps and requests a second, ours and peers', from the newest files."""
+"""Finds decode steps and requests per second, ours and peers', in the newest files."""
 
 import re
 import statistics
@@ -18,7 +18,7 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Results:
-    """The newest entries, to be asked by label, of one device where nothing else is said."""
+    """The newest entries, by label. They are of one device, unless another is named."""
 
     entries: list[Entry]
     device: str = H100
@@ -31,7 +31,7 @@ class Results:
         return next((entry for entry in self.entries if (entry.label, entry.device) == wanted), None)
 
     def named(self, pattern: str) -> list[Entry]:
-        """Returns the device's entries whose label matches, the newest first."""
+        """Returns the device's entries with a matching label, newest first."""
         found = [e for e in self.entries if e.device == self.device and re.fullmatch(pattern, e.label)]
         return sorted(found, key=lambda entry: entry.date, reverse=True)
 
@@ -50,15 +50,16 @@ class Series:
     name: str
     kind: str  # "jllm", "floor" or "peer"
     ms: dict[int, float]
-    ours: dict[int, float] = field(default_factory=dict)  # jllm's in the same job, of a peer
-    source: Path | None = None  # the file, of a peer
+    ours: dict[int, float] = field(default_factory=dict)  # of a peer: jllm's in the same job
+    source: Path | None = None  # of a peer: its file
 
 
 STEP_FILES = {"bf16": "bf16_kv-bf16", "bf16, int8-g8 KV": "bf16_kv-int8-g8", "w8a8, int8-g8 KV": "w8a8_kv-int8-g8"}
 
 
 def decode_series(results: Results) -> dict[str, list[Series]]:
-    """Returns, by the formats of weights and KV, the steps of jllm, of its floor, and of peers with as many bits."""
+    """Returns the steps of jllm, of its floor and of peers, by the formats of weights and KV. Peers have as many
+    bits."""
     peers = {
         "bf16": [("PyTorch", "torch.compile and CUDA graphs", "bf16"), ("vLLM", "vLLM", "bf16")],
         "w8a8, int8-g8 KV": [("vLLM fp8", "vLLM", "fp8")],
@@ -82,7 +83,7 @@ def _by_batch(rows: Iterable[Row], key: str = "decode_ms") -> dict[int, float]:
 
 
 def _peer_steps(results: Results, name: str, peer: str, weights: str) -> list[Series]:
-    """Returns a peer's steps in the newest job that timed them beside ours: each batch's by its fastest variant."""
+    """Returns a peer's steps in the newest job that timed them beside ours. Each batch has its fastest variant."""
     for entry in results.named("throughput_llama-2-7b.*"):
         found: dict[int, float] = {}
         for row in sorted(entry.rows, key=lambda row: row["batch"]):
@@ -96,7 +97,7 @@ def _peer_steps(results: Results, name: str, peer: str, weights: str) -> list[Se
 
 
 def _scaled(results: Results, rows: Iterable[Row]) -> dict[int, float]:
-    """Returns PPL.LLM's published steps on an H800, by the bandwidths of the two data sheets."""
+    """Returns PPL.LLM's published steps on an H800, scaled by the bandwidths of the two data sheets."""
     own = sheet_of(results.device)
     if own is None:
         return {}
@@ -105,13 +106,13 @@ def _scaled(results: Results, rows: Iterable[Row]) -> dict[int, float]:
 
 
 def over(series: Series, other: dict[int, float]) -> tuple[float, float]:
-    """Returns the least and the largest ratio of a series to another one's batches."""
+    """Returns the least and the largest ratio of a series to another, over common batches."""
     found = [ms / other[batch] for batch, ms in series.ms.items() if batch in other]
     return min(found), max(found)
 
 
 def floor_shares(results: Results) -> Iterator[Row]:
-    """Yields what each model's steps reach of their floors, at least and at most, in decoding and in prefill."""
+    """Yields the least and largest share of its floor that each model reaches, in decoding and in prefill."""
     for entry in sorted(results.named(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)"), key=lambda e: e.label):
         rows = [row for row in entry.rows if "peer" not in row]
         shares = {
@@ -124,12 +125,12 @@ def floor_shares(results: Results) -> Iterator[Row]:
             yield {"file": entry.path, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | ranges
 
 
-# Requests a second
+# Requests per second
 
 
 def requests_rows(results: Results) -> list[Row]:
-    """Returns each system on the QPS workload once, the fastest first: by its job of most runs, then one that timed
-    peers too, then the newest."""
+    """Returns each system's row on the QPS workload, the fastest first. The job with most runs counts, then one with
+    peers, then the newest."""
     found: dict[str, Row] = {}
     for entry in reversed(results.named("qps_llama-2-7b_.*")):
         beside = any(map(counts, entry.rows))
@@ -145,7 +146,7 @@ def requests_rows(results: Results) -> list[Row]:
 
 
 def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Groups rows of requests all at once by the system that served them."""
+    """Returns rows of requests all at once, by the system that served them."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if counts(row):

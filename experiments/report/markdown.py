@@ -1,4 +1,4 @@
-"""Markdown of tables."""
+"""Writes tables as markdown."""
 
 import re
 from collections.abc import Sequence

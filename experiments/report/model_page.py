@@ -1,4 +1,4 @@
-"""The page of experiments.report: which choices are best, in tables and pictures. HTML that loads nothing."""
+"""Makes the page of experiments.report: the best choices, in tables and pictures. Its HTML loads nothing."""
 
 import html
 import io
@@ -14,7 +14,7 @@ from experiments.steps.cost_model import calibrated
 from experiments.steps.devices import DeviceSheet
 from jllm.quant.schemes import PLAIN
 
-DIVERGENCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # nats a token
+DIVERGENCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # nats per token
 SHARES = (1.0, 0.75, 0.6, 0.5, 0.4, 0.3)  # of the bytes without quantization
 CSS = """:root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
@@ -26,21 +26,21 @@ svg{background:#fff;max-width:100%;height:auto;border-radius:6px}.note{opacity:.
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme with a KV format, and what it costs."""
+    """A scheme with a KV format, and its cost."""
 
     scheme: str
     kv: str
     kl: float
-    bytes: int  # of weights, and of K and V of what is held
-    row: Row  # of quant_accuracy
+    bytes: int  # of weights, and of K and V of all held tokens
+    row: Row  # from quant_accuracy
     weights: int  # bytes
-    token: float  # bytes of K and V of one
-    decode_ms: float | None  # estimated; None where the device has no such arithmetic
+    token: float  # bytes of one token's K and V
+    decode_ms: float | None  # estimated; None: the device lacks the arithmetic
 
 
 def front(found: Sequence[Choice]) -> list[Choice]:
-    """Returns those that no other beats, which is both as small and as close and one of these more so; the smallest
-    first."""
+    """Returns the choices that no other beats, the smallest first. One beats another if it is as small and as close,
+    and better in one."""
     best: list[Choice] = []
     for choice in sorted(found, key=lambda c: (c.bytes, c.kl)):
         if not best or choice.kl < best[-1].kl:
@@ -49,12 +49,12 @@ def front(found: Sequence[Choice]) -> list[Choice]:
 
 
 def smallest(found: Sequence[Choice], kl: float) -> Choice | None:
-    """Returns the fewest bytes with at most this divergence."""
+    """Returns the smallest choice with at most this divergence."""
     return min((c for c in found if c.kl <= kl), key=lambda c: (c.bytes, c.kl), default=None)
 
 
 def closest(found: Sequence[Choice], limit: float) -> Choice | None:
-    """Returns the least divergence in at most `limit` bytes."""
+    """Returns the closest choice within `limit` bytes."""
     return min((c for c in found if c.bytes <= limit), key=lambda c: (c.kl, c.bytes), default=None)
 
 
@@ -126,7 +126,7 @@ def _choice_row(choice: Choice) -> list[str]:
 
 
 def _unit(count: float) -> tuple[str, float]:
-    """Returns the largest unit that `count` bytes have one of, and its bytes."""
+    """Returns the largest unit that is at most `count` bytes, and its bytes."""
     return next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if count >= s or u == "B")
 
 
@@ -140,8 +140,8 @@ def _ms(choice: Choice) -> str:
 
 
 def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
-    """Returns divergence by bytes and by milliseconds, as SVG within the page; a line that says so without
-    matplotlib."""
+    """Returns pictures of divergence by bytes and by milliseconds, as inline SVG. Without matplotlib it returns a
+    note."""
     if find_spec("matplotlib") is None:
         return ['<p class="note">No pictures: matplotlib is missing (the extra <code>notebooks</code>).</p>']
     made = []
@@ -164,7 +164,7 @@ def _pictures(found: Sequence[Choice], best: Sequence[Choice]) -> list[str]:
                 style: Any = {"weight": "bold"} if c in best else {"alpha": 0.6}
                 ax.annotate(c.scheme, (value(c), c.kl), xytext=(4, 4), textcoords="offset points", **style)
             ax.set(xlabel=label, ylabel="divergence, nats a token", yscale="log")
-            ax.margins(x=0.1, y=0.1)  # names of the outermost choices stay inside
+            ax.margins(x=0.1, y=0.1)  # keeps names of the outermost choices inside
             ax.legend(loc="best", fontsize=8)
         text = drawn.getvalue()
         made.append(f"<figure>{text[text.index('<svg') :]}</figure>")

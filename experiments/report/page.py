@@ -1,4 +1,4 @@
-"""The text of RESULTS.md: figures from the newest files, and claims with the verdicts that their files carry."""
+"""Writes the text of RESULTS.md, with values from the newest files, and claims with their files' verdicts."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def page(results: Results) -> str:
 
 
 def summary(results: Results) -> Iterator[str]:
-    """Yields what a reader should remember."""
+    """Yields the sentences of the summary."""
     decode = decode_series(results)
     lines = []
     theirs, limits = [], []
@@ -76,7 +76,7 @@ def summary(results: Results) -> Iterator[str]:
 
 
 def behind(results: Results) -> Iterator[str]:
-    """Yields where others, or the hardware's limits, are ahead."""
+    """Yields sentences about peers or hardware limits that are ahead."""
     lines, decode = [], decode_series(results)
     for strip in strips(results):
         if strip.peer == "FlashInfer" and strip.kernel in ("prefill attention", "decode attention, 32/8"):
@@ -113,7 +113,7 @@ def _served(results: Results) -> dict[str, Row]:
 
 
 def _against(ours: str, row: Row, theirs: str, other: Row) -> str:
-    """Compares requests a second: within noise where intervals overlap."""
+    """Returns a comparison of requests per second. Overlapping intervals count as equal within noise."""
     more = row["qps"] / other["qps"] - 1
     apart = row["qps"] - (row["ci"] or 0) > other["qps"] + (other["ci"] or 0)
     said = f"{ours} serves {row['qps']:.1f} requests a second, {theirs} {other['qps']:.1f}"
@@ -158,7 +158,7 @@ def _range(ends: tuple[float, float] | None) -> str:
 
 
 def requests(results: Results) -> Iterator[str]:
-    """Yields requests a second on the QPS workload: all on the page's device, and those of plain bf16 on H200s."""
+    """Yields requests per second on the QPS workload: all on the page's device, and those of plain bf16 on H200s."""
     rows = requests_rows(results)
     plain = [row for row in requests_rows(results.on(H200)) if "KV bf16" in row["name"] and "guided" not in row["name"]]
     rows += [row for row in plain if results.device != H200]
@@ -220,7 +220,7 @@ def _name(row: Row) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Returns the sentences of the page outside its tables, for a test of their length."""
+    """Returns the sentences of the page outside its tables, to test their length."""
     prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "![")))
     plain = re.sub(r"^- ", "", re.sub(r"\]\([^)]*\)", "]", prose), flags=re.MULTILINE)
     return [each for each in re.split(r"(?<=[.])\s+|\n\n", plain) if each.strip()]

@@ -1,4 +1,4 @@
-"""The pictures of RESULTS.md that no experiment draws, as SVG: the same bytes for the same results."""
+"""Draws the pictures of RESULTS.md that no experiment draws, as SVG. The same results give the same bytes."""
 
 import statistics
 from pathlib import Path
@@ -19,11 +19,11 @@ TITLES = {
     "w8a8, int8-g8 KV": "8-bit weights and KV",
 }
 BATCHES = (1, 8, 32, 128, 512)
-RANGE = 1.6  # times as fast: cells are fully coloured from here on, and from its inverse down
+RANGE = 1.6  # cells are fully coloured from this ratio on, and below its inverse
 
 
 def draw_all(results: Results, directory: Path) -> list[Path]:
-    """Writes each picture that has something to show. Raises ImportError without matplotlib."""
+    """Writes each picture that has data. Raises ImportError without matplotlib."""
     drawn = [
         ("decode", draw_decode, (8.6, 4.1), any(decode_series(results).values())),
         ("requests", draw_requests, (8.6, 3.4), requests_rows(results)),
@@ -39,7 +39,7 @@ def draw_all(results: Results, directory: Path) -> list[Path]:
 
 
 def draw_decode(figure: Any, results: Results) -> None:
-    """Draws decode steps by batch, a panel for each pair of formats."""
+    """Draws decode steps by batch, with a panel for each pair of formats."""
     panels = figure.subplots(1, len(TITLES))
     for axes, (formats, series) in zip(panels, decode_series(results).items()):
         _step_panel(axes, series)
@@ -87,7 +87,7 @@ def _peer_color(name: str) -> str:
 
 
 def draw_requests(figure: Any, results: Results) -> None:
-    """Draws a bar for each system, the fastest on top, with 95 % intervals where there are repeats."""
+    """Draws a bar for each system, the fastest on top. Repeated runs have 95 % intervals."""
     axes, rows = figure.subplots(), requests_rows(results)[::-1]
     colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
     axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
@@ -132,7 +132,7 @@ def _strip(axes: Any, y: int, strip: Strip) -> None:
 
 
 def cell_color(times: float) -> tuple[float, float, float]:
-    """Returns white where both take as long, green where ours is faster, red where it is slower."""
+    """Returns white for equal times, green if ours is faster, red if it is slower."""
     from math import log
 
     share = max(-1.0, min(1.0, log(times) / log(RANGE)))

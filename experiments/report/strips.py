@@ -1,4 +1,4 @@
-"""Kernels against peers, case by case, from the newest benchmarks."""
+"""Compares kernels with peers, case by case, from the newest benchmarks."""
 
 import json
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 from experiments.report.documents import Row
 from experiments.report.figures import Results
 
-Cells = dict[str, list[float]]  # case -> how many times as fast as the peer, shape by shape
-Name = str | Callable[[Row], str]  # of a row's case: what its values are put into, or what makes it
-WHO = ("peer", "variant", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")  # says nothing of the case
+Cells = dict[str, list[float]]  # case -> speed over the peer's, shape by shape
+Name = str | Callable[[Row], str]  # names a row's case: a format string for its values, or a function
+WHO = ("peer", "variant", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")  # not part of the case
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def strips(results: Results) -> list[Strip]:
 def _beside(
     results: Results, kernel: str, peer: str, label: str, case: Name, ours: str = "mosaic", **wanted: Any
 ) -> Strip:
-    """Ours against the fastest variant of a peer, by the rows of the newest file that has both, under any label."""
+    """Returns ours against a peer's fastest variant, by the rows of the newest file with both, under any label."""
     for entry in results.named(f"{label}(-.*)?"):
         theirs = [row for row in entry.rows if row.get("peer") == peer and "us" in row]
         cells: Cells = {}
@@ -72,7 +72,8 @@ def _named(case: Name, row: Row) -> str:
 
 
 def _pairs(results: Results, pattern: str, peer: str, case: Name, ours: str = "mosaic", **wanted: Any) -> Cells:
-    """Cells of rows that differ in nothing but who computed them; of several files with one shape the newest's."""
+    """Returns cells of rows that differ only in who computed them. Of several files with one shape the newest
+    counts."""
     found: dict[str, dict[str, Row]] = {}
     for entry in results.named(pattern):
         pairs: dict[str, dict[str, Row]] = {}
@@ -88,7 +89,7 @@ def _pairs(results: Results, pattern: str, peer: str, case: Name, ours: str = "m
 
 
 def _by_rows(results: Results, pattern: str, peer: str) -> Cells:
-    """Products of files of that name, by their rows."""
+    """Returns the matmuls of files of that name, by their rows."""
     cells = _pairs(results, pattern, peer, "{M}")
     return {rows: cells[rows] for rows in sorted(cells, key=int)}
 
@@ -101,7 +102,7 @@ def _prefill_case(row: Row) -> str:
 
 
 def _cudnn(results: Results) -> Cells:
-    """Returns claim C5's, which times cuDNN beside ours."""
+    """Returns the cells of claim C5, which times cuDNN beside ours."""
     rows = results.rows("claims-C5")
     return {f"{r['R']} x {r['length']}, {r['H']}/{r['K']}": [r["over_cudnn"]] for r in rows if "over_cudnn" in r}
 

@@ -1,4 +1,4 @@
-"""Pictures as SVG: the same bytes for the same rows."""
+"""Draws pictures as SVG. The same rows give the same bytes."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ def svg(
     style: Mapping[str, Any] = GRID,
     title: str | None = None,
 ) -> Iterator[Any]:
-    """Yields a matplotlib figure of `size` inches to draw on, which goes to a file at the end. `salt`: what names of
-    its parts are made of. Raises ImportError without matplotlib."""
+    """Yields a matplotlib figure of `size` inches, which is written to a file at the end. `salt` seeds the names of its
+    parts. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -33,7 +33,7 @@ def svg(
 
 @contextmanager
 def without_matplotlib_said(file: Path) -> Iterator[None]:
-    """Says that there is no picture of a result's file where matplotlib is missing."""
+    """Prints that a result's file has no picture, if matplotlib is missing."""
     try:
         yield
     except ImportError as error:

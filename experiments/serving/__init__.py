@@ -1,1 +1,1 @@
-"""A workload of conversations: its requests, the engine that serves it, and one run of it."""
+"""Serves a workload of conversations: its requests, the engine, and one run."""

@@ -1,4 +1,4 @@
-"""The model and the engine that an experiment's options ask for, one that does the host's work alone among them."""
+"""Makes the model and engine of an experiment's options. One engine only does the host's work."""
 
 import argparse
 from collections.abc import Callable
@@ -30,12 +30,12 @@ from jllm.parallel.mesh import make_mesh, spread
 from jllm.programs.packed_step import WHOLE
 from jllm.step.state import Outputs
 
-MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options that make the engine's KV policy
-DEVICE_BYTES = 139 << 30  # of an H200, where there is none
+MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's KV policy
+DEVICE_BYTES = 139 << 30  # memory of an H200, used without a GPU
 
 
 class HostOnly(Device):
-    """Takes no time and has no memory: what an Engine does on it is the host's work alone."""
+    """A device that takes no time and has no memory. An Engine on it only does the host's work."""
 
     def fresh(self) -> None:
         return None
@@ -57,15 +57,15 @@ def make_model(args: argparse.Namespace) -> Model:
         return load(args.model, quantize=args.quantize, mesh=args.devices)
     config = load_config(args.config)
     tokenizer = None if args.guided is None else words_tokenizer(config.vocab_size)
-    if args.host_only:  # for which shapes are enough
+    if args.host_only:  # only needs shapes
         return replace(shapes_of(config, args.quantize, args.dtype), tokenizer=tokenizer)
     config = config if args.devices is None else spread(config, make_mesh(args.devices))
     return Model(config, random_params(config, args.dtype, args.quantize or "bf16"), tokenizer)
 
 
 def rehearse(args: argparse.Namespace, longest: int) -> None:
-    """Raises, before weights take minutes to be made, what the engine would be refused for, or a request of `longest`
-    tokens: by an engine without them and without a device."""
+    """Raises the engine's errors for the options, or for a request of `longest` tokens, before weights take minutes to
+    build. It uses an engine without weights and device."""
     check_backend(args.backend)
     alone = argparse.Namespace(**{**vars(args), "host_only": True, "replicas": None})
     model = make_model(alone)
@@ -79,8 +79,7 @@ def rehearse(args: argparse.Namespace, longest: int) -> None:
 def pages_of_h200(
     model: Model, page_size: int, kv_cache: str | None, least: int, memory: float = MEMORY_SHARE * DEVICE_BYTES
 ) -> int:
-    """Returns how many pages an H200 has room for beside the weights, or other memory (bytes), but no fewer than
-    `least`."""
+    """Returns the pages that an H200, or other memory (bytes), holds beside the weights, but at least `least`."""
     free = SHARE * (memory - tree_bytes(model.params))
     return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
 
@@ -92,7 +91,7 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 
 def make_policy(model: Model, args: argparse.Namespace) -> str | Policy | None:
-    """Returns the option kv_policy: by name where nothing else is asked for, so that each replica has its own."""
+    """Returns the option kv_policy. It is a name if nothing else is set, so that each replica makes its own policy."""
     predictor = args.length_predictor
     if predictor is None and args.admission_quantile is None:
         return args.kv_policy
@@ -104,13 +103,14 @@ def make_policy(model: Model, args: argparse.Namespace) -> str | Policy | None:
 def make_engine(
     model: Model, args: argparse.Namespace, device: Callable[..., Device] | None = None, backend: str | None = None
 ) -> Engine | Replicas:
-    """By the options; `device` makes it one in place of its sampler's. `backend`: None is the best for the device."""
+    """Returns an engine by the options. `device` makes its device, instead of its sampler's. `backend` None is the best
+    for the device."""
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", "compile_processes", *BASELINES)
     options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
     options["kv_policy"] = make_policy(model, args)
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
-    if args.replicas is not None:  # each on a mesh where the model is on one
+    if args.replicas is not None:  # each on a mesh if the model is on one
         return Replicas(model, args.replicas, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, device=device, **options)

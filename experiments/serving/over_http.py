@@ -1,4 +1,4 @@
-"""A workload sent to a server of jllm.serve."""
+"""Sends a workload to a server of jllm.serve."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from jllm.files.hf_config import load_config
 
 
 def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for each repeat over HTTP and then their summary. The prompts are of --config's vocabulary."""
+    """Yields a row for each repeat over HTTP and then their summary. Prompts use --config's vocabulary."""
     target = wire.Target.of(args.url, os.environ.get("JLLM_API_KEY"))
     names = ("temperature", "top_k", "top_p", "min_p")
     body = {name: getattr(args, name) for name in names} | {"ignore_eos": True, "stream": args.stream}
@@ -27,7 +27,7 @@ def measure_url(requests: list[Request], args: argparse.Namespace) -> Iterator[R
     run([Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]], args.seed)
     rows = []
     for repeat in range(args.repeats):
-        answers, seconds = run(requests, args.seed + 1 + repeat)  # prompts of their own: no prefix is known
+        answers, seconds = run(requests, args.seed + 1 + repeat)  # new prompts: no prefix is cached
         tokens = sum(r.output for r in requests)
         row: Row = {"requests": len(answers), "seconds": seconds, "qps": len(answers) / seconds}
         row["output_tokens_s"] = tokens / seconds

@@ -1,4 +1,4 @@
-"""One run of a workload through an engine, as its requests arrive."""
+"""Runs a workload through an engine once, as its requests arrive."""
 
 import argparse
 import time
@@ -24,8 +24,9 @@ def serve(
     allow: int = 0,
     guided: float = 0,
 ) -> tuple[list[Served], float]:
-    """Sends requests as they arrive; how each fared, and the seconds until the last had ended. A request that allows
-    more tokens than it wants is aborted once it has what it wants. A share of them is guided, at the same lengths."""
+    """Sends requests as they arrive. Returns each one's times, and the seconds until the last one ended. A request that
+    allows more tokens than it wants is aborted once it has them. A share of the requests is guided, with the same
+    lengths."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, engine.vocab_size, r.prompt).tolist() for r in requests]
     params = [
@@ -61,7 +62,7 @@ def serve(
 
 
 def warm_up(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> int:
-    """Serves the first --warmup requests, of a few tokens each; returns how many."""
+    """Serves the first --warmup requests, with a few tokens each. Returns their number."""
     warm = [Request(r.prompt, min(r.output, 16), 0.0) for r in requests[: args.warmup]]
     if warm:
         serve(engine, warm, sampling_of(args), args.seed, guided=args.guided or 0.0)
@@ -69,7 +70,7 @@ def warm_up(engine: Engine | Replicas, requests: Sequence[Request], args: argpar
 
 
 def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> tuple[Row, float]:
-    """Returns the figures of one run of the workload, and the seconds that this thread was busy."""
+    """Returns the measures of one run of the workload, and the seconds that this thread was busy."""
     engine.reset_metrics()
     engine.reset_prefix_cache()  # each run has the same prompts
     busy = time.thread_time()

@@ -1,4 +1,4 @@
-"""Requests of a workload, how each fared, and what is said of a run of them and of several."""
+"""Defines the requests of a workload, their results, and the rows of one run and of several."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from jllm.errors import InputFileError
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parents[1] / "workloads" / "ppl_samples_1024.json"
-FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: what goodput allows
+FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: the limits of goodput
 PERCENTILES = (50, 90, 99)
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 
 
 @dataclass(frozen=True)
 class Request:
-    """One of the workload."""
+    """One request of the workload."""
 
     prompt: int  # tokens
     output: int
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Served:
-    """How a request fared: seconds from its arrival."""
+    """The times of a request: seconds from its arrival."""
 
     request: Request
     first_token: float
@@ -44,7 +44,8 @@ class Served:
 
 
 def read_workload(path: Path, count: int | None, rate: float | None, seed: int) -> list[Request]:
-    """Returns the first `count` requests of a file, with arrivals. Raises InputFileError where it is not a workload."""
+    """Returns the first `count` requests of a file, with arrivals. Raises InputFileError for a file without a
+    workload."""
     try:
         lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8-sig"))["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -57,12 +58,12 @@ def read_workload(path: Path, count: int | None, rate: float | None, seed: int) 
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """That of the nearest rank, exactly."""
+    """Returns the percentile of the nearest rank."""
     return sorted(values)[nearest_rank(p, len(values)) - 1]
 
 
 def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cut: int) -> Row:
-    """Returns the figures of one run of the workload."""
+    """Returns the measures of one run of the workload."""
     between = {p: metrics["inter_token_s"][f"p{p}"] for p in PERCENTILES}
     names = (
         "slack", "preemptions", "recomputed_tokens", "steps", "pages_peak", "pages_total", "compiled_steps",
@@ -72,7 +73,8 @@ def repeat_row(served: list[Served], seconds: float, metrics: dict[str, Any], cu
 
 
 def served_row(served: Sequence[Served], seconds: float, between: Mapping[int, float | None], cut: int) -> Row:
-    """Returns what a run's requests say; `between` are percentiles of the seconds between tokens, by their number."""
+    """Returns the measures of a run's requests. `between` has percentiles of the seconds between tokens, by their
+    number."""
     everything = [s.request for s in served]
     counted = sorted(served, key=lambda s: s.request.arrival)[cut:]
     row: Row = {
@@ -92,7 +94,7 @@ def served_row(served: Sequence[Served], seconds: float, between: Mapping[int, f
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """Means over the repeats; `<name>_ci` is half of the 95 % interval, None for a single repeat."""
+    """Returns means over the repeats. `<name>_ci` is half of the 95 % interval, or None for a single repeat."""
     found: Row = {"repeats": len(rows)}
     for name in rows[0]:
         values = [row[name] for row in rows]
@@ -103,8 +105,8 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Returns Student's t at 95 %; None for fewer than two values. Beyond ten, the t of nine degrees, a little too
-    wide."""
+    """Returns half of Student's 95 % interval, or None for fewer than two values. Beyond ten values it uses nine
+    degrees, which is slightly too wide."""
     n = len(values)
     if n < 2:
         return None

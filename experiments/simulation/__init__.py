@@ -1,1 +1,1 @@
-"""The scheduler and its KV policies on a device that is only costed: no arrays, simulated time."""
+"""Simulates the scheduler and its KV policies in simulated time, without arrays, on a device with computed costs."""

@@ -1,5 +1,5 @@
-"""Prefill and decode on devices of their own, simulated: prompts as one engine computes them, then decoding as another
-does that gets each prompt's pages some time after its first token."""
+"""Simulates prefill and decode on separate devices. One engine computes prompts. Another decodes, and gets each
+prompt's pages some time after its first token."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -15,19 +15,19 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sampled
 
-Make = Callable[..., Simulation]  # of the class, and what else is not as usual: an engine
+Make = Callable[..., Simulation]  # takes the class and changed options; returns an engine
 
 
 @dataclass(frozen=True)
 class Prefilled(Arrival):
-    """A request whose prompt was computed elsewhere; `at` is when its pages have arrived."""
+    """A request whose prompt another engine computed. Its pages arrive at `at`."""
 
     arrived: float = 0.0  # when it was sent
     first: float = 0.0  # when its first token was read
 
 
 class Prompts(Simulation):
-    """An engine that has done with a request at its first token."""
+    """An engine that ends requests at their first token."""
 
     def __init__(self, *given: Any, **more: Any):
         super().__init__(*given, **more)
@@ -45,7 +45,7 @@ class Prompts(Simulation):
 
 
 class Decodes(Simulation):
-    """An engine to which prompts come computed."""
+    """An engine that receives computed prompts."""
 
     def __init__(self, *given: Any, **more: Any):
         super().__init__(*given, scheduler=partial(Scheduler, most_joining=JOINING), **more)
@@ -66,13 +66,13 @@ class Decodes(Simulation):
 
 
 def merged(make: Make, coming: Iterable[Arrival], engines: int) -> Tally:
-    """Engines that compute prompts and decode in the same steps."""
+    """Returns the tally of engines that compute prompts and decode in the same steps."""
     return added(serve([make(Simulation) for _ in range(engines)], coming))
 
 
 def apart(make: Make, coming: Iterable[Arrival], prefill: int, decode: int, copy: Callable[[int], float]) -> Tally:
-    """Returns `prefill` engines for prompts and `decode` engines for the rest; copy(tokens): seconds that their pages
-    take from one to the other."""
+    """Returns the tally of `prefill` engines for prompts and `decode` engines for the rest. copy(tokens) returns the
+    seconds to move their pages."""
     first: list[Any] = [make(Prompts) for _ in range(prefill)]
     tallies = serve(first, coming)
     done = [replace(each, at=each.at + copy(len(each.sample.prompt))) for engine in first for each in engine.done]

@@ -1,4 +1,4 @@
-"""A recorded schedule against a cost model: what each step took, and what the model says that it should have."""
+"""Compares a recorded schedule with a cost model: the time of each step, and the model's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ LEAST = 3  # steps of each half
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of a trace: its work, the rows that it computed, and the seconds that it took."""
+    """One step of a trace: its work, the rows that it computed, and its seconds."""
 
     work: Work
     rows: int
@@ -23,14 +23,14 @@ class Recorded:
 
 
 def traced_work(step: TracedStep) -> Work:
-    """As floors.work_of has it of a plan."""
+    """Returns a step's work, as floors.work_of does for a plan."""
     return step_work(step.decodes, step.keys, (chunk[2:] for chunk in step.chunks))
 
 
 def recorded(trace: Trace) -> list[Recorded]:
-    """Returns the steps that were read. A step begins when it was dispatched or the one before was read, whichever is
-    later, and has ended when it was read; the first of each bucket, which may have been compiled then, is left out.
-    Raises InputFileError for a trace with fewer than 2 * LEAST such steps."""
+    """Returns the steps that were read. A step begins at its dispatch, or when the previous one was read if that is
+    later. It ends when it was read. The first step of each bucket is left out, as it may have compiled. Raises
+    InputFileError for a trace with too few steps."""
     found, seen, free = [], set(), 0.0
     for step in trace.steps:
         if step.read is None:
@@ -45,8 +45,8 @@ def recorded(trace: Trace) -> list[Recorded]:
 
 
 def replay(trace: Trace, cost: CostModel) -> Iterator[Row]:
-    """Yields a row of the model as it is, and one of the same model fitted to the first half of the steps, judged by
-    the second: errors are the mean of |simulated / recorded - 1| over steps, and that of the sum."""
+    """Yields a row of the model as it is. Then yields a row of the same model fitted to the first half of the steps.
+    The second half judges both. Errors are the mean of |simulated / recorded - 1| over steps, and that of the sum."""
     steps = recorded(trace)
     half = len(steps) // 2
     computed = [(replace(s.work, tokens=s.rows - s.work.decodes), s.seconds) for s in steps[:half]]

@@ -1,4 +1,4 @@
-"""Several engines side by side, simulated: each request goes where Replicas sends it, by the same code."""
+"""Simulates several engines side by side. Requests are routed by the code of Replicas."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from jllm.distributed.routing import route
 
 
 def serve(engines: Sequence[Simulation], coming: Iterable[Arrival]) -> list[Tally]:
-    """Serves all of `coming`, in the order of their times, on engines with the same options; the tally of each."""
+    """Returns each engine's tally after serving `coming`, in the order of time. Engines must have the same options."""
     for arrival in coming:
         for engine in engines:
             for _ in engine.until(arrival.at):
@@ -20,7 +20,7 @@ def serve(engines: Sequence[Simulation], coming: Iterable[Arrival]) -> list[Tall
 
 
 def added(tallies: Sequence[Tally]) -> Tally:
-    """Of engines that run side by side."""
+    """Returns the tally of engines that run side by side."""
     total = Tally(seconds=max(tally.seconds for tally in tallies))
     for tally in tallies:
         for name in ("requests", "prompt_tokens", "output_tokens", "good", "rows", "tokens", "running_seconds"):

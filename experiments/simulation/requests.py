@@ -1,4 +1,4 @@
-"""Requests for the simulator: lengths alone, or real prompts with the lengths of real outputs."""
+"""Makes requests for the simulator: only lengths, or real prompts with the lengths of real outputs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ WORKLOADS = Path(__file__).parents[1] / "workloads"
 
 @dataclass(frozen=True)
 class Sample:
-    """One request of a workload, as a user would send it, and what becomes of it."""
+    """One request of a workload as a user would send it, with its output's length."""
 
-    prompt: tuple[int, ...]  # token ids; where a workload has lengths alone, as many 1s
-    output: int  # tokens that it makes before it stops, the end token included
-    stop: tuple[str, ...] = ()  # strings that it asked to be stopped at
+    prompt: tuple[int, ...]  # token ids; all 1 if a workload only has lengths
+    output: int  # tokens until it stops, the end token included
+    stop: tuple[str, ...] = ()  # requested stop strings
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Workload:
 
     name: str
     samples: tuple[Sample, ...]
-    texts: bool  # whether the prompts are real ones, so that something can be told from them
+    texts: bool  # the prompts are real, so predictors can read them
 
     @property
     def longest_output(self) -> int:
@@ -36,8 +36,8 @@ class Workload:
 
 
 def read_workload(name: str) -> Workload:
-    """Returns the workload workloads/<name>.json or .jsonl, or that of a file: {"requests": [[prompt, output], ..]} in
-    tokens, or a line {"prompt": [token ids] or their number, "output": tokens, "stop": [strings]} for each. Raises
+    """Returns the workload workloads/<name>.json or .jsonl, or a file's. A file has {"requests": [[prompt, output],
+    ..]} in tokens. Or it has lines {"prompt": [token ids] or their number, "output": tokens, "stop": [strings]}. Raises
     InputFileError."""
     found = [path for suffix in (".json", ".jsonl") if (path := WORKLOADS / f"{name}{suffix}").exists()]
     path = found[0] if found else Path(name)
@@ -85,8 +85,8 @@ class Arrival:
 
 
 def arrivals(samples: Sequence[Sample], count: int | None, rate: float | None, seed: int) -> Iterator[Arrival]:
-    """Yields the workload once (count None), or `count` draws from it; all at once, or `rate` a second by a Poisson
-    process. The same for the same seed."""
+    """Yields the workload once (count None), or `count` draws from it. They come all at once, or `rate` per second by a
+    Poisson process. The same seed gives the same arrivals."""
     rng = np.random.default_rng(seed)
     at = 0.0
     for i in range(len(samples) if count is None else count):

@@ -1,7 +1,7 @@
-"""Simulated serving: the engine's own scheduler and policies plan, a cost model says how long each step takes.
+"""Simulates serving: the engine's own scheduler and policies plan, and a cost model gives the time of each step.
 
-Time goes as in jllm/engine/loop.py: a step is dispatched before the tokens of the one before are read, the device runs
-one after the other, and the host plans while it does.
+Time follows jllm/engine/loop.py. A step is dispatched before the tokens of the previous one are read. The device runs
+steps in order, and the host plans meanwhile.
 """
 
 import math
@@ -28,13 +28,13 @@ from jllm.programs.sizes import EngineSizes
 from jllm.step.buckets import choose_bucket
 
 Row = dict[str, Any]
-NO_PREFIX = 1 << 62  # tokens of a page for a load that knows of no prefixes, as the scheduler here has none
-TIMED = 16  # one in TIMED turns of the loop is timed: to ask for the time of a thread takes time
+NO_PREFIX = 1 << 62  # page size of a load without prefixes, which the scheduler lacks here
+TIMED = 16  # one in this many turns of the loop is timed, since reading a thread's clock takes time
 
 
 @dataclass
 class Truth:
-    """How long the output of each unfinished request will be, by the seed that tells requests apart."""
+    """Finds the output length of each unfinished request by its seed."""
 
     outputs: dict[int, int] = field(default_factory=dict)
 
@@ -44,23 +44,23 @@ class Truth:
 
 @dataclass
 class Tally:
-    """What the simulated clock says, in bounded memory."""
+    """The simulated clock's measurements, in bounded memory."""
 
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     good: int = 0
-    seconds: float = 0.0  # to the last token
-    rows: int = 0  # that steps computed
-    tokens: int = 0  # that they were asked for
-    running_seconds: float = 0.0  # sum of sequences held times seconds
-    host_seconds: float = 0.0  # of this machine's own time in the scheduler, in those turns of the loop that are timed
+    seconds: float = 0.0  # until the last token
+    rows: int = 0  # rows computed by steps
+    tokens: int = 0  # tokens requested of steps
+    running_seconds: float = 0.0  # sum of held sequences times seconds
+    host_seconds: float = 0.0  # this machine's time in the scheduler, in the timed turns of the loop
     host_turns: int = 0  # running sequences in these turns
     first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
 
     def figures(self) -> Row:
-        """Returns throughput and tails, of a run that is over."""
+        """Returns throughput and tail latencies of a finished run."""
         row: Row = {"requests": self.requests, "seconds": self.seconds, "qps": self.requests / self.seconds}
         row |= {"output_tokens_s": self.output_tokens / self.seconds, "goodput": self.good / self.seconds}
         for name, times in (("ttft", self.first_token), ("itl", self.inter_token)):
@@ -82,9 +82,9 @@ class _Live:
 
 
 class Simulation:
-    """One engine without a device. `max_new_tokens` is what every request allows; its output, at most that, is what it
-    really makes. `truth` is where an Oracle among the options finds that. `context` are the most tokens of prompt and
-    output, by default the model's."""
+    """An engine without a device. Every request allows `max_new_tokens`, and makes its own output, which is at most
+    that. `truth` gives an Oracle among the options the length. `context` is the most tokens of prompt and output
+    (default: the model's)."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Simulation:
         self.sizes: EngineSizes = resolve(options, config, options.num_pages)
         self.context, self.cost, self.max_new_tokens = context or config.context, cost, max_new_tokens
         self.truth = truth or Truth()
-        self.host_us = host_us  # simulated: for each running sequence and step
+        self.host_us = host_us  # simulated: per running sequence and step
         self.scheduler = scheduler(
             self.sizes.limits,
             self.sizes.prompt_sizes,
@@ -117,27 +117,27 @@ class Simulation:
         self._turns = 0
 
     def run(self, coming: Iterable[Arrival]) -> Tally:
-        """Serves all of them; `coming` in the order of their times."""
+        """Returns the tally after serving `coming`, in the order of time."""
         for _ in self.steps(coming):
             pass
         return self.tally
 
     def steps(self, coming: Iterable[Arrival]) -> Iterator[tuple[StepPlan, float]]:
-        """Yields the same, yielding each step's plan and seconds as it is dispatched."""
+        """Yields each step's plan and seconds at its dispatch, and serves like `run`."""
         for arrival in coming:
             yield from self.until(arrival.at)
             self.add(arrival)
         yield from self.until(math.inf)
 
     def until(self, at: float) -> Iterator[tuple[StepPlan, float]]:
-        """Yields the steps up to when the host is free at `at` or later, for requests that come then."""
+        """Yields the steps until the host is free at `at` or later, for requests that come then."""
         while self.host < at and (self._live or self._before is not None):
             yield from self._turn()
         if at < math.inf:
             self.host = max(self.host, at)
 
     def _turn(self) -> Iterator[tuple[StepPlan, float]]:
-        """Dispatches a step, and then reads the one before."""
+        """Dispatches a step, then reads the previous one."""
         scheduler, tally = self.scheduler, self.tally
         self._turns += 1
         clock = time.thread_time if self._turns % TIMED == 0 else _no_time
@@ -160,7 +160,7 @@ class Simulation:
             self._read(unread[0], self.host, clock)
 
     def seconds(self, plan: StepPlan) -> float:
-        """Returns what the device takes for a plan, in the compiled size that holds it."""
+        """Returns the device's seconds for a plan, in the compiled size that holds it."""
         work = work_of(plan)
         bucket = choose_bucket(self.sizes.buckets, *plan.size)
         self.tally.rows += bucket.size
@@ -169,7 +169,7 @@ class Simulation:
         return self.cost.seconds(work, bucket.size) + 2 * copied / self.cost.floor.bandwidth
 
     def add(self, arrival: Arrival, tokens: int = 0) -> None:
-        """Queues a request that comes now, and whose tokens its load counts already."""
+        """Queues a request that comes now. Its load already counts `tokens`."""
         sample, number = arrival.sample, self.tally.requests
         longest = min(self.max_new_tokens, self.context - len(sample.prompt))
         output = min(sample.output, longest)
@@ -183,7 +183,7 @@ class Simulation:
         self.tally.output_tokens += output
 
     def _read(self, plan: StepPlan, now: float, clock: Callable[[], float]) -> None:
-        """The tokens of a step, read at `now`: each sampled sequence has one more."""
+        """Reads the tokens of a step at `now`: each sampled sequence gets one more."""
         live, scheduler, ended = self._live, self.scheduler, []
         newest: Counter[float] = Counter()
         sampled = [*plan.decodes, *(c.seq for c in plan.chunks if c.final)]
@@ -193,7 +193,7 @@ class Simulation:
         host = clock() - start
         for seq in sampled:
             one = live.get(seq.request_id)
-            if one is None:  # surplus of one that has ended
+            if one is None:  # surplus of a sequence that has ended
                 continue
             if one.last < 0:
                 one.first = now
@@ -225,7 +225,7 @@ class Simulation:
         self.tally.good += one.first - one.arrived <= FIRST_TOKEN and pace <= EACH_TOKEN
 
     def row(self) -> Row:
-        """Returns the figures of a run that is over."""
+        """Returns the measures of a finished run."""
         tally, counts, limits = self.tally, self.scheduler.counts, self.sizes.limits
         steps, pages = max(1, counts.steps), max(1, counts.page_steps)
         return {

@@ -1,4 +1,4 @@
-"""A recorded schedule (jllm.engine.trace) as typed values, for replays."""
+"""Reads a recorded schedule (jllm.engine.trace) as typed values, for replays."""
 
 import os
 from dataclasses import dataclass, replace
@@ -12,21 +12,21 @@ from jllm.step.buckets import Bucket
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """A sample of a request; what is None had not happened when the trace ended."""
+    """A sample of a request. Fields are None if the trace ended before."""
 
     request: int
     sample: int
     known: int  # tokens that it began with
     max_length: int
     arrival: float  # seconds
-    output: int | None = None  # tokens, those known at the start included where it is a fork
+    output: int | None = None  # tokens; for a fork with those known at the start
     reason: str | None = None
     end: float | None = None  # seconds
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step; see jllm.engine.trace for the fields."""
+    """A step. jllm.engine.trace documents the fields."""
 
     step: int
     decodes: int
@@ -42,13 +42,13 @@ class TracedStep:
 
     @property
     def tokens(self) -> int:
-        """Returns prompt tokens of the step."""
+        """Returns the prompt tokens of the step."""
         return sum(chunk[3] for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole trace. `engine` is its first record as it stands."""
+    """A whole trace. `engine` is its first record."""
 
     engine: dict[str, Any]
     limits: Limits
@@ -57,7 +57,7 @@ class Trace:
 
 
 def load_trace(source: Sink) -> Trace:
-    """Returns the trace in a file or a list. Raises InputFileError, with the line's number, for what is no trace."""
+    """Returns the trace in a file or a list. Raises InputFileError, with the line's number, for anything else."""
     engine, *records = read_trace(source)
     requests: dict[tuple[int, int], TracedRequest] = {}
     steps: list[TracedStep] = []

@@ -1,1 +1,1 @@
-"""Whole steps of a model: how they are timed, and the least that they can take."""
+"""Times whole steps of a model, and computes their floors."""

@@ -1,5 +1,5 @@
-"""What whole steps must reach of their floors on a Hopper GPU, by its own ceilings: bars of every experiment that
-times steps."""
+"""Defines the share of its floor that a whole step must reach on a Hopper GPU, by its own ceilings. Every experiment
+that times steps uses these bars."""
 
 import math
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ DECODE = {  # weights, and K and V: up to a batch, the least share of the floor
     ("bf16", "int8-g8"): ((math.inf, 0.80),),
     ("w8a8", "int8-g8"): ((64, 0.70), (math.inf, 0.75)),
 }
-OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # which have bars of their own
-PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, where at least that many tokens of prompts are computed
+OF_MODELS = {("llama-3-8b", "bf16", "bf16"): ((math.inf, 0.82),)}  # models with their own bars
+PREFILL, LEAST_TOKENS = 0.78, 1024  # with bf16 weights, from that many prompt tokens on
 
 
-OWN = ("default", "mosaic")  # backends that are a Hopper GPU's own, of which bars of shares are
+OWN = ("default", "mosaic")  # a Hopper GPU's own backends, to which bars of shares apply
 
 
 def of_own_kernels(row: Row) -> bool:
-    """Returns whether a row is of the device's own kernels, as it is where it names no backend."""
+    """Returns whether a row is of the device's own kernels. A row without a backend is."""
     return row.get("backend", OWN[0]) in OWN
 
 
 def decode_bars(name: str, row: Row) -> Iterator[Row]:
-    """Yields the bar of a decode step's share of its floor, where its model, formats and backend have one."""
+    """Yields the bar of a decode step's share of its floor, if its model, formats and backend have one."""
     if not of_own_kernels(row):
         return
     formats = weights_of(row), row["kv"].replace("bfloat16", "bf16")
@@ -36,11 +36,11 @@ def decode_bars(name: str, row: Row) -> Iterator[Row]:
 
 
 def prefill_bars(name: str, row: Row, tokens: int, share: float) -> Iterator[Row]:
-    """Yields the bar of what computing that many tokens of prompts reaches of its floor, where it has one."""
+    """Yields the bar of prefill's share of its floor, if that many tokens have one."""
     if weights_of(row) == "bf16" and tokens >= LEAST_TOKENS and of_own_kernels(row):
         yield bar(f"{name}, share of the floor", share, "1", PREFILL)
 
 
 def weights_of(row: Row) -> str:
-    """Returns bf16 where a row names no scheme; w8a8 whichever of its layers are quantized by which rule."""
+    """Returns bf16 for a row without a scheme, and w8a8 for all rules of that format."""
     return row.get("scheme", "bf16").removesuffix("-talk")

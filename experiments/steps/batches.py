@@ -1,4 +1,4 @@
-"""Whole batches, as PPL.LLM's table has them: prompts and outputs of one length, and the steps that compute them."""
+"""Defines whole batches as in PPL.LLM's table: prompts and outputs of one length, and the steps that compute them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from jllm.programs.packed_step import Layout
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A row of the table: all prompts have `input` tokens, and all outputs `output`."""
+    """A row of the table. All prompts have `input` tokens, and all outputs `output`."""
 
     batch: int
     input: int
@@ -17,7 +17,7 @@ class WholeBatch:
 
     @property
     def context(self) -> int:
-        """Returns tokens in each slot's pages in the middle of its output."""
+        """Returns the tokens in each slot's pages in the middle of its output."""
         return self.input + self.output // 2
 
     @property
@@ -35,7 +35,7 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Steps of one size: chunks of as many prompts, with as many tokens each."""
+    """Steps of one size: chunks of equally many prompts, with equally many tokens."""
 
     prompts: int
     tokens: int
@@ -45,7 +45,7 @@ class Prefill:
         return layout_of(tokens=self.prompts * self.tokens, prompts=self.prompts)
 
     def spans(self, case: WholeBatch) -> list[list[tuple[int, int, int]]]:
-        """For each step the (slot, start, tokens) of its chunks."""
+        """Returns the (slot, start, tokens) of the chunks of each step."""
         steps = []
         for first in range(0, case.batch, self.prompts):
             for start in range(0, case.input, self.tokens):

@@ -1,9 +1,9 @@
-"""What a step costs without running it: the floor of its products and of its attention, each at a share of its limit
-that was measured, and a fixed time a layer.
+"""Estimates the cost of a step without running it. The floors of its matmuls and of its attention each count at a
+measured share of their limit, plus a fixed time per layer.
 
-`calibrated` fits these to a results file of experiments.decode_step (whole steps by batch, bf16) and takes what other
-KV formats cost beyond their bytes from one of decode attention's benchmark; it says which files, and how far the fit is
-from the steps that it was made of. Prompts are counted by the same rule, which no whole step has confirmed yet.
+`calibrated` fits these to a results file of experiments.decode_step (whole steps by batch, bf16). Another KV format's
+cost beyond its bytes comes from a file of decode attention's benchmark. The result names the files, and the fit's
+distance from its own steps. Prompts follow the same rule, which no whole step has confirmed yet.
 """
 
 import json
@@ -29,19 +29,20 @@ from jllm.quant.quantize import quantize
 Row = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
 RESULTS = Path(__file__).parents[1] / "results"
-FOUND = {"measured_ms", "estimated_ms", "off_by", "file"}  # what rows of one case may differ in
-TIED = 1e-9  # relative errors, together: what is nearer by less is as near
+FOUND = {"measured_ms", "estimated_ms", "off_by", "file"}  # in which rows of one case may differ
+TIED = 1e-9  # sum of relative errors that counts as equal
 
 
 @dataclass(frozen=True)
 class Shares:
-    """seconds of a step = fixed * layers + products * the floor of its products + attention * that of its attention."""
+    """The shares of a cost: seconds of a step = fixed * layers + products * matmuls' floor + attention * attention's
+    floor."""
 
-    fixed: float = 0.0  # seconds a layer
+    fixed: float = 0.0  # seconds per layer
     products: float = 1.0
     attention: float = 1.0
     source: str = "floors alone"
-    error: float | None = None  # the largest, of itself, over the steps that it was fitted to
+    error: float | None = None  # the largest relative one, over the steps of the fit
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,15 @@ class CostModel:
     shares: Shares = Shares()
 
     def seconds(self, work: Work, computed: int | None = None) -> float:
-        """Returns seconds of one step; `computed` are the rows that it computes, where a compiled size rounds them
-        up."""
+        """Returns the seconds of one step. `computed` is its number of rows in the compiled size."""
         products, attention = self.floor.parts(work, self.token_bytes, computed)
         s = self.shares
         return s.fixed * self.floor.layers + s.products * products + s.attention * attention
 
 
 def model_shapes(name: str, scheme: str | None = None) -> Model:
-    """Returns the model configs/<name>.json, or of a directory or config.json, as shapes alone, in bf16 or quantized;
-    nothing can run it, floors need no more. Raises ConfigError."""
+    """Returns the model configs/<name>.json, or that of a directory or config.json, as shapes alone. It is in bf16 or
+    quantized. It cannot run, but floors only need shapes. Raises ConfigError."""
     path = CONFIGS / f"{name}.json"
     return shapes_of(load_config(path if path.exists() else name), scheme)
 
@@ -77,17 +77,17 @@ def make_cost_model(model: Model, kv_cache: str | None, shares: Shares) -> CostM
 
 
 def reference_floor(model: Model) -> Floor:
-    """Returns the floor of a model on the device whose steps others are estimated by."""
+    """Returns the floor of a model on the device from which others are estimated."""
     return make_floor(model.params, model.config, device_sheet(REFERENCE).ceilings)
 
 
 def fit(
     steps: Iterable[tuple[Work, float]], floor: Floor, kv_token_bytes: float, source: str, *, relative: bool = True
 ) -> Shares:
-    """Shares from measured steps (work, seconds), by least squares of relative errors, or of seconds, which single
-    steps that seem to take no time cannot bend. No share is less than 1 and the fixed time not negative, since nothing
-    is faster than its floor. Steps of so few rows that reading the weights bounds all products cannot tell a fixed time
-    from a share: it counts as fixed. InputFileError for fewer than three steps."""
+    """Returns shares fitted to measured steps (work, seconds) by least squares. Errors are relative, or in seconds,
+    where single steps that seem to take no time have less weight. No share is less than 1, and the fixed time is not
+    negative: nothing is faster than its floor. In steps with few rows, reading weights bounds all matmuls; a fixed time
+    and a share look alike, and count as fixed. Raises InputFileError for fewer than three steps."""
     steps = list(steps)
     if len(steps) < 3:
         raise InputFileError(f"{source}: {len(steps)} steps are too few to fit a cost model to; it needs 3")
@@ -101,8 +101,8 @@ def fit(
 
 
 def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """Returns x >= least that minimizes |a x - b|, by trying each set of bounds that may hold with equality. Of equal
-    ones that with the most such bounds, and of these with the first of x free."""
+    """Returns x >= least that minimizes |a x - b|, by trying each set of equality bounds. Among equal solutions it
+    takes the one with the most bounds, and then the first of x free."""
     best, best_x = np.inf, least
     for free in map(list, sorted(product((True, False), repeat=a.shape[1]), key=sum)):
         x = least.copy()
@@ -115,15 +115,15 @@ def _bounded_least_squares(a: np.ndarray, b: np.ndarray, least: np.ndarray) -> n
 
 
 def recorded_steps(document: Row) -> list[tuple[Work, float]]:
-    """Returns the steps of a decode_step file: those of the kernels where it has both backends, bf16 pages alone."""
+    """Returns the steps of a decode_step file with bf16 pages: those of the kernels, if it has both backends."""
     rows = [row for row in document["rows"] if "decode_ms" in row and row.get("kv") in ("bfloat16", "bf16")]
     ours = [row for row in rows if row.get("backend") != "xla"] or rows
     return [(step_work(b := row["batch"], b * (row["context"] + 1)), row["decode_ms"] / 1e3) for row in ours]
 
 
 def format_factor(document: Row, kv_cache: str | None) -> float | None:
-    """Returns how many times as long decode attention takes over pages of a format as its bytes would at the rate of
-    bf16's; 1 for bf16, None where the benchmark has no such rows. Of two formats (k=.., v=..) the larger."""
+    """Returns decode attention's time over pages of a format, relative to its bytes at bf16's rate. It is 1 for bf16,
+    and None if the benchmark lacks such rows. Of two formats (k=.., v=..) the larger counts."""
     if kv_cache is None:
         return 1.0
     formats = {part.partition("=")[2] or part for part in kv_cache.split(",")}
@@ -144,17 +144,16 @@ def _rate(document: Row, plain: str, name: str) -> float | None:
 
 
 def newest(results: Path, experiment: str, device: str = "h200") -> tuple[str, Row] | None:
-    """Returns name and document of the newest results file of an experiment on a device, by its name in files, of runs
-    without a label."""
+    """Returns name and document of an experiment's newest unlabelled results file on a device, by its name in files."""
     for path in sorted(results.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"), reverse=True):
         return path.name, json.loads(path.read_text(encoding="utf-8"))
     return None
 
 
 def each_once(checks: Iterable[tuple[str, Row]]) -> list[Row]:
-    """Measured steps beside their estimates, each case once: rows are of the same one if they differ in nothing but
-    FOUND. Each comes with the date of its file, YYYY-MM-DD, and the newest counts; of one day's, whose order files do
-    not tell, the one that is further from its estimate."""
+    """Returns measured steps beside their estimates, each case once. Rows of one case differ only in FOUND. Each comes
+    with the date of its file, YYYY-MM-DD, and the newest counts. Within a day, whose order files do not show, the one
+    further from its estimate counts."""
     kept: dict[frozenset[tuple[str, Any]], tuple[tuple[str, float], Row]] = {}
     for date, row in checks:
         case, rank = frozenset((key, row[key]) for key in row.keys() - FOUND), (date, abs(row["off_by"]))
@@ -164,7 +163,7 @@ def each_once(checks: Iterable[tuple[str, Row]]) -> list[Row]:
 
 
 def calibrated(kv_cache: str | None, results: Path = RESULTS) -> Shares:
-    """Shares fitted to the newest measured decode steps, which were LLaMA-2-7B's; floors alone where there are none."""
+    """Returns shares fitted to the newest measured decode steps of LLaMA-2-7B, or floors alone without any."""
     steps = newest(results, "decode_step")
     if steps is None:
         return Shares()

@@ -1,11 +1,11 @@
-"""Data sheets of devices, and what was measured of them: configs/devices/*.json, one file a device, decimal units as
-their makers give them.
+"""Reads devices' data sheets and measured rates: configs/devices/*.json, one file per device, in the makers' decimal
+units.
 
-Arithmetic is that of dense matrices, accumulated as serving does (float32, int32); a kind that a device has no matrix
-instructions for is left out. The host's link counts in one direction. A price is the lowest rent of one device, on
-demand, in the lists that were read (their commits tell the day); a device that none of them names has no price.
-`device_kind` is what JAX calls a device. What was measured are the best rates that anything reached there, and the file
-that says so (experiments/ceilings.py measures them).
+Arithmetic is that of dense matrices, with serving's accumulation (float32, int32). A kind without matrix instructions
+is left out. The host's link counts in one direction. A price is the lowest on-demand rent of one device in the lists
+that were read (their commits give the day). A device in none of them has no price. `device_kind` is JAX's name of the
+device. Measured values are the best rates that anything reached there, with their file (experiments/ceilings.py
+measures them).
 """
 
 import difflib
@@ -20,21 +20,21 @@ from jllm.errors import ConfigError
 
 SHEETS = Path(__file__).parents[2] / "configs" / "devices"
 KINDS = ("bf16", "f16", "fp8", "int8")
-REFERENCE = "h200-sxm"  # whose steps others are estimated by, and whose ceilings count where a device is unknown
+REFERENCE = "h200-sxm"  # estimates others' steps; its ceilings count for unknown devices
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device does a second at most, which floors count with (experiments/steps/floors.py)."""
+    """A device's greatest rates, for floors (experiments/steps/floors.py)."""
 
-    bandwidth: float  # bytes of its memory
-    peaks: Mapping[str | None, float] = field(hash=False)  # operations of products, by activations; None: 16 bits
-    attention: float  # operations of causal attention
+    bandwidth: float  # bytes/s of its memory
+    peaks: Mapping[str | None, float] = field(hash=False)  # operations/s of matmuls, by activations; None: 16 bits
+    attention: float  # operations/s of causal attention
     source: str
 
     @property
     def rates(self) -> str:
-        """In words, with where they are from."""
+        """Returns the rates in words, with their source."""
         of = {kind: f"{peak / 1e12:,.0f}" for kind, peak in self.peaks.items() if kind}
         said = [f"{rate} in {kind}" for kind, rate in of.items()]
         if len(set(of.values())) == 1:
@@ -47,19 +47,19 @@ class Ceilings:
 
     @property
     def document(self) -> dict[str, Any]:
-        """For a result file."""
+        """Returns the rates for a result file."""
         peaks = {kind or "16 bits": peak for kind, peak in self.peaks.items()}
         return {"bandwidth": self.bandwidth, "peaks": peaks, "attention": self.attention, "source": self.source}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The best rates measured on a device. Raises ConfigError where one is missing."""
+    """The best rates measured on a device. Raises ConfigError if one is missing."""
 
     bandwidth_gb_s: float
     dense_tflops: Mapping[str, float] = field(hash=False)
     attention_tflops: float
-    source: str  # the file that has them, or where else they are written
+    source: str  # the file that has them, or another source
 
     def __post_init__(self) -> None:
         figures = (self.bandwidth_gb_s, self.attention_tflops, *self.dense_tflops.values())
@@ -70,10 +70,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Price:
-    """What somebody asks for a device. Raises ConfigError for what is no price, or has no date."""
+    """A published rent of a device. Raises ConfigError for an invalid price or date."""
 
     usd_hour: float
-    offer: str  # whose, and what they call it
+    offer: str  # the provider, and its name for the device
     source: str  # where it is published
     read: str  # the day, YYYY-MM-DD
 
@@ -88,15 +88,15 @@ class Price:
 
 @dataclass(frozen=True)
 class DeviceSheet:
-    """One device. Raises ConfigError for figures that no device has."""
+    """The data sheet of one device. Raises ConfigError for impossible values."""
 
     name: str
     memory_gb: float
     bandwidth_gb_s: float
     dense_tflops: Mapping[str, float] = field(hash=False)  # by kind of the operands, one of KINDS
-    host_link: str  # what it is
+    host_link: str  # its name
     host_gb_s: float
-    source: str  # where the figures are published
+    source: str  # where the values are published
     price: Price | None = None
     device_kind: str | None = None  # JAX's name
     measured: Measured | None = None
@@ -112,33 +112,33 @@ class DeviceSheet:
 
     @property
     def memory(self) -> float:
-        """Returns Bytes."""
+        """Returns the memory in bytes."""
         return 1e9 * self.memory_gb
 
     @property
     def bandwidth(self) -> float:
-        """Returns bytes a second."""
+        """Returns the bandwidth in bytes/s."""
         return 1e9 * self.bandwidth_gb_s
 
     @property
     def host_rate(self) -> float:
-        """Returns bytes a second between host and device, in one direction."""
+        """Returns bytes/s between host and device, in one direction."""
         return 1e9 * self.host_gb_s
 
     @property
     def peak16(self) -> float:
-        """Operations a second on 16-bit numbers."""
+        """Returns operations/s on 16-bit values."""
         return 1e12 * self.dense_tflops.get("bf16", self.dense_tflops.get("f16", 0.0))
 
     @property
     def nominal(self) -> Ceilings:
-        """By the data sheet alone."""
+        """Returns the ceilings of the data sheet alone."""
         peaks = {None: self.peak16} | _eight_bits(self.dense_tflops)
         return Ceilings(self.bandwidth, peaks, self.peak16, f"the data sheet of {self.name}, as nothing was measured")
 
     @property
     def ceilings(self) -> Ceilings:
-        """As measured, or else by the data sheet."""
+        """Returns the measured ceilings, or else those of the data sheet."""
         if self.measured is None:
             return self.nominal
         found = self.measured
@@ -152,7 +152,7 @@ def _eight_bits(tflops: Mapping[str, float]) -> dict[str | None, float]:
 
 
 def read_sheet(path: Path) -> DeviceSheet:
-    """Raises ConfigError where the file is no data sheet."""
+    """Returns the sheet in a file. Raises ConfigError for any other file."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         parts = {"price": Price, "measured": Measured}
@@ -162,7 +162,7 @@ def read_sheet(path: Path) -> DeviceSheet:
 
 
 def device_sheet(name: str) -> DeviceSheet:
-    """Returns the sheet configs/devices/<name>.json. Raises ConfigError for an unknown name, with those near it."""
+    """Returns the sheet configs/devices/<name>.json. Raises ConfigError for an unknown name, with similar ones."""
     path = SHEETS / f"{name}.json"
     if not path.exists():
         known = sorted(sheet.stem for sheet in SHEETS.glob("*.json"))
@@ -174,13 +174,13 @@ def device_sheet(name: str) -> DeviceSheet:
 
 
 def sheet_of(device_kind: str) -> DeviceSheet | None:
-    """Of the device that JAX calls so, where one names it."""
+    """Returns the sheet of JAX's device_kind, or None."""
     return next((each for each in device_sheets().values() if each.device_kind == device_kind), None)
 
 
 def ceilings_of(device_kind: str, bandwidth: float | None = None) -> Ceilings:
-    """Of the device that JAX calls so, REFERENCE's where no sheet names it; with another bandwidth (bytes a second)
-    where one is given."""
+    """Returns the ceilings of JAX's device_kind, or those of the reference device. `bandwidth` (bytes/s) replaces
+    theirs."""
     sheet = sheet_of(device_kind)
     found = device_sheet(REFERENCE).ceilings if sheet is None else sheet.ceilings
     if sheet is None:
@@ -191,6 +191,6 @@ def ceilings_of(device_kind: str, bandwidth: float | None = None) -> Ceilings:
 
 
 def device_sheets(folder: Path = SHEETS) -> dict[str, DeviceSheet]:
-    """Returns all of them, by name, the fastest memory first."""
+    """Returns all sheets by name, the fastest memory first."""
     sheets = {path.stem: read_sheet(path) for path in sorted(folder.glob("*.json"))}
     return dict(sorted(sheets.items(), key=lambda item: -item[1].bandwidth_gb_s))

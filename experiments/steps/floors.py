@@ -1,10 +1,10 @@
-"""The least time that a step can take on a device: bytes at its bandwidth, operations at its peaks (devices.py).
+"""Computes the least time of a step on a device: bytes at its bandwidth, operations at its peaks (devices.py).
 
-A step has one product a matrix, on its decoding rows and its prompts together, and two kernels of attention, one for
-each. A product counts with the larger of its weight's bytes over the bandwidth and its operations over the peak of its
-kind: inputs and outputs stay in the L2 cache. Decoding rows' attention counts with the bytes of their K and V, each
-read once; prompts' with those, or with its operations where they take longer. Kernels run one after the other, so all
-this is added up, as if nothing else cost anything.
+A step has one matmul per matrix, on its decoding rows and prompts together. It has two attention kernels, one for each.
+A matmul counts with the larger of its weight's bytes over the bandwidth and its operations over their peak. Inputs and
+outputs stay in the L2 cache. Decoding rows' attention counts with the bytes of their K and V, each read once. Prompts'
+attention counts with those, or with its operations if they take longer. Kernels run one after the other, so all this is
+summed, as if nothing else cost anything.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class Matrix:
-    """A product's weight [outputs, inputs]: its bytes with scales, and the operations a second of its kind."""
+    """A matmul's weight [outputs, inputs]: its bytes with scales, and the operations/s of its kind."""
 
     nbytes: int
     outputs: int
@@ -45,13 +45,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does."""
+    """The work of one step."""
 
     decodes: int
     tokens: int  # of prompts
     rows: int  # that the head runs on
-    keys: float  # of which K and V are read for decoding rows
-    prompt_keys: int = 0  # of which they are read for prompts
+    keys: float  # whose K and V decoding rows read
+    prompt_keys: int = 0  # whose K and V prompts read
     pairs: float = 0.0  # prompt queries times the keys that each sees
 
 
@@ -59,16 +59,16 @@ class Work:
 class Floor:
     """The floor of one model on one device, or on the devices of a mesh."""
 
-    linears: tuple[tuple[Matrix, int], ...]  # each different matrix of the layers, and how often it is there
+    linears: tuple[tuple[Matrix, int], ...]  # each different matrix of the layers, and its count
     head: Matrix
     attention: int  # operations for one query on one key, all layers and heads
-    bandwidth: float  # bytes a second
-    attention_peak: float  # operations a second
+    bandwidth: float  # bytes/s
+    attention_peak: float  # operations/s
     layers: int = 1
 
     def parts(self, work: Work, token_bytes: float, computed: int | None = None) -> tuple[float, float]:
-        """Returns seconds of a step's products and of its attention, with K and V of `token_bytes` a token; `computed`
-        are the rows of products, where they are others than the tokens."""
+        """Returns the seconds of a step's matmuls and of its attention. K and V have `token_bytes` per token.
+        `computed` is the rows of matmuls, if they differ from the tokens."""
         rows = work.decodes + work.tokens if computed is None else computed
         products = sum(count * matrix.seconds(rows, self.bandwidth) for matrix, count in self.linears)
         prompts = max(
@@ -78,14 +78,14 @@ class Floor:
         return products + self.head.seconds(work.rows, self.bandwidth), decodes + prompts
 
     def of(self, work: Work, token_bytes: float) -> float:
-        """Returns seconds of the whole step: its parts added up."""
+        """Returns the seconds of the whole step: its parts added up."""
         return sum(self.parts(work, token_bytes))
 
 
 def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor:
-    """Returns the floor of these weights, whose shapes (jax.eval_shape) are enough, on a device that does as much; on a
-    mesh that of the whole weights, with what its devices do together. Raises KeyError for weights whose arithmetic it
-    does not have."""
+    """Returns the floor of these weights on a device with these ceilings. Shapes (jax.eval_shape) are enough. On a mesh
+    it is that of the whole weights, with its devices' sum. Raises KeyError for weights whose arithmetic the device
+    lacks."""
     n, params = ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
     peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
     layers = (matrix(w, peaks) for w in linears(params).values())
@@ -101,14 +101,14 @@ def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:
 
 
 def token_bytes(model: Model, kv_cache: str | None) -> float:
-    """Returns bytes of one token's K and V, all layers."""
+    """Returns the bytes of one token's K and V, all layers."""
     formats = parse_kv_cache(kv_cache, model.config, model.params.dtype)
     return cache_bytes(jax.eval_shape(lambda: make_cache(model.config, 1, 16, formats))) / 16
 
 
 def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]] = ()) -> Work:
-    """Returns the work of a step whose decoding rows see `keys` keys in all, on chunks (start, tokens, final). A chunk
-    also reads the keys of the chunks before it, and the head runs on a prompt's last token alone."""
+    """Returns the work of a step with chunks (start, tokens, final). Its decoding rows see `keys` keys in all. A chunk
+    also reads the keys of earlier chunks. The head runs only on a prompt's last token."""
     chunks = list(chunks)
     return Work(
         decodes,
@@ -121,7 +121,7 @@ def step_work(decodes: int, keys: float, chunks: Iterable[tuple[int, int, bool]]
 
 
 def work_of(plan: StepPlan) -> Work:
-    """Returns the work of a step that was just planned: its sequences count the tokens that it computes already."""
+    """Returns the work of a step that was just planned. Its sequences already count its tokens."""
     keys = sum([seq.computed for seq in plan.decodes])
     return step_work(len(plan.decodes), keys, ((c.start, len(c.tokens), c.final) for c in plan.chunks))
 
@@ -146,5 +146,5 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
 
 
 def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
-    """Returns the floor of a workload sent at once, KV at `token_bytes` a token."""
+    """Returns the floor of a workload sent at once, with `token_bytes` of KV per token."""
     return sum(floor.of(work, token_bytes) for work in schedule(lengths, limits))

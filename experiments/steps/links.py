@@ -1,7 +1,7 @@
-"""What moving bytes between devices takes, as data from measurements: configs/links/*.json, one file a kind of link.
+"""Holds the time to move bytes between devices, as measured data: configs/links/*.json, one file per kind of link.
 
-A table has points [bytes, seconds] between a number of ranks. Between two points seconds are interpolated. Below the
-first point they are its seconds. Beyond the last they grow at its rate.
+A table has points [bytes, seconds] between a number of ranks. Seconds are interpolated between two points. Below the
+first point they are its seconds. Beyond the last point they grow at its rate.
 """
 
 import json
@@ -31,7 +31,7 @@ class Table:
             raise ConfigError(f"a link's table needs ranks >= 2 and points [bytes, seconds] in order: {self}")
 
     def seconds(self, nbytes: float) -> float:
-        """Returns seconds of one transfer or exchange of these bytes."""
+        """Returns the seconds of one transfer or exchange of these bytes."""
         sizes, times = zip(*self.points)
         return float(np.interp(nbytes, sizes, times)) * max(1.0, nbytes / sizes[-1])
 
@@ -47,7 +47,7 @@ class Link:
 
 
 def read_link(name: str) -> Link:
-    """Returns the file configs/links/<name>.json. Raises ConfigError where there is none, or it is no such file."""
+    """Returns the file configs/links/<name>.json. Raises ConfigError if it is missing or invalid."""
     path = LINKS / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(found.stem for found in LINKS.glob("*.json")))

@@ -1,13 +1,13 @@
-"""What others do with the same work on the same device, by scripts of experiments/peers, each in a process of its own
-(pallas_kernels/bench/peers.py). They must run before JAX takes the device's memory.
+"""Runs others on the same work on the same device, with scripts of experiments/peers. Each runs in its own process
+(pallas_kernels/bench/peers.py), before JAX takes the device's memory.
 
     peer_torch.py --rows bf16:b1:in8 --budget-s S --out FILE    LLaMA-7B: static cache, torch.compile, CUDA graphs
     peer_vllm.py --workload FILE --batches B,.. --out FILE      LLaMA-7B: vLLM, decode steps or the workload
     peer_hf.py --parts cb --workload FILE --out FILE            LLaMA-7B: transformers' continuous batching
 
-Every variant and repeat that they measured is a row; `weights` and `kv` say in how many bits. The first two have 16 or
-8 bits, as the run that they are beside; vLLM's 8 bits are fp8, with an fp8 cache, and torch's are w8a8 or w8a16 with a
-16-bit one. transformers has 16 alone.
+Every measured variant and repeat is a row; `weights` and `kv` give the bits. The first two have 16 or 8 bits, like the
+run beside them. vLLM's 8 bits are fp8, with an fp8 cache. torch's are w8a8 or w8a16 with a 16-bit cache. transformers
+only has 16 bits.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from pallas_kernels.bench.peers import asked, made_by, run_script
 
 Row = dict[str, Any]
 COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' continuous batching", "vLLM"
-SERVERS = ("transformers", "vllm")  # that serve the workload
+SERVERS = ("transformers", "vllm")  # serve the workload
 MODEL = "llama-2-7b"
-SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, as peer_torch calls them
+SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, by peer_torch's name
 SCRIPT_OF = {
     COMPILED: "peer_torch.py",
     SERVING: "peer_hf.py",
@@ -34,31 +34,31 @@ SCRIPT_OF = {
     peers.FLASHINFER: "peer_flashinfer.py",
 } | {product: "peer_kernels.py" for product, _ in peers.PRODUCTS.values()}
 WARM_UP = "warm-up"  # the repeat of a run that compiles as it goes
-START_S = 150  # that vLLM's engine may take until it runs
+START_S = 150  # time for vLLM's engine to start
 
 
 def counts(row: Row) -> bool:
-    """Returns whether a row is one of the runs of the workload whose mean is a peer's figure: all that ended, but for
-    one that warmed it up."""
+    """Returns whether a row is a complete run of the workload, other than a warm-up. A peer's figure is the mean of
+    such runs."""
     return "peer" in row and "qps" in row and not row.get("cut_off") and row.get("repeat") != WARM_UP
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
-    """Options of a command that can show the side of these others."""
+    """Adds the options of a command that can also run these peers."""
     peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", seconds)
-    parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="which (default: all)")
+    parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="peers to run (default: all)")
 
 
 def check_options(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command where there are no scripts, or they would measure another model."""
+    """Ends the command if there are no scripts, or if they would measure another model."""
     model = Path(getattr(args, "model", None) or args.config).stem
     if asked(parser, args) and model != MODEL:
         parser.error(f"--peers measures {MODEL}, not {model}")
 
 
 def compiled_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
-    """Returns each variant that torch compiled, of the cases (batch, input, output) that its script has: milliseconds
-    of prefill and of a decode step."""
+    """Returns the variants that torch compiled, for the cases (batch, input, output) in its script. A row has
+    milliseconds of prefill and of a decode step."""
     schemes = ("wo8", "w8a8") if quantized else ("bf16",)
     wanted = [f"{q}:b{b}:{SHAPES[i, o]}" for b, i, o in cases if (i, o) in SHAPES for q in schemes]
     if not wanted:
@@ -84,13 +84,13 @@ def _compiled(row: Row) -> Row:
 
 
 def _tokens_s(row: Row) -> float:
-    """As throughput.py has it: of the output, over the time of prefill and of all decode steps."""
+    """Returns tokens/s of the output, over the time of prefill and of all decode steps, as in throughput.py."""
     ms = row["prefill_ms"] + row["output_len"] * row["decode_ms"]
     return 1e3 * row["batch"] * row["output_len"] / ms
 
 
 def vllm_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
-    """Returns vLLM's decode steps of the cases that decode 256 tokens after 8, which is what its script does."""
+    """Returns vLLM's decode steps of cases with 8 tokens in and 256 out, which its script measures."""
     batches = [batch for batch, *shape in cases if shape == [8, 256]]
     return _vllm(folder, [], batches, 0, quantized, seconds) if batches else []
 
@@ -103,11 +103,11 @@ def serving(
     seconds: float,
     names: Sequence[str] = SERVERS,
 ) -> list[Row]:
-    """Returns requests (prompt, output, arrival in seconds) served by transformers, where nothing is quantized, and by
-    vLLM.
+    """Returns requests (prompt, output, arrival in seconds) served by vLLM, and by transformers if nothing is
+    quantized.
 
-    transformers serves them at least twice, as it records its graphs in the first run, which so does not count. vLLM's
-    script sends all at once, so requests that arrive later are an error of its row.
+    transformers serves them at least twice, since its first run records graphs and does not count. vLLM's script sends
+    all at once, so later arrivals are an error in its row.
     """
     found: list[Row] = []
     if "transformers" in names and not quantized:
@@ -133,7 +133,7 @@ def _vllm(
     quantized: bool,
     seconds: float,
 ) -> list[Row]:
-    """Returns its rows, with as many seconds for what it does once its engine runs."""
+    """Returns vLLM's rows. `seconds` starts once its engine runs."""
     bits = "fp8" if quantized else "bf16"
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--modes", bits, "--workload", _workload(temporary, lengths), "--repeats", str(repeats)]
@@ -160,7 +160,7 @@ def _by_vllm(found: Sequence[Row], requests: int) -> Iterator[Row]:
 
 
 def _transformers(folder: Path, lengths: Sequence[tuple[int, int, float]], passes: int, seconds: float) -> list[Row]:
-    """Serves by flash-attn over pages; rows say which attention ran."""
+    """Returns rows of serving by flash-attn over pages. Rows name the attention that ran."""
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--parts", "cb", "--attn", "flash", "--workload", _workload(temporary, lengths)]
         options += ["--passes", str(passes), "--cb-limit-s", str(seconds)]

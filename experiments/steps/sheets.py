@@ -1,7 +1,7 @@
-"""What steps cost on a device of which the data sheet alone is known: an estimate.
+"""Estimates the cost of steps on a device from its data sheet alone.
 
 The device reaches as much of its data sheet (configs/devices) as an H200 does of its own. The shares of floors come
-from an H200's measured steps. The estimate knows no caches, tensor cores, multiprocessors or hosts of the device.
+from an H200's measured steps. The estimate ignores the device's caches, tensor cores, multiprocessors and host.
 """
 
 import json
@@ -22,11 +22,11 @@ from experiments.steps.floors import Floor, make_floor
 from jllm.errors import InputFileError
 from jllm.model.model import Model
 
-MEMORY_SHARE = 0.9  # of a device's memory, that weights, K and V may take
+MEMORY_SHARE = 0.9  # share of a device's memory for weights, K and V
 
 
 def triton_shares(results: Path = RESULTS) -> Shares:
-    """Returns shares of backend triton's decode steps. Raises InputFileError where no file has three of them."""
+    """Returns the shares of backend triton's decode steps. Raises InputFileError if no file has three of them."""
     for path in sorted(results.glob(f"decode_step-triton-{'[0-9]' * 8}-h200.json"), reverse=True):
         document = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in document["rows"] if row.get("backend") == "triton"]
@@ -37,13 +37,13 @@ def triton_shares(results: Path = RESULTS) -> Shares:
 
 
 def kv_token_bytes(config: Any) -> int:
-    """Returns bytes of K and V of a token in bf16, all layers."""
+    """Returns the bytes of K and V of a token in bf16, all layers."""
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def floor_on(sheet: DeviceSheet, model: Model) -> Floor:
-    """Returns the floor of steps on a device that reaches as much of its sheet as an H200 does of its own. Raises
-    KeyError for weights whose arithmetic the device does not have."""
+    """Returns the floor of steps on a device. The device reaches as much of its sheet as an H200 does of its own.
+    Raises KeyError for weights whose arithmetic the device lacks."""
     own = device_sheet(REFERENCE)
     kinds = {
         kind: sheet.dense_tflops[kind] / own.dense_tflops[kind]
@@ -59,5 +59,5 @@ def floor_on(sheet: DeviceSheet, model: Model) -> Floor:
 
 
 def cost_on(sheet: DeviceSheet, model: Model, shares: Shares) -> CostModel:
-    """Returns the cost of steps of a model in 16 bits on a device of which the data sheet alone is known."""
+    """Returns the cost of a 16-bit model's steps on a device with only a data sheet."""
     return CostModel(floor_on(sheet, model), kv_token_bytes(model.config), shares)

@@ -1,8 +1,9 @@
-"""How many times as fast as bf16 a weight format makes a step, batch by batch: from rows of experiments.quant_steps.
+"""Computes a weight format's speed over bf16 in whole steps, batch by batch, from rows of experiments.quant_steps.
 
-A measured row has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction, weights_gib, over_bf16
-(times as fast as bf16 in the same stage, where that was measured), and decode_ms and context, or prefill_ms and input;
-since 2026-11-25 the times of each round, too: decode_ms_runs or prefill_ms_runs. One with an "error" was not measured.
+A measured row has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction and weights_gib.
+over_bf16 is its speed over bf16 in the same stage, if that was measured. It also has decode_ms and context, or
+prefill_ms and input. Since 2026-11-25 it has each round's times, decode_ms_runs or prefill_ms_runs. A row with an
+"error" was not measured.
 """
 
 import json
@@ -16,7 +17,7 @@ Row = dict[str, Any]
 
 
 def read_document(path: Path) -> Row:
-    """Returns a run's file. Raises OSError, and ValueError for what is no such file."""
+    """Returns a run's file. Raises OSError, or ValueError for any other file."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or document.get("experiment") != "quant_steps" or "rows" not in document:
         raise ValueError(f"{path} is not a result of quant_steps")
@@ -24,7 +25,7 @@ def read_document(path: Path) -> Row:
 
 
 def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
-    """Returns batch -> times as fast as bf16, with a 16-bit cache."""
+    """Returns batch -> speed over bf16, with a 16-bit cache."""
     return {
         r["batch"]: r["over_bf16"]
         for r in rows
@@ -33,7 +34,7 @@ def speedups(rows: list[Row], scheme: str, kind: str) -> dict[int, float]:
 
 
 def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[float]]:
-    """Returns batch -> times as fast as bf16 in each round, with a 16-bit cache; of files that have the rounds."""
+    """Returns batch -> speed over bf16 in each round, with a 16-bit cache. Files must have rounds."""
     key = f"{kind}_ms_runs"
     runs = {(r["scheme"], r["batch"]): r[key] for r in rows if key in r and r["kv"] == "bf16"}
     of_batch = [batch for name, batch in runs if name == scheme and ("bf16", batch) in runs]
@@ -41,7 +42,7 @@ def speedups_in_turn(rows: list[Row], scheme: str, kind: str) -> dict[int, list[
 
 
 def draw(document: Row, path: Path) -> None:
-    """Times as fast as bf16 by batch: the crossover."""
+    """Draws the speed over bf16 by batch: the crossover."""
     kinds = [kind for kind in KINDS if any(f"{kind}_ms" in r for r in document["rows"])]
     if not kinds:
         raise ValueError(f"{path.stem}.json: there is nothing to draw, since no step was measured")

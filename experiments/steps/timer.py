@@ -1,8 +1,8 @@
-"""How long a step of some size takes: every experiment on whole steps times them here.
+"""Times steps of a given size, for every experiment on whole steps.
 
-A step decodes one token of each slot, or computes chunks of prompts. Slots have pages of their own in one pool. Steps
-are compiled before the first is timed, since compiling measures too (XLA's autotuning); then they are dispatched one
-after the other, each fed by the state that the one before left, and timed together on the host's clock.
+A step decodes one token of each slot, or computes chunks of prompts. Slots have their own pages in one pool. Steps
+compile before the first is timed, as compiling measures too (XLA's autotuning). Then they are dispatched one after the
+other: each takes the state that the previous one left. They are timed together by the host's clock.
 """
 
 import sys
@@ -38,8 +38,8 @@ UNLIMITED = 1 << 30  # tokens of a sequence
 
 
 def model_config(path: str, layers: int | None) -> LlamaConfig:
-    """Returns the shapes of a config.json, cut to its first layers where a number of them is given. Raises ConfigError
-    where it has fewer."""
+    """Returns the shapes of a config.json, with only its first `layers` layers if given. Raises ConfigError if it has
+    fewer."""
     config = load_config(Path(path))
     if layers is not None and layers > config.num_layers:
         raise ConfigError(f"--layers {layers}: {path} has {config.num_layers}")
@@ -47,8 +47,8 @@ def model_config(path: str, layers: int | None) -> LlamaConfig:
 
 
 def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Params:
-    """Of one device, or of the config's mesh, of which every device makes its own share. A layer is quantized before
-    the next one is made, so that sources leave no more room between what is kept than a layer takes. Raises
+    """Returns weights on one device, or on the config's mesh, where every device makes its own shard. A layer is
+    quantized before the next one is made. So sources only leave gaps of a layer's size between the kept arrays. Raises
     QuantizationError, before any is made, for a scheme that does not fit the whole model."""
     key, stored, shapes = jax.random.key(0), jnp.dtype(dtype), param_specs(config)
     formats = formats_by_weight(shapes, scheme)
@@ -71,8 +71,8 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
 
 
 def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
-    """Returns the scheme of one layer that is made as a model of its own, whose layer 0 it is: the whole model's
-    formats of that layer, of the embedding and of the head."""
+    """Returns the scheme of one layer that is made as layer 0 of its own model. It has the whole model's formats of
+    that layer, of the embedding and of the head."""
     own, first = layer_prefix(layer), layer_prefix(0)
     return Scheme(
         f"layer {layer}",
@@ -84,16 +84,16 @@ def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:
     )
 
 
-# What a step is given
+# The inputs of a step
 
 
 def layout_of(decodes: int = 0, tokens: int = 0, prompts: int = 0) -> Layout:
-    """Returns a step that decodes as many slots, and computes as many tokens of prompts."""
+    """Returns a step that decodes that many slots, and computes that many tokens of prompts."""
     return Layout(Bucket(decodes, tokens, prompts), deltas=8)
 
 
 def chunk_of(slot: int, start: int, tokens: int, length: int) -> PromptChunk:
-    """Returns a chunk of a prompt of `length` tokens; it samples after its last token, and is never done."""
+    """Returns a chunk of a prompt of `length` tokens. It samples after its last token, and never ends."""
     ids = [i % 97 for i in range(start, start + tokens)]
     limit = {"max_length": UNLIMITED}
     return PromptChunk(slot, ids, start, start + tokens == length, prompt_len=length, sampling=limit)
@@ -109,7 +109,7 @@ def step_of(kind: str, batch: int, prompt: int = 0) -> tuple[Layout, np.ndarray]
 
 
 def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
-    """Returns every slot runs, with `context` tokens in pages of its own."""
+    """Returns slots that all run, with `context` tokens in their own pages."""
     empty = make_slots(slots, pages_each)
     return Slots(
         token=jnp.arange(slots, dtype=jnp.int32),
@@ -131,7 +131,7 @@ class Pool:
     pages: int | None = None  # None: as many as all slots may have
 
     def state(self, config: LlamaConfig, dtype: Any, context: int = 0) -> State:
-        """Returns all slots at `context` tokens."""
+        """Returns a state with all slots at `context` tokens."""
         pages = self.slots * self.pages_each if self.pages is None else self.pages
         formats = parse_kv_cache(self.kv_cache, config, dtype)
         cache = make_cache(config, pages, self.page_size, formats)
@@ -140,33 +140,33 @@ class Pool:
 
 
 def pool_for(batch: int, tokens: int, page_size: int, kv_cache: str | None) -> Pool:
-    """Returns room for as many tokens in each slot."""
+    """Returns a pool with room for that many tokens in each slot."""
     return Pool(batch, -(-tokens // page_size), page_size, kv_cache)
 
 
 def page_bytes(config: LlamaConfig, dtype: Any, page_size: int, kv_cache: str | None) -> int:
-    """Returns bytes of one page in all layers, scales included."""
+    """Returns the bytes of one page in all layers, scales included."""
     return cache_bytes(jax.eval_shape(lambda: Pool(1, 1, page_size, kv_cache).state(config, dtype).cache))
 
 
-# How long it takes
+# Timing
 
 
 def stopwatch() -> Callable[[str], None]:
-    """Returns a function that says how far a run is, and after how many seconds."""
+    """Returns a function that prints a run's progress, with the seconds so far."""
     start = time.perf_counter()
     return lambda text: print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 class StepTimer:
-    """Steps of one model over one pool. The state is there from `renew` on."""
+    """Steps of one model over one pool. `renew` makes the state."""
 
     def __init__(self, params: Params, config: LlamaConfig, pool: Pool, backend: str | None = None):
         self.params, self.config, self.pool, self.backend = params, config, pool, backend
         self.state: State | None = None
 
     def renew(self) -> None:
-        """A fresh state; the old one, which a failed step may have lost, goes first."""
+        """Makes a fresh state. The old one, which a failed step may have lost, is dropped first."""
         self.state = None
         self.state = self.pool.state(self.config, self.params.dtype)
 
@@ -178,8 +178,8 @@ class StepTimer:
         return packed_step.lower(self.params, state, buffer, **static, variant=Variant(draws=Draws.GREEDY))
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
-        """Gives the first slots `context` tokens in pages of their own; the others are empty. Without numbers: all
-        slots, and all pages that a slot may have."""
+        """Gives the first slots `context` tokens in their own pages; the others are empty. The defaults are all slots,
+        and all pages that a slot may have."""
         assert self.state is not None
         count, each = slots or self.pool.slots, pages_each or self.pool.pages_each
         slot = jnp.arange(self.pool.slots, dtype=jnp.int32)[:, None]
@@ -190,22 +190,22 @@ class StepTimer:
         self.state = replace(self.state, slots=place(slots_now, self.config, WHOLE))
 
     def run(self, step: Callable[..., Any], buffers: Sequence[jax.Array]) -> jax.Array:
-        """Dispatches a step on each buffer; returns the tokens of the last, before they are there."""
+        """Dispatches a step on each buffer. Returns the last one's tokens without waiting for them."""
         for buffer in buffers:
             self.state, outputs = step(self.params, self.state, buffer)
         return outputs.tokens
 
     def repeated(self, step: Callable[..., Any], buffer: np.ndarray, context: int, steps: int = 1) -> Callable[[], Any]:
-        """Returns a function that runs as many steps on one buffer and returns the tokens of the last. All slots are at
-        `context` tokens when it is first called, and where the last call left them after that."""
+        """Returns a function that runs `steps` steps on one buffer, and returns the last one's tokens. All slots are at
+        `context` tokens at its first call. Later calls continue from the previous one."""
         self.renew()
         self.place(context)
         buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         return lambda: self.run(step, buffers)
 
     def seconds(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int) -> float:
-        """Times a step on each buffer, together; the slots are as before then. Raises RuntimeError where the last makes
-        another number of tokens."""
+        """Returns the seconds of a step on each buffer, timed together. The slots are restored. Raises RuntimeError if
+        the last step makes another number of tokens."""
         assert self.state is not None
         slots = self.state.slots
         self.state = replace(self.state, slots=jax.tree.map(jnp.copy, slots))  # they are donated
@@ -219,12 +219,11 @@ class StepTimer:
         return seconds
 
     def runs(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int, repeats: int) -> list[float]:
-        """Returns seconds of each of several such runs."""
+        """Returns the seconds of each of several such runs."""
         return [self.seconds(step, buffers, tokens) for _ in range(repeats)]
 
     def one(self, step: Callable[..., Any], buffer: np.ndarray, tokens: int, steps: int, repeats: int) -> float:
-        """Returns seconds of one step: of as many on the same buffer, the best run after a first, which takes
-        longer."""
+        """Returns the seconds of one step on the same buffer: the best run after a slower first one."""
         buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
         self.seconds(step, buffers, tokens)
         return min(self.runs(step, buffers, tokens, repeats)) / steps
@@ -233,8 +232,8 @@ class StepTimer:
 def compile_ahead[K: Hashable](
     lower: Mapping[K, Callable[[], jax.stages.Lowered]], threads: int
 ) -> dict[K, Future[jax.stages.Compiled]]:
-    """Compiles each in threads. It is traced here, since JAX's settings belong to the thread that traces; what raises
-    there raises again where its result is asked for."""
+    """Compiles each in threads. Tracing happens in this thread, to which JAX's settings belong. Its errors raise when
+    the result is read."""
     found: dict[K, Future[jax.stages.Compiled]] = {}
     with ThreadPoolExecutor(threads) as executor:
         for key, make in lower.items():
@@ -249,7 +248,7 @@ def compile_ahead[K: Hashable](
 def decode_steps(
     params: Params, config: LlamaConfig, batch: int, context: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[], jax.Array]:
-    """Returns a function that runs as many decode steps of slots that begin at `context` tokens; it may be called 16
+    """Returns a function that runs `steps` decode steps of slots that begin at `context` tokens. It may be called 16
     times."""
     return decoding_at(params, config, batch, context, steps, kv_cache)(context)
 
@@ -257,8 +256,8 @@ def decode_steps(
 def decoding_at(
     params: Params, config: LlamaConfig, batch: int, longest: int, steps: int, kv_cache: str | None = None
 ) -> Callable[[int], Callable[[], jax.Array]]:
-    """Returns what gives such functions by context, up to `longest`, of one compiled step; the last one given is
-    good."""
+    """Returns a function that gives such functions by context, up to `longest`, for one compiled step. Only the latest
+    one stays valid."""
     timer = StepTimer(params, config, pool_for(batch, longest + 16 * steps, 16, kv_cache))
     layout, buffer = step_of("decode", batch)
     step = timer.lower(layout).compile()

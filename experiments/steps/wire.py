@@ -1,4 +1,4 @@
-"""The workload over HTTP: each request a connection of its own to a server of the OpenAI API."""
+"""Sends the workload over HTTP. Each request has its own connection to a server of the OpenAI API."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from jllm.errors import ConfigError, RequestError
 
 @dataclass(frozen=True)
 class Answered:
-    """How a request fared: seconds from its arrival, and of each event that followed another, from that one."""
+    """The times of a request: seconds from its arrival, and between its events."""
 
     first: float
     total: float
@@ -24,7 +24,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go."""
+    """The server of the requests."""
 
     host: str
     port: int
@@ -33,13 +33,13 @@ class Target:
 
     @classmethod
     def of(cls, url: str, key: str | None) -> "Target":
-        """Returns ConfigError for what is not http://HOST:PORT/v1."""
+        """Returns the target of a URL. Raises ConfigError for anything but http://HOST:PORT/v1."""
         parts = urlsplit(url)
         try:
             if parts.scheme == "http" and parts.hostname:
                 return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") + "/completions", key)
         except ValueError:
-            pass  # of a port
+            pass  # an invalid port
         raise ConfigError(f"--url must be like http://localhost:8000/v1, not {url}")
 
     def request(self, body: dict[str, Any]) -> bytes:
@@ -50,8 +50,8 @@ class Target:
 
 
 async def ask(target: Target, data: bytes, tokens: int, start: float) -> Answered:
-    """Sends one request and reads its answer to the end. `start` is its arrival; RequestError for an answer that is
-    not of that many tokens."""
+    """Sends one request and reads its whole answer. `start` is its arrival. Raises RequestError for an answer with
+    another number of tokens."""
     reader, writer = await asyncio.open_connection(target.host, target.port, limit=1 << 22)
     try:
         writer.write(data)
@@ -77,8 +77,8 @@ async def ask(target: Target, data: bytes, tokens: int, start: float) -> Answere
 async def serve(
     target: Target, requests: Sequence[tuple[int, int, float]], vocab: int, seed: int, body: dict[str, Any]
 ) -> tuple[list[Answered], float]:
-    """Sends requests (tokens of prompt and output, arrival) as they arrive; how each fared, and the seconds until the
-    last had ended. Bodies are written before the clock starts."""
+    """Sends requests (tokens of prompt and output, arrival) as they arrive. Returns each one's times, and the seconds
+    until the last one ended. Bodies are written before the clock starts."""
     rng = np.random.default_rng(seed)
     more = {"stream_options": {"include_usage": True}} if body["stream"] else {}
     datas = [

@@ -1,11 +1,11 @@
-"""What a model of random weights needs to be guided: a vocabulary of words, and a guide that allows all of them."""
+"""Makes a model of random weights work with guides: a vocabulary of words, and a guide that allows all of them."""
 
 from dataclasses import dataclass
 
 from jllm.files.tokenizer import Tokenizer
 from jllm.guides.guide import Guide
 
-ENDLESS = Guide.regex(r"[ a-z]+\.")  # and no token has a full stop
+ENDLESS = Guide.regex(r"[ a-z]+\.")  # no token has a full stop
 
 
 @dataclass
@@ -42,5 +42,5 @@ def words_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def is_guided(i: int, share: float) -> bool:
-    """Returns whether request number i is one of the share that is guided, spread evenly."""
+    """Returns whether request number i is guided. Guided requests are a share, spread evenly."""
     return int((i + 1) * share) > int(i * share)

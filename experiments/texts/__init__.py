@@ -1,1 +1,1 @@
-"""Texts that come with the project to be evaluated on, where they are from, and how they are read."""
+"""Holds the evaluation texts of the project, and reads texts."""

@@ -1,4 +1,4 @@
-"""Texts as experiments take them: a .jsonl of documents, or any other file as one document."""
+"""Reads texts for experiments: a .jsonl of documents, or any other file as one document."""
 
 import json
 from pathlib import Path

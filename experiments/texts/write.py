@@ -1,12 +1,12 @@
-"""Writes the bundled evaluation text: passages that the bundled model itself made up.
+"""Writes the bundled evaluation text: passages that the bundled model generated.
 
     python -m experiments.texts.write [--documents N] [--out FILE.jsonl]
 
-Each document is one sample from the model's own distribution in float32 (temperature 1, no cut of any kind), from BOS
-to where the model ends it, or LENGTH tokens; seeds are 0, 1, ... in order, and none is left out. So no one's copyright
-is touched, the text fits the vocabulary, and its perplexity is the exponential of the model's own entropy: whatever
-quantization changes adds its divergence to the loss, on average. The same machine writes the same bytes again; another
-one's rounding may turn a sample where two tokens were nearly as likely.
+Each document is one sample of the model in float32 (temperature 1, no filter), from BOS to the model's end token, or
+for LENGTH tokens. Seeds are 0, 1, ... in order, without omissions. So the text has no foreign copyright, and fits the
+vocabulary. Its perplexity is the exponential of the model's own entropy: on average, quantization adds exactly its
+divergence to the loss. The same machine writes the same bytes again. Another machine's rounding may change a sample
+where two tokens were almost equally likely.
 """
 
 import json
@@ -26,7 +26,7 @@ LENGTH = 600  # tokens; BOS and the context of 1024 leave room
 
 
 def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, int | str | None]]:
-    """Returns {"seed", "text"} of each."""
+    """Returns {"seed", "text"} of each document."""
     assert model.config.bos_id is not None, "the bundled model has a BOS token"
     sampling = [jllm.SamplingParams(temperature=1.0, max_new_tokens=length, seed=seed) for seed in range(count)]
     told = jllm.generate(model, [[model.config.bos_id]] * count, sampling)
@@ -36,8 +36,12 @@ def documents(model: Model, count: int, length: int = LENGTH) -> list[dict[str, 
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--documents", type=positive, default=DOCUMENTS, help="how many (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=BUNDLED_TEXT, help="default: the bundled text itself")
+    parser.add_argument(
+        "--documents", type=positive, default=DOCUMENTS, help="number of documents (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=BUNDLED_TEXT, help="file to write (default: the bundled text itself)"
+    )
     args = parser.parse_args(argv)
     lines = [json.dumps(document, ensure_ascii=False) for document in documents(jllm.load(), args.documents)]
     try:

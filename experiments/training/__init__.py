@@ -1,1 +1,1 @@
-"""What training the bundled model needs besides its loop."""
+"""Holds what training the bundled model needs beside its loop."""

@@ -1,6 +1,7 @@
-"""Text into training rows: paragraphs, a SentencePiece model of them, passages that end, rows packed with passages.
+"""Turns text into training rows: paragraphs, their SentencePiece model, passages that end, and rows packed with
+passages.
 
-A corpus is UTF-8 text with one paragraph a line and a blank line between books.
+A corpus is UTF-8 text with one paragraph per line and a blank line between books.
 """
 
 import bisect
@@ -16,7 +17,7 @@ import numpy as np
 
 from jllm.errors import InputFileError, TokenizerError
 
-# One way to write a quote and a dash: books differ only by their typesetter, and a small vocabulary has better uses.
+# Quotes and dashes become one form each: books differ only in typesetting, and a small vocabulary is precious.
 TYPOGRAPHY = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "\t": " "})
 NOTE = re.compile(r" ?\[[^\]]{0,120}\]|\(\d+\)| ?\(\*\)")  # editors' glosses and footnote marks
 HEADING = re.compile(r"(CHAPTER|Chapter|ADVENTURE|BOOK|PART) [IVXLC\d]|[^a-z]*$|.*Full page line-art")
@@ -27,11 +28,11 @@ OPENING = re.compile(
 )
 SENTENCE_END = re.compile(r"""[.!?]["')]*$""")
 
-Book = list[str]  # paragraphs; "" marks where a chapter ends
+Book = list[str]  # paragraphs; "" marks the end of a chapter
 
 
 def read_books(file: str | Path) -> list[Book]:
-    """Returns the books of a corpus, headings, tables of contents and editors' notes dropped. Raises InputFileError."""
+    """Returns the books of a corpus without headings, tables of contents and editors' notes. Raises InputFileError."""
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -52,8 +53,8 @@ def _paragraph(line: str) -> str:
 
 
 def train_tokenizer(books: Sequence[Book], vocab_size: int) -> bytes:
-    """Returns a serialized SentencePiece model with LLaMA's settings: BPE, digits split, bytes for what is unknown,
-    text kept as it is; unk 0, BOS 1, EOS 2. Raises TokenizerError."""
+    """Returns a serialized SentencePiece model with LLaMA's settings. It is BPE with split digits, bytes for unknown
+    text, and unchanged text; unk is 0, BOS 1, EOS 2. Raises TokenizerError."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -80,10 +81,10 @@ def train_tokenizer(books: Sequence[Book], vocab_size: int) -> bytes:
 
 
 def cut_passages(books: Sequence[Book], rng: np.random.Generator, longest: int) -> list[str]:
-    """Runs of paragraphs, joined by newlines, of all lengths from longest / 16 to about `longest` characters.
+    """Returns runs of paragraphs, joined by newlines, of all lengths from longest / 16 to about `longest` characters.
 
-    Lengths are log-uniform, so that a text position is equally likely in passages of any length. A passage ends where a
-    chapter does or a tale opens, else at the first paragraph past its length that closes a sentence.
+    Lengths are log-uniform, so a text position is equally likely in passages of any length. A passage ends at the end
+    of a chapter or before a new tale. Else it ends at the first paragraph past its length that closes a sentence.
     """
     passages = []
     for book in books:
@@ -108,12 +109,13 @@ def _ends(paragraph: str, size: float, target: float) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Packed passages (numpy or jax); leading axes may be added. A passage begins with BOS; its last target is EOS."""
+    """Packed passages (numpy or jax), perhaps with more leading axes. A passage begins with BOS, and its last target is
+    EOS."""
 
     tokens: Any  # i32[B, L]
-    targets: Any  # i32[B, L], the token that follows; -1 where there is nothing to learn
+    targets: Any  # i32[B, L], the next token; -1 without one to learn
     positions: Any  # i32[B, L], from 0 in each passage
-    segments: Any  # i32[B, L], number of the passage within its row; -1 where unused
+    segments: Any  # i32[B, L], number of the passage within its row; -1 if unused
 
 
 def encode(model: bytes, passages: list[str], length: int, dropout: float, seed: int) -> list[np.ndarray]:
@@ -125,14 +127,14 @@ def encode(model: bytes, passages: list[str], length: int, dropout: float, seed:
 
     sentencepiece.set_random_generator_seed(seed)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    # Sampling in one thread: each thread has a generator of its own, and runs would differ.
+    # One thread samples: each thread has its own generator, so runs would differ.
     sampling: dict[str, Any] = {"enable_sampling": True, "alpha": dropout, "num_threads": 1} if dropout > 0 else {}
     ids = processor.encode(passages, add_bos=True, add_eos=True, **sampling)
     return [np.asarray(passage[: length + 1], np.int32) for passage in ids]
 
 
 def pack(passages: Sequence[np.ndarray], length: int, rng: np.random.Generator) -> Rows:
-    """Returns best fit, longest first, into rows of `length`; rows in random order."""
+    """Returns rows of `length` by best fit, longest first, in random order."""
     room: list[tuple[int, int]] = []  # (free places, row), sorted
     rows: list[list[np.ndarray]] = []
     for i in np.argsort([-len(passage) for passage in passages], kind="stable"):
@@ -159,7 +161,7 @@ def pack(passages: Sequence[np.ndarray], length: int, rng: np.random.Generator) 
 def batches(
     books: Sequence[Book], model: bytes, shape: tuple[int, int, int], dropout: float, seed: int
 ) -> Generator[tuple[int, Rows], None, None]:
-    """Endless (epoch, Rows of [steps, B, L] = shape). Every epoch cuts, splits and packs the text anew."""
+    """Yields (epoch, Rows of [steps, B, L] = shape) without end. Every epoch cuts, splits and packs the text again."""
     from concurrent.futures import ThreadPoolExecutor
 
     steps, B, L = shape
@@ -171,7 +173,7 @@ def batches(
         return pack(encode(model, passages, L, dropout, seed=int(rng.integers(1 << 31))), L, rng)
 
     left: list[np.ndarray] | None = None
-    with ThreadPoolExecutor(1) as pool:  # the next epoch is made while this one trains
+    with ThreadPoolExecutor(1) as pool:  # makes the next epoch while this one trains
         coming = pool.submit(make, 0)
         epoch = 0
         while True:

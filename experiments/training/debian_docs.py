@@ -1,12 +1,11 @@
-"""Prose of Debian's documentation packages as a corpus for experiments.train_small: a paragraph a line, a blank line
-between documents.
+"""Extracts prose of Debian's documentation packages as a corpus for experiments.train_small. It has a paragraph per
+line, and a blank line between documents.
 
     python -m experiments.training.debian_docs --out docs.txt
 
-Packages come through apt (a Debian system with its package lists; no root), are unpacked into a temporary folder and
-not installed. What is taken of them is prose: paragraphs of HTML and of plain text that are long enough and end as a
-sentence does, each once. PACKAGES says under which licence each is; a model that is trained on them is kept out of this
-tree as they are.
+Packages come through apt (a Debian system with its package lists; no root). They are unpacked into a temporary folder,
+not installed. Prose is paragraphs of HTML and of plain text that are long enough and end like a sentence, each once.
+PACKAGES has each one's license. Models trained on them stay out of this tree, like the packages.
 """
 
 import gzip
@@ -60,7 +59,7 @@ class Prose(HTMLParser):
 
 
 def paragraphs(text: str, html: bool) -> Iterator[str]:
-    """Yields what reads as prose, white space joined."""
+    """Yields the paragraphs that read as prose, with white space joined."""
     if html:
         page = Prose()
         page.feed(text)
@@ -74,11 +73,11 @@ def paragraphs(text: str, html: bool) -> Iterator[str]:
 
 
 def documents(folder: Path) -> Iterator[list[str]]:
-    """Of each file of an unpacked package, sorted by path; a paragraph that was there before is left out."""
+    """Yields the paragraphs of each file of an unpacked package, sorted by path. Repeated paragraphs are left out."""
     seen: set[str] = set()
     for file in sorted(folder.rglob("*")):
         name = file.name.removesuffix(".gz")
-        source = "_sources" in file.parts  # what a page was made from
+        source = "_sources" in file.parts  # the source of a page
         if source or not file.is_file() or file.is_symlink() or not name.endswith((".html", ".txt", ".pod")):
             continue
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -89,7 +88,7 @@ def documents(folder: Path) -> Iterator[list[str]]:
 
 
 def unpack(package: str, folder: Path) -> None:
-    """Raises InputFileError where apt does not have it."""
+    """Unpacks a package. Raises InputFileError if apt does not have it."""
     for command in (["apt-get", "download", package], ["sh", "-c", "dpkg-deb -x *.deb unpacked"]):
         try:
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -99,7 +98,7 @@ def unpack(package: str, folder: Path) -> None:
 
 
 def corpus(packages: Iterable[str]) -> Iterator[str]:
-    """Documents, with a blank line after each."""
+    """Yields documents, with a blank line after each."""
     for package in packages:
         with tempfile.TemporaryDirectory() as folder:
             unpack(package, Path(folder))
@@ -114,9 +113,9 @@ def corpus(packages: Iterable[str]) -> Iterator[str]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="new corpus")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file of the new corpus")
     parser.add_argument(
-        "--packages", nargs="+", default=list(PACKAGES), metavar="NAME", help="Debian packages, read in this order"
+        "--packages", nargs="+", default=list(PACKAGES), metavar="NAME", help="Debian packages, in the order of reading"
     )
     args = parser.parse_args(argv)
     text = "".join(corpus(args.packages))

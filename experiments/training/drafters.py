@@ -1,10 +1,8 @@
-"""What drafters of speculative decoding learn, as plain functions: their logits over whole texts, losses, and how often
-the drafts would be accepted.
+"""Trains drafters of speculative decoding as plain functions: their logits over whole texts, losses, and acceptance.
 
-A drafter of any kind is here a function `Passes`: it gives the logits by which it draws the first draft, the second
-and so on, as if each token of a text in turn were the newest one of its sequence. Whether draft m is accepted matters
-only where those before it are; so drafts are followed along the text itself, and one pass over it tells for every
-beginning how far they hold.
+A drafter of any kind is a function `Passes` here. It returns the logits of the first draft, the second and so on, as if
+each token of a text in turn were the newest one. Draft m only matters if all before it were accepted. So drafts are
+followed along the text itself, and one pass shows how far they hold from every beginning.
 
 Letters: B rows of L tokens, V vocabulary, E the target's model dim, D drafts in a row.
 """
@@ -41,7 +39,7 @@ from pallas_kernels.rotary import rotate
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Known:
-    """Text and what the target makes of it. Leading axes may be added: [B, L]."""
+    """Text with the target's hidden states. Leading axes may be added: [B, L]."""
 
     rows: Rows
     hidden: Any  # [L, E], the target's hidden state of each token, before the final norm
@@ -49,14 +47,14 @@ class Known:
 
 @dataclass(frozen=True)
 class Pass:
-    """What drafts of one depth are drawn by. Row i is about the token after it, as the target's own logits are."""
+    """The logits of drafts of one depth. Row i is about the token after it, like the target's own logits."""
 
     logits: jax.Array  # [L, V]
-    valid: jax.Array  # bool[L]; false where a draft of this depth would have begun before the text
-    hidden: jax.Array | None = None  # [L, E], of drafters that predict the target's hidden state, too
+    valid: jax.Array  # bool[L]; false if a draft of this depth began before the text
+    hidden: jax.Array | None = None  # [L, E], if drafters also predict the target's hidden state
 
 
-# A drafter's weights, the target's, text [L] -> a Pass for each depth it is asked for.
+# Takes a drafter's weights, the target's and text [L]; returns a Pass for each depth.
 Passes = Callable[[Any, Params, Known], list[Pass]]
 
 
@@ -66,7 +64,7 @@ def know(params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
 
 
 def draft_passes(weights: Params, params: Params, known: Known, *, config: LlamaConfig, depth: int = 1) -> list[Pass]:
-    """Returns a draft model, whose config this is: drafts that were accepted are text like any other, so all depths are
+    """Returns the passes of a draft model with this config. Accepted drafts are text like any other, so all depths are
     one."""
     rows = known.rows
     logits = packed_logits(weights, config, Packed(rows.tokens, rows.positions, rows.segments))
@@ -74,7 +72,7 @@ def draft_passes(weights: Params, params: Params, known: Known, *, config: Llama
 
 
 def medusa_passes(heads: tuple[MedusaHead, ...], params: Params, known: Known, *, config: LlamaConfig) -> list[Pass]:
-    """Returns Medusa heads: draft m is head m's, on the hidden state that the newest token was drawn from."""
+    """Returns the passes of Medusa heads. Draft m is head m's, on the hidden state that gave the newest token."""
     normed = norm_quant(known.hidden, params.norm, eps=config.norm_eps, backend=DIFFERENTIABLE)[0]
     states = [shifted(normed, m) for m in range(1, len(heads) + 1)]
     logits = [head_logits(p, x, params, backend=DIFFERENTIABLE) for p, x in zip(heads, states)]
@@ -82,9 +80,9 @@ def medusa_passes(heads: tuple[MedusaHead, ...], params: Params, known: Known, *
 
 
 def eagle_passes(p: EagleHead, params: Params, known: Known, *, config: LlamaConfig, depth: int) -> list[Pass]:
-    """Returns an EAGLE head, which goes on from its own hidden states as it does when it drafts: pass m computes draft
-    m of all beginnings at once (training-time test of EAGLE-3, arXiv 2503.01840). In it a row sees keys made with the
-    target's hidden states up to its beginning, and of each pass since the one key of its own beginning."""
+    """Returns the passes of an EAGLE head, which continues from its own hidden states as in drafting. Pass m computes
+    draft m of all beginnings at once (training-time test of EAGLE-3, arXiv 2503.01840). A row sees keys from the
+    target's hidden states up to its beginning. Of each later pass it sees the one key of its own beginning."""
     rows, a = known.rows, p.layer.attention
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = angles(config, rows.positions, known.hidden.dtype)
@@ -101,7 +99,7 @@ def eagle_passes(p: EagleHead, params: Params, known: Known, *, config: LlamaCon
             q, k = rms_norm(q, a.q_norm, config.norm_eps), rms_norm(k, a.k_norm, config.norm_eps)
         keys.append((rotate(k, cos, sin), v))
         q = rotate(q, cos, sin).reshape(-1, K, H // K, D) * D**-0.5
-        own = [tuple(shifted(x, m - r) for x in keys[r]) for r in range(1, m + 1)]  # of pass r, where it stood then
+        own = [tuple(shifted(x, m - r) for x in keys[r]) for r in range(1, m + 1)]  # of pass r, at its place then
         scores = jnp.einsum("ikgd,jkd->ikgj", q, keys[0][0])
         scores = jnp.where((apart >= m)[:, None, None], scores, -jnp.inf)
         scores = jnp.concatenate([scores, *(jnp.einsum("ikgd,ikd->ikg", q, k)[..., None] for k, _ in own)], axis=-1)
@@ -117,22 +115,25 @@ def eagle_passes(p: EagleHead, params: Params, known: Known, *, config: LlamaCon
 
 
 def follows(rows: Rows, distance: int) -> jax.Array:
-    """Returns whether the row `distance` before each has a token of the same text: bool[L]."""
+    """Returns bool[L]: whether the row `distance` before is of the same text."""
     return (rows.segments >= 0) & (rows.positions >= distance)
 
 
 def shifted(x: jax.Array, rows: int) -> jax.Array:
-    """Returns x [L, ...] with row i - rows in the place of row i; zeros come in."""
+    """Returns x [L, ...] moved down by `rows` rows; zeros come in."""
     return jnp.pad(x, ((rows, 0), *((0, 0) for _ in x.shape[1:])))[: x.shape[0]]
 
 
 def teach(
     weights: Any, params: Params, known: Known, *, passes: Passes, config: LlamaConfig, decay: float, regression: float
 ) -> jax.Array:
-    """Returns what a drafter is to make small over texts [B, L], in nats: the cross entropy from the target's
-    distribution of each next token, the mean of its depths, of which each counts `decay` times as much as the one
-    before (Medusa's 0.8, arXiv 2401.10774). A drafter of hidden states is taught these as well, by `regression` times
-    their smooth L1 distance, a mean over E (EAGLE, arXiv 2401.15077, has 10; the more, the less the tokens count)."""
+    """Returns a drafter's loss over texts [B, L], in nats. It is the cross entropy from the target's distribution of
+    each next token, averaged over depths. Each depth counts `decay` times the previous one (Medusa's 0.8, arXiv
+    2401.10774).
+
+    A drafter of hidden states learns these too, by `regression` times their smooth L1 distance, a mean over E. EAGLE
+    (arXiv 2401.15077) uses 10; a larger value gives tokens less weight.
+    """
 
     known = replace(known, hidden=known.hidden.astype(params.dtype))
 
@@ -170,11 +171,11 @@ def accepted(
     config: LlamaConfig,
     drafts: int,
 ) -> jax.Array:
-    """Returns how often a chain of drafts D is accepted, in texts [B, L] that the target drew itself: i32[B, 1 + D],
-    the number of beginnings, and of those whose first 1 .. D drafts all are what the target drew.
+    """Returns i32[B, 1 + D]: the number of beginnings, then of those whose first 1 .. D drafts all equal the target's
+    draws. Texts [B, L] must be drawn by the target itself.
 
-    A row has one text; `sampling` [B] is what it was drawn with, and drafts are drawn with the same noise. A beginning
-    is a token of index first [B] or later, taken as the newest one, that D tokens follow.
+    A row has one text; `sampling` [B] is what it was drawn with, and drafts use the same noise. A beginning is a token
+    of index first [B] or later that D tokens follow. It counts as the newest one.
     """
 
     def one(text: tuple[Known, Sampling, jax.Array]) -> jax.Array:
@@ -186,7 +187,7 @@ def accepted(
         starts &= jnp.arange(L) + drafts <= jnp.sum(rows.segments >= 0)
         reached, counts = starts, [jnp.sum(starts)]
         for m, found in enumerate(passes(weights, params, known)[:drafts]):
-            reached = shifted(reached, 1) if m else reached  # at the row that draft m is drawn from
+            reached = shifted(reached, 1) if m else reached  # at the row from which draft m is drawn
             drawn = sample(found.logits, asked, rows.positions + 1, backend=DIFFERENTIABLE)[0]
             reached &= found.valid & (drawn == rows.targets)
             counts.append(jnp.sum(reached))
@@ -196,9 +197,9 @@ def accepted(
 
 
 def by_depth(counts: np.ndarray, *, samples: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Returns `accepted`'s counts of texts [B, 1 + D] as a row for each depth m: the share of drafts m that are
-    accepted where those before them were, its 95 % interval by bootstrap over texts (Efron, 1979), and the tokens that
-    a step with m drafts yields, the mean over beginnings."""
+    """Returns a row for each depth m, from `accepted`'s counts of texts [B, 1 + D]. It has the share of drafts m
+    accepted after all before them. A 95 % interval is by bootstrap over texts (Efron, 1979). It also has the tokens per
+    step with m drafts, as a mean over beginnings."""
     drawn = np.random.default_rng(seed).integers(len(counts), size=(samples, len(counts)))
 
     def figures(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

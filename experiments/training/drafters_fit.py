@@ -1,4 +1,4 @@
-"""The loop that trains a drafter: AdamW on random rows of texts, in float32."""
+"""Trains a drafter: AdamW on random rows of texts, in float32."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ Loss = Callable[[Any, Params, Any], jax.Array]  # of a drafter's weights, the ta
 
 @dataclass(frozen=True)
 class Recipe:
-    """How each drafter is trained; weights and optimizer are float32."""
+    """Settings of a drafter's training. Weights and optimizer are float32."""
 
     steps: int
-    rows: int  # a step
+    rows: int  # per step
     length: int  # of a row
     lr: float  # peak of a cosine after a linear warm-up
     weight_decay: float
@@ -33,7 +33,7 @@ class Recipe:
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """Returns AdamW on matrices (norms and biases are not decayed), gradients clipped to norm 1."""
+    """Returns AdamW on matrices (norms and biases do not decay), with gradients clipped to norm 1."""
     warmup = min(50, recipe.steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, warmup, recipe.steps, 0.02 * recipe.lr)
 
@@ -45,8 +45,8 @@ def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
 
 
 def fit(weights: Any, params: Params, data: Any, loss: Loss, recipe: Recipe, name: str) -> tuple[Any, list[float]]:
-    """Returns weights after recipe.steps steps, each of random rows of the data (leaves [N, ...] on the host), and the
-    loss of each step. Every row is taken once before any is taken again."""
+    """Returns weights after recipe.steps steps, and the loss of each step. A step has random rows of the data (leaves
+    [N, ...] on the host). Every row is used once before any repeats."""
     optimizer = make_optimizer(recipe)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -56,7 +56,7 @@ def fit(weights: Any, params: Params, data: Any, loss: Loss, recipe: Recipe, nam
             updates, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state, value
 
-    weights = jax.tree.map(jnp.copy, weights)  # the first step takes them over
+    weights = jax.tree.map(jnp.copy, weights)  # the first step donates them
     state, losses = optimizer.init(weights), []
     picked = pick_rows(len(jax.tree.leaves(data)[0]), recipe)
     with tqdm(total=recipe.steps, desc=name, unit="step", mininterval=1) as bar:
@@ -72,7 +72,7 @@ def fit(weights: Any, params: Params, data: Any, loss: Loss, recipe: Recipe, nam
 
 
 def pick_rows(count: int, recipe: Recipe) -> Iterator[np.ndarray]:
-    """Endless row numbers i64[rows]: one permutation of all after the other."""
+    """Yields row numbers i64[rows] without end: one permutation of all rows after the other."""
     rng, left = np.random.default_rng(recipe.seed), np.zeros(0, np.int64)
     while True:
         while len(left) < recipe.rows:

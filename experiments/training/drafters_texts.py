@@ -1,4 +1,5 @@
-"""What drafters learn from: documents, what the target says after their beginnings, and its hidden states of both."""
+"""Makes the texts of drafters: documents, the target's continuations of their beginnings, and its hidden states of
+both."""
 
 import argparse
 import json
@@ -26,36 +27,36 @@ from jllm.model.params import Params
 
 SLOTS = 64
 SHORTEST, LONGEST = 4, 128  # tokens of a prompt
-BLOCK = 8  # rows whose hidden states are made at once
-STORED = jnp.bfloat16  # that hidden states are kept in
+BLOCK = 8  # rows whose hidden states are computed at once
+STORED = jnp.bfloat16  # dtype of kept hidden states
 TEXTS = ("documents", "continuations", "held")  # names of files
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what the model drew after it, with SamplingParams of this temperature and seed."""
+    """A prompt and the model's continuation, drawn with this temperature and seed."""
 
     tokens: np.ndarray  # i32[n], the prompt's first
-    prompt: int  # how many of them
+    prompt: int  # tokens of the prompt
     temperature: float
     seed: int
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What there is to learn from and to measure with."""
+    """The texts to learn from and to measure with."""
 
     documents: Rows  # [N, L]
-    known: Known  # [N, L], what the target said and some documents
+    known: Known  # [N, L], the target's texts and some documents
     held: list[Continuation]
 
 
 def make_texts(model: Model, args: argparse.Namespace, recipe: Recipe) -> Texts:
-    """Reads or generates the documents, and lets the model go on with their beginnings."""
+    """Returns the texts: reads or generates the documents, and lets the model continue their beginnings."""
     files = (None, None, None) if args.texts_folder is None else [args.texts_folder / f"{n}.jsonl" for n in TEXTS]
     rng, length = np.random.default_rng(recipe.seed), recipe.length
     if args.valid:
-        read_books(args.valid)  # a text that is none is told before the model says a word
+        read_books(args.valid)  # a bad text fails before the model generates
     if args.corpus:
         documents = read_documents(model, args.corpus, rng, length)
     else:
@@ -71,7 +72,7 @@ def make_texts(model: Model, args: argparse.Namespace, recipe: Recipe) -> Texts:
     said = continue_prompts(model, prompts, _both(len(some)), args.longest, recipe.seed, files[1])
     known = know_texts(model, pack([*(text.tokens[: length + 1] for text in said), *some], length, rng))
     shown = [ids for ids in cut_prompts(held[: args.held_texts], rng) for _ in range(2)]
-    later = recipe.seed + args.texts  # seeds that no text to learn from has
+    later = recipe.seed + args.texts  # seeds that no training text has
     return Texts(
         pack(documents, length, rng),
         known,
@@ -80,7 +81,7 @@ def make_texts(model: Model, args: argparse.Namespace, recipe: Recipe) -> Texts:
 
 
 def _both(count: int) -> list[float]:
-    """Temperatures 0 and 1 in turn."""
+    """Returns temperatures 0 and 1 in turn."""
     return [float(i % 2) for i in range(count)]
 
 
@@ -93,7 +94,7 @@ def _begin(model: Model) -> int:
 
 
 def read_documents(model: Model, file: str, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-    """Returns token ids of the passages of a text in random order, each at most `length` + 1 of them."""
+    """Returns token ids of a text's passages in random order, each cut at `length` + 1."""
     if model.tokenizer is None:
         raise ConfigError(f"{file}: the model has no tokenizer to read it with: leave --corpus and --valid out")
     passages = cut_passages(read_books(file), rng, longest=3 * length)
@@ -103,12 +104,12 @@ def read_documents(model: Model, file: str, rng: np.random.Generator, length: in
 
 @partial(jax.jit, static_argnames="config")
 def know_rows(params: Params, rows: Rows, *, config: LlamaConfig) -> jax.Array:
-    """Returns [B, L, E]."""
+    """Returns hidden states [B, L, E]."""
     return jax.lax.map(lambda row: know(params, row, config=config), rows)
 
 
 def know_texts(model: Model, rows: Rows) -> Known:
-    """With the target's hidden states, kept on the host as STORED."""
+    """Returns rows with the target's hidden states, kept on the host as STORED."""
     hidden = []
     for start in tqdm(range(0, len(rows.tokens), BLOCK), desc="hidden states", unit_scale=BLOCK, unit="row"):
         some = jax.tree.map(lambda leaf: leaf[start : start + BLOCK], rows)  # noqa: B023
@@ -117,7 +118,7 @@ def know_texts(model: Model, rows: Rows) -> Known:
 
 
 def cut_prompts(documents: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the beginning of each document, at most all but its last token, of a length drawn log-uniformly."""
+    """Returns the beginning of each document, of a length drawn log-uniformly, at most all but its last token."""
     lengths = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), len(documents))).astype(int)
     return [ids[: max(1, min(n, len(ids) - 1))] for ids, n in zip(documents, lengths)]
 
@@ -130,9 +131,9 @@ def continue_prompts(
     seed: int,
     file: Path | None = None,
 ) -> list[Continuation]:
-    """At most `length` new tokens for each prompt, at its temperature, with seeds from `seed` on; and an end token
-    where the model drew it. A `file` keeps them; one that has them already is read. Raises InputFileError for a file of
-    other prompts or another model, OutputError for one that cannot be written."""
+    """Returns at most `length` new tokens for each prompt at its temperature, with seeds from `seed` on. An end token
+    is kept if the model drew it. A `file` stores them; an existing one is read. Raises InputFileError for a file of
+    other prompts or another model, and OutputError if it cannot be written."""
     asked = [(temperature, seed + i) for i, temperature in enumerate(temperatures)]
     about = {"length": length, "asked": digest([repr(asked).encode()]), "weights": of_params(model.params)}
     about |= of_machine() | {"prompts": digest(np.asarray(prompt, np.int32).tobytes() for prompt in prompts)}
@@ -141,7 +142,7 @@ def continue_prompts(
     else:
         sampling = [SamplingParams(temperature=t, seed=s, max_new_tokens=length) for t, s in asked]
         said = [()] * len(prompts)
-        end = model.eos_ids if len(model.eos_ids) == 1 else ()  # of several, it is not told which it was
+        end = model.eos_ids if len(model.eos_ids) == 1 else ()  # among several, the drawn one is unknown
         with tqdm(total=len(prompts), desc="continuations", unit="text") as bar:
             for piece in stream(model, [ids.tolist() for ids in prompts], sampling, max_slots=SLOTS):
                 if (done := piece.completion) is not None:

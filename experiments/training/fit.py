@@ -1,8 +1,8 @@
 """Trains a small LLaMA: the recipe, the loss, steps of AdamW, and the loop that validates and stops.
 
 Training runs the library's own forward pass (jllm.model.backbone, no cache) over rows packed with passages. The text is
-small, and a model could learn it by heart. So every epoch cuts it into other passages, and units are dropped out.
-Training stops when the validation loss no longer falls, and keeps the weights where it was lowest.
+small, and a model could memorize it. So every epoch cuts it into other passages, and units are dropped out. Training
+stops when the validation loss no longer falls, and keeps the weights with the lowest one.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from jllm.model.param_specs import init_params
 from jllm.model.params import Params, Weight, with_matrices
 from pallas_kernels.backends import TRAINING
 
-BLOCK = 10  # training steps a dispatch
+BLOCK = 10  # training steps per dispatch
 STORED = jnp.bfloat16
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: everything but the model's shape and the text."""
+    """Settings of training, except the model's shape and the text."""
 
     steps: int
-    rows: int  # a step
+    rows: int  # per step
     lr: float  # peak of a cosine after a linear warm-up
     warmup: int
     weight_decay: float
@@ -56,7 +56,7 @@ class TrainState:
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """Returns AdamW on matrices (norms are not decayed), gradients clipped to norm 1."""
+    """Returns AdamW on matrices (norms do not decay), with gradients clipped to norm 1."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.lr, recipe.warmup, recipe.steps, 0.02 * recipe.lr)
     adamw = optax.adamw(
         schedule,
@@ -68,9 +68,8 @@ def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
 
 
 def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
-    """Returns weights of a network in which each attention output and each hidden unit of the MLPs is silent with
-    probability `rate`: dropout with one mask a text (Gal and Ghahramani, arXiv 1512.05287), which needs nothing of the
-    model."""
+    """Returns weights of a network with dropout: each attention output and each hidden unit of the MLPs is zero with
+    probability `rate`. A text has one mask (Gal and Ghahramani, arXiv 1512.05287), so the model needs no change."""
 
     def keep(key: jax.Array, w: Weight) -> jax.Array:
         assert isinstance(w, jax.Array), "quantized weights are not trained"
@@ -86,14 +85,14 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
 
 
 def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
-    """Returns sum of -log p of a row's targets (a row: leaves i32[L])."""
+    """Returns the sum of -log p of a row's targets (a row: leaves i32[L])."""
     logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments), backend=TRAINING)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
     return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
 
 
 def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, recipe: Recipe) -> jax.Array:
-    """Returns training loss in nats a token over rows [B, L]; each row has a dropout mask of its own."""
+    """Returns the training loss in nats per token over rows [B, L]. Each row has its own dropout mask."""
     params = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), params)
 
     def one(row: Rows, key: jax.Array) -> jax.Array:
@@ -104,7 +103,7 @@ def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, r
 
 
 def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """Returns one step on rows [B, L], and its loss; pure, fit for vmap."""
+    """Returns one step on rows [B, L], and its loss. It is pure, and fits vmap."""
     key, drop = jax.random.split(state.key)
     loss, grads = jax.value_and_grad(mean_nats)(state.params, rows, drop, config, recipe)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
@@ -114,12 +113,12 @@ def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recip
 
 @partial(jax.jit, static_argnames=("config", "recipe"), donate_argnames="state")
 def train_steps(state: TrainState, rows: Rows, *, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:
-    """Returns one step for each leading index of rows [steps, B, L]; losses [steps]."""
+    """Returns one step for each leading index of rows [steps, B, L], and losses [steps]."""
     return jax.lax.scan(lambda state, rows: train_step(state, rows, config, recipe), state, rows)
 
 
 def begin(config: LlamaConfig, recipe: Recipe, seed: int | jax.Array) -> TrainState:
-    """Before the first step."""
+    """Returns the state before the first step."""
     init_key, key = jax.random.split(jax.random.key(seed))
     params = init_params(config, init_key, jnp.float32)
     return TrainState(params, make_optimizer(recipe).init(params), key)
@@ -127,22 +126,22 @@ def begin(config: LlamaConfig, recipe: Recipe, seed: int | jax.Array) -> TrainSt
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
 def sum_nats(params: Params, rows: Rows, *, config: LlamaConfig, dtype: str) -> jax.Array:
-    """Returns sum of -log p of all targets of rows [B, L], the weights rounded as they will be stored, computed in
-    `dtype`."""
+    """Returns the sum of -log p of all targets of rows [B, L], computed in `dtype`. Weights are rounded as they will be
+    stored."""
     params = jax.tree.map(lambda leaf: leaf.astype(STORED).astype(dtype), params)
     return jnp.sum(jax.lax.map(lambda row: row_nats(params, row, config), rows, batch_size=8))
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out text as rows, and how much text it is."""
+    """Held-out text as rows, and its size."""
 
     rows: Rows
     tokens: int  # targets, end tokens included
     bytes: int  # of UTF-8 text
 
     def loss(self, params: Params, config: LlamaConfig, dtype: str) -> float:
-        """Nats a token."""
+        """Returns nats per token."""
         return float(sum_nats(params, self.rows, config=config, dtype=dtype)) / self.tokens
 
     def bits_per_byte(self, loss: float) -> float:
@@ -150,7 +149,7 @@ class Validation:
 
 
 def make_validation(books: Sequence[Book], model: bytes, length: int) -> Validation:
-    """Always the same rows for the same text, tokenizer and length."""
+    """Returns the same rows for the same text, tokenizer and length."""
     import sentencepiece
 
     rng = np.random.default_rng(0)
@@ -169,10 +168,10 @@ def train(
     resumed: Kept | None = None,
     keep: Callable[[Kept], None] = lambda kept: None,
 ) -> Generator[tuple[dict[str, Any], Params | None], None, None]:
-    """Yields for each evaluation a flat dict of figures and, where the validation loss is the lowest yet, the params
-    (float32, on the host). Ends after recipe.steps, or early once the loss has ceased to fall. What `keep` was given
-    after an evaluation had been taken is what a run goes on from as `resumed`: with the same weights as if it had never
-    ended, on the same machine."""
+    """Yields a flat dict of figures for each evaluation. If its validation loss is the lowest yet, the params come too
+    (float32, on the host). Ends after recipe.steps, or early once the loss no longer falls. `keep` receives the state
+    after each evaluation. A run with that as `resumed` gets the same weights as an uninterrupted one, on the same
+    machine."""
     from tqdm import tqdm
 
     state, done = (resumed.state, list(resumed.rows)) if resumed else (begin(config, recipe, recipe.seed), [])
@@ -195,7 +194,7 @@ def train(
             if step % recipe.eval_every and step != recipe.steps:
                 continue
             loss, train_loss, losses = valid.loss(state.params, config, recipe.compute), float(np.mean(losses)), []
-            loss = round(loss, 4)  # as it is written down, so that a run that goes on compares the same figures
+            loss = round(loss, 4)  # as it is written, so that a resumed run compares the same values
             bar.set_postfix(train=f"{train_loss:.3f}", valid=f"{loss:.3f}")
             since = 0 if loss < best else since + 1
             best = min(best, loss)

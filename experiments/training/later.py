@@ -1,4 +1,4 @@
-"""optax, which is loaded when it is first used: --help of what trains does without."""
+"""Loads optax at its first use, so --help of training commands does not need it."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,11 +1,11 @@
-"""A length predictor that looks at the prompt: a small network over its tokens' statistics. train_length_predictor.py
-trains it on what one model really said, and it is good for that model alone. A KV policy takes it as an object:
+"""Predicts output lengths from the prompt, by a small network over statistics of its tokens. train_length_predictor.py
+trains it on one model's own texts, and it is only valid for that model. A KV policy takes it as an object:
 
     Engine(model, kv_policy=Extent(load_learned("length.safetensors", model)))
 
-The network sees hashed tokens (how often each bucket occurs, and the last ones in their order), the prompt's length,
-and the strings that stop the request. It yields a distribution over the output's length, in bins that grow with it. The
-shares that it gives were held against texts that it was not trained on, and are corrected by what came out (`levels`).
+The network sees hashed tokens (the count of each bucket, and the last tokens in order), the prompt's length, and the
+request's stop strings. It gives a distribution over the output's length, in bins that grow with it. `levels` correct
+its shares by held-out texts.
 """
 
 import hashlib
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from jllm.model.model import Model
 
 FORMAT = "jllm-length-predictor-1"
-BAG, LAST, STOPS = 512, 256, 32  # buckets that tokens, the last tokens, and stop strings are hashed to
+BAG, LAST, STOPS = 512, 256, 32  # hash buckets of tokens, of the last tokens, and of stop strings
 PLACES = 4  # last tokens that count by their place
-DENSE = 4  # features that are numbers
+DENSE = 4  # numeric features
 ARRAYS = ("edges", "bag", "last", "stops", "dense", "bias", "out", "out_bias", "levels")
 REMEMBERED = 4096  # prompts
 
 
 class LengthPredictorError(JllmError, ValueError):
-    """A file of a learned length predictor that is damaged, or was made for another vocabulary or model."""
+    """A learned length predictor's file is damaged, or was made for another vocabulary or model."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the network sees of a request: indices of rows of its tables, with weights where they have some."""
+    """The network's view of a request: indices of rows of its tables, some with weights."""
 
     bag: np.ndarray  # i64[n] buckets of all different tokens
-    counts: np.ndarray  # f32[n] log(1 + how often), scaled to norm 1
-    last: np.ndarray  # i64[PLACES] rows of a table of PLACES * LAST + 1, the last one where the prompt is too short
+    counts: np.ndarray  # f32[n] log(1 + count), scaled to norm 1
+    last: np.ndarray  # i64[PLACES] rows of a table of PLACES * LAST + 1; the last row if the prompt is too short
     stops: np.ndarray  # i64[k] buckets of the stop strings
     dense: np.ndarray  # f32[DENSE]
 
 
 def features(prompt: Sequence[int], stop: Iterable[str]) -> Features:
-    """Returns what the network sees of a prompt (token ids) and its stop strings."""
+    """Returns the features of a prompt (token ids) and its stop strings."""
     ids = np.asarray(prompt, np.int64)
     hashed = _hash(ids)
     bag, times = np.unique(hashed % BAG, return_counts=True)
@@ -66,16 +66,16 @@ def features(prompt: Sequence[int], stop: Iterable[str]) -> Features:
 
 
 def _hash(ids: np.ndarray) -> np.ndarray:
-    """Returns Knuth's multiplicative hash: neighbouring ids go apart."""
+    """Returns Knuth's multiplicative hash, which separates neighbouring ids."""
     return (ids * 2654435761 % (1 << 32)) >> 16
 
 
 class Learned:
     """A length.Predictor. `arrays` are those of ARRAYS:
 
-    edges i64[B]: longest output of each bin, the last one open; bag f32[BAG, W], last f32[PLACES * LAST + 1, W], stops
-    f32[STOPS, W], dense f32[DENSE, W], bias f32[W], out f32[W, B], out_bias f32[B]: the network; levels f32[n]: values
-    of the network's distribution function at true lengths, ascending, as held-out texts gave them.
+    edges i64[B]: longest output of each bin, the last one open. The network is bag f32[BAG, W], last f32[PLACES * LAST
+    + 1, W], stops f32[STOPS, W], dense f32[DENSE, W], bias f32[W], out f32[W, B] and out_bias f32[B]. levels f32[n]:
+    the network's distribution function at true lengths of held-out texts, ascending.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
@@ -106,11 +106,12 @@ class Learned:
         return int(min(max(length, produced + 1), params.max_new_tokens))
 
     def _at(self, below: np.ndarray, length: float) -> float:
-        """Returns P(output <= length): linear within a bin."""
+        """Returns P(output <= length), linear within a bin."""
         return float(np.interp(length, np.concatenate([[0.0], self._edges]), np.concatenate([[0.0], below])))
 
     def _quantile(self, below: np.ndarray, share: float) -> float:
-        """Returns the least length that so large a share does not exceed; beyond the last closed bin, infinite."""
+        """Returns the least length with at least this share of outputs up to it. Beyond the last closed bin it is
+        infinite."""
         b = int(np.searchsorted(below, share - 1e-12))
         if b >= len(self._edges) - 1:
             return float("inf")
@@ -126,7 +127,7 @@ class Learned:
 
 
 def corrected(below: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Returns the share of held-out requests for which the network gave at most so much to what came out."""
+    """Returns the share of held-out requests at whose true length the network's value was at most this."""
     if not len(levels):
         return below
     known = np.concatenate([[0.0], levels.astype(np.float64), [1.0]])
@@ -134,7 +135,8 @@ def corrected(below: np.ndarray, levels: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(model: "Model") -> str:
-    """Returns a digest of what a model is, however its matrices are stored: its sizes and its last norm's weights."""
+    """Returns a digest of a model's sizes and its last norm's weights. It does not depend on the storage of
+    matrices."""
     c = model.config
     sizes = (c.architecture, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads)
     norm = np.asarray(model.params.norm).astype(np.float32).tobytes()
@@ -142,7 +144,8 @@ def fingerprint(model: "Model") -> str:
 
 
 def save_learned(path: str | Path, arrays: Mapping[str, np.ndarray], model: "Model", about: Mapping[str, Any]) -> None:
-    """Weights go to float16, with what they are good for; `about` is for people. Raises LengthPredictorError."""
+    """Writes the predictor, with weights in float16 and the identity of its model. `about` is for readers. Raises
+    LengthPredictorError."""
     whole = ("edges", "levels")
     stored = {
         name: np.ascontiguousarray(array if name in whole else np.asarray(array, np.float16))
@@ -161,7 +164,8 @@ def save_learned(path: str | Path, arrays: Mapping[str, np.ndarray], model: "Mod
 
 
 def load_learned(path: str | Path, model: "Model") -> Learned:
-    """Returns LengthPredictorError for a file that is none, or was made for another vocabulary or model."""
+    """Returns the predictor in a file. Raises LengthPredictorError for any other file, or another vocabulary or
+    model."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             told = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""Fits the network of a length predictor (learned_length.py) to requests whose outputs are known."""
+"""Fits the network of a length predictor (learned_length.py) to requests with known outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,20 +36,20 @@ class Examples:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train."""
+    """Settings of training."""
 
     width: int
     steps: int
-    rows: int  # a step
+    rows: int  # per step
     lr: float
     weight_decay: float
     dropout: float
-    table_rate: float  # of the tables' learning rate, to that of the rest
+    table_rate: float  # the tables' learning rate over the rest's
     seed: int
 
 
 def make_edges(longest: int) -> np.ndarray:
-    """Returns i64[B]: longest output of each bin, ratios of RATIO from where they are whole tokens; the last bin is
+    """Returns i64[B], the longest output of each bin. Edges grow by RATIO, once that is a whole token; the last bin is
     open."""
     edges = [1]
     while edges[-1] < longest:
@@ -63,7 +63,7 @@ def bins_of(outputs: Sequence[int] | np.ndarray, edges: np.ndarray) -> np.ndarra
 
 
 def examples(requests: Sequence[Request], edges: np.ndarray) -> Examples:
-    """Returns requests as a network takes them."""
+    """Returns requests as arrays for the network."""
     found = [features(request.prompt, request.stop) for request in requests]
     bag, stops = np.zeros((len(found), BAG), np.float32), np.zeros((len(found), STOPS), np.float32)
     for i, x in enumerate(found):
@@ -81,7 +81,7 @@ def examples(requests: Sequence[Request], edges: np.ndarray) -> Examples:
 
 
 def init(recipe: Recipe, bins: int, shares: np.ndarray) -> Weights:
-    """Returns small random weights, tables of zeros; the output's bias begins at the shares of all."""
+    """Returns small random weights with tables of zeros. The output's bias begins at the overall shares."""
     keys = jax.random.split(jax.random.key(recipe.seed), 3)
     weights = {"bag": jnp.zeros((BAG, recipe.width)), "last": jnp.zeros((PLACES * LAST + 1, recipe.width))}
     weights["stops"] = 0.3 * jax.random.normal(keys[0], (STOPS, recipe.width))
@@ -91,15 +91,15 @@ def init(recipe: Recipe, bins: int, shares: np.ndarray) -> Weights:
 
 
 def logits(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Array:
-    """Returns [N, B]."""
+    """Returns logits [N, B]."""
     hidden = x.dense @ weights["dense"] + x.bag @ weights["bag"] + x.stops @ weights["stops"] + weights["bias"][None]
     hidden = jnp.maximum(hidden + weights["last"][x.last].sum(1), 0)
     return (hidden * keep) @ weights["out"] + weights["out_bias"][None]
 
 
 def nats(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Array:
-    """Returns [N]: minus the log of the share of what came out: a bin, or for what was cut off all bins from there
-    on."""
+    """Returns nats [N]: minus the log of the share of the true bin. For a cut output it is the share of all bins from
+    there on."""
     logs = jax.nn.log_softmax(logits(weights, x, keep))
     later = jnp.arange(logs.shape[1])[None] > x.bins[:, None]
     here = jnp.take_along_axis(logs, x.bins[:, None], 1)[:, 0]
@@ -107,8 +107,7 @@ def nats(weights: Weights, x: Examples, keep: jax.Array | float = 1.0) -> jax.Ar
 
 
 def make_optimizer(recipe: Recipe) -> "optax.GradientTransformation":
-    """Returns AdamW; the tables of hashed tokens are decayed and learn slowly, since they could know each text by
-    heart."""
+    """Returns AdamW. The tables of hashed tokens decay and learn slowly, since they could memorize each text."""
     schedule = optax.cosine_decay_schedule(recipe.lr, recipe.steps, 0.05)
 
     def tables(weights: Weights) -> dict[str, bool]:
@@ -138,7 +137,7 @@ mean_nats = jax.jit(lambda weights, x: nats(weights, x).mean())
 def train(
     training: Examples, bins: int, recipe: Recipe, deciding: Examples | None = None
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Returns the weights of the least loss on `deciding`, and the step that had it; without it, of the last step."""
+    """Returns the weights of the least loss on `deciding`, and their step. Without it they are of the last step."""
     shares = np.bincount(training.bins, minlength=bins) + 1.0
     weights = init(recipe, bins, shares / shares.sum())
     state = make_optimizer(recipe).init(weights)
@@ -162,7 +161,7 @@ def train(
 
 
 def fit(parts: Sequence[Sequence[Request]], edges: np.ndarray, recipe: Recipe) -> tuple[dict[str, np.ndarray], int]:
-    """Returns the arrays of a predictor from requests in parts that share no text, and the steps of its training."""
+    """Returns a predictor's arrays from requests in parts that share no text, and the steps of its training."""
     whole = {"edges": edges, "levels": np.zeros(0)}
     values: list[float] = []
     steps = []
@@ -178,8 +177,8 @@ def fit(parts: Sequence[Sequence[Request]], edges: np.ndarray, recipe: Recipe) -
 
 
 def true_values(learned: Learned, requests: Sequence[Request]) -> list[float]:
-    """Returns what the distribution function gives for each output that came out. Of those cut off nothing is known but
-    where they are not, and they are few: left out."""
+    """Returns the distribution function at each true output. Cut outputs are left out: they are few, and only have a
+    lower bound."""
     edges = np.concatenate([[0], learned.edges])
     return [
         float(np.interp(r.output, edges, np.concatenate([[0], learned.distribution(r.prompt, r.stop)])))

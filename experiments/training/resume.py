@@ -1,4 +1,4 @@
-"""A training run's state in a file, so that a run that was cut off goes on from its last evaluation."""
+"""Keeps a training run's state in a file, so that an interrupted run resumes at its last evaluation."""
 
 import json
 import os
@@ -17,14 +17,14 @@ FILE = "training_state.npz"
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a run stands."""
+    """The state of a run."""
 
     state: Any  # a pytree of arrays
-    rows: list[dict[str, Any]]  # of its evaluations; the last one's "step" is where it goes on
+    rows: list[dict[str, Any]]  # of its evaluations; it resumes at the last one's "step"
 
 
 def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
-    """Replaces what is there at once. `run` says what decides the run. Raises OutputError."""
+    """Replaces the kept state at once. `run` has what decides the run. Raises OutputError."""
     leaves: dict[str, Any] = {f"leaf{i}": _plain(leaf) for i, leaf in enumerate(jax.tree.leaves(kept.state))}
     about = np.frombuffer(json.dumps({"run": run, "rows": kept.rows}).encode(), np.uint8)
     file, new = folder / FILE, folder / f"{FILE}.new"
@@ -38,8 +38,8 @@ def keep(folder: Path, run: dict[str, Any], kept: Kept) -> None:
 
 
 def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
-    """Returns what was kept of the same run, as a pytree like `like`, of arrays or their shapes; None where there is
-    nothing. Raises InputFileError for a damaged file and for another run's."""
+    """Returns the kept state of the same run, as a pytree like `like` (arrays or shapes), or None without one. Raises
+    InputFileError for a damaged file, and for another run's."""
     file = folder / FILE
     if not file.exists():
         return None
@@ -69,7 +69,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    """As it is stored; of a key those of its words."""
+    """Returns the stored shape; of a random key, that of its words."""
     return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
 
 

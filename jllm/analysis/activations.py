@@ -1,5 +1,5 @@
-"""What happens inside a model: any named value of prefill and decode, and how far quantization moves the residual
-stream after every layer."""
+"""Shows what happens inside a model: named values of prefill and decode, and the error of the residual stream after
+each layer."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,20 +30,20 @@ _lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far the residual stream after a layer is from a reference's."""
+    """The distance of the residual stream after a layer from a reference's."""
 
     layer: int  # from 1; 0 is the embedding
-    snr_db: float  # 10 log10(|reference|^2 / |difference|^2), inf where equal
-    largest: float  # absolute activation of the model
-    channel: int  # where it is
+    snr_db: float  # 10 log10(|reference|^2 / |difference|^2), inf if equal
+    largest: float  # largest absolute activation of the model
+    channel: int  # its channel
     largest_reference: float
 
 
 def residuals(model: Model, tokens: Sequence[int], *, backend: str | None = None) -> Iterator[jax.Array]:
-    """Yields [T, E] of one sequence i32[T]: the embedding, then the residual stream after each layer, one at a time.
+    """Yields [T, E] for one sequence i32[T]: the embedding, then the residual stream after each layer.
 
-    A layer runs as a model of its own, whose embedding is the stream so far and whose tokens are 0 .. T - 1: the same
-    compiled function for all layers of one attention window, in time linear in their number.
+    A layer runs as a model of its own: its embedding is the stream so far, and its tokens are 0 .. T - 1. All layers of
+    one attention window share a compiled function. The time is linear in the number of layers.
     """
     ids = _check_tokens(model, tokens)
     rows = jnp.arange(len(ids), dtype=jnp.int32)
@@ -68,13 +68,12 @@ def tap(
     segment: int = 1,
     backend: str | None = None,
 ) -> Taps:
-    """Returns the values [T, ...] that `names` (see jllm.model.taps) stand for, by name, as serving computes them.
+    """Returns the values [T, ...] of `names` (see jllm.model.taps) by name, as serving computes them.
 
-    tokens: one sequence i32[T].
+    tokens: one sequence i32[T]. prompt: number of tokens in the prompt (None: all). segment: rows per decode step, as
+    for drafted tokens; the last segment may have fewer. kv_cache: format of the paged cache.
 
-    The first `prompt` tokens (None: all) are one prompt's, the others go through decode `segment` at a time (as drafted
-    tokens do; the last segment may have fewer), over a paged cache of format `kv_cache`. Raises EvaluationError for
-    unknown names and for tokens that the model can't take.
+    Raises EvaluationError for unknown names, and for tokens that the model cannot take.
     """
     ids = _check_tokens(model, tokens)
     T, c = len(ids), model.config
@@ -96,15 +95,15 @@ def tap(
 
 
 def _paged(ids: np.ndarray, start: int, pages: int, page_size: int, *, width: int | None) -> Paged:
-    """Returns tokens start .. start + T of a sequence that owns pages 0 .. pages: a segment of `width` rows, or (None)
-    a prompt's chunk."""
+    """Returns the batch of tokens start .. start + T of a sequence with pages 0 .. pages. It is a segment of `width`
+    rows, or a prompt's chunk (None)."""
     table, at, n = np.arange(pages, dtype=np.int32)[None], np.full(1, start, np.int32), np.full(1, len(ids), np.int32)
     if width is not None:
         padded = np.pad(ids, (0, width - len(ids)))[None]
         rows = ShortSegments(padded, at, n, table), no_chunks(pages)  # type: ignore[arg-type]
     else:
         rows = no_segments(pages), Chunks(ids, at, n, table)  # type: ignore[arg-type]
-    one = np.zeros(1, np.int32), np.zeros(0, np.int32)  # the slot, of either
+    one = np.zeros(1, np.int32), np.zeros(0, np.int32)  # the slot of either
     slots = one if width is not None else one[::-1]
     return _lay_out(*rows, num_pages=pages, page_size=page_size, slots=slots)
 
@@ -121,7 +120,7 @@ def _tap_step(
 
 
 def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:
-    """Returns i32[T]."""
+    """Returns the tokens as i32[T]. Raises EvaluationError for invalid ones."""
     ids = np.asarray(tokens)
     size = model.config.vocab_size
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -134,7 +133,8 @@ def _check_tokens(model: Model, tokens: Sequence[int]) -> np.ndarray:
 def compare_layers(
     model: Model, reference: Model, tokens: Sequence[int], *, backend: str | None = None
 ) -> tuple[LayerError, ...]:
-    """Returns L + 1 entries. Raises EvaluationError for models of different shapes."""
+    """Returns L + 1 entries, from the embedding to the last layer. Raises EvaluationError for models of different
+    shapes."""
     a, b = ((m.config.vocab_size, m.config.num_layers, m.config.hidden_size) for m in (model, reference))
     if a != b:
         raise EvaluationError(f"the models must have the same vocabulary, layers and width, not {a} and {b}")
@@ -144,8 +144,8 @@ def compare_layers(
 
 @jax.jit
 def _compare(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns squared norms of the reference and of the difference; x's largest entry of each channel; the
-    reference's."""
+    """Returns the squared norms of the reference and of the difference. Then come the largest entries per channel of x
+    and of the reference."""
     dtype = compute_dtype(reference.dtype)
     x, y = x.astype(dtype), reference.astype(dtype)
     return jnp.sum(y * y), jnp.sum((x - y) ** 2), jnp.abs(x).max(axis=0), jnp.abs(y).max()

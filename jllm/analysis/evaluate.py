@@ -1,11 +1,11 @@
-"""Perplexity by named protocols, and how far a model is from another: divergence and agreement of top tokens.
+"""Measures perplexity by named protocols, and a model's divergence and top-token agreement with a reference.
 
     evaluate(model, text, "wikitext2-2048", kv_cache="int8-g8", reference=unquantized).as_row()
 
-The same model on the same text gives quite different perplexities by protocol, so that every output carries its name.
-A text becomes tokens, tokens become windows (see jllm.analysis.protocols), and windows of all texts together go through
-the model as prompts do that are served: in ragged chunks, over the paged KV cache and the kernels of the device. So
-formats of weights and of K and V cost here what they cost there. Logits exist for a block of rows at a time.
+The same model and text give quite different perplexities by protocol, so every output carries its protocol's name. A
+text becomes tokens, and tokens become windows (see jllm.analysis.protocols). Windows of all texts run together like
+served prompts: in ragged chunks, over the paged KV cache, with the device's kernels. So formats of weights and of K and
+V lose the same accuracy here as in serving. Logits exist only for a block of rows at a time.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ from jllm.model.model import Model
 Text = str | Sequence[int]
 
 
-MEASURES = {"perplexity": "nats", "added": "nats", "kl": "kl", "top1": "same"}  # and the sum that each is made of
-SCALES = {"perplexity": math.exp, "added": math.expm1}  # of those that are means of nats
+MEASURES = {"perplexity": "nats", "added": "nats", "kl": "kl", "top1": "same"}  # and the sum behind each
+SCALES = {"perplexity": math.exp, "added": math.expm1}  # for means of nats
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums over one text, or over one window where texts are joined."""
+    """Sums over one text, or over one window if texts are joined."""
 
-    tokens: int  # scored
-    words: int | None  # None where they were not counted
+    tokens: int  # number of scored tokens
+    words: int | None  # None: not counted
     nats: float
-    reference_nats: float | None = None  # this and what follows: None without a reference
+    reference_nats: float | None = None  # None without a reference, as are the next two
     kl: float | None = None  # in nats
-    same: int | None = None  # tokens before which both models find the same next token most likely
+    same: int | None = None  # tokens for which both models have the same most likely token
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What evaluate returns; `protocol` is the resolved one."""
+    """The result of evaluate. `protocol` is the resolved one."""
 
     protocol: Protocol
     parts: tuple[Part, ...]
@@ -63,17 +63,17 @@ class Evaluation:
 
     @property
     def added(self) -> float:
-        """By how much of itself the reference's perplexity grows."""
+        """Returns the relative growth of the perplexity over the reference's."""
         return self.measure("added")
 
     @property
     def kl(self) -> float:
-        """Returns divergence of the model from the reference, in nats a token."""
+        """Returns the Kullback-Leibler divergence from the reference, in nats per token."""
         return self.measure("kl")
 
     @property
     def top1(self) -> float:
-        """Returns how often both find the same token most likely."""
+        """Returns the share of tokens for which both models have the same most likely token."""
         return self.measure("top1")
 
     def measure(self, name: str) -> float:
@@ -89,16 +89,19 @@ class Evaluation:
         samples: int = 1000,
         seed: int = 0,
     ) -> tuple[float, float]:
-        """Returns the interval of measure(name): percentiles of the bootstrap over parts (Efron, 1979). With `over`
-        that of the difference from another evaluation of the same parts, both of the same draws: of kl and top1 of what
-        is more, of perplexity the ratio, of added the ratio less one. Raises EvaluationError for one part alone, and
-        where the other's parts are not the same."""
+        """Returns the confidence interval of measure(name), from the bootstrap over parts (Efron, 1979).
+
+        With `over`, an evaluation of the same parts, the interval is that of a comparison. Both are resampled alike. It
+        is the difference of kl or top1, the ratio of perplexity, or that ratio less one for added.
+
+        Raises EvaluationError for a single part, and if the parts differ.
+        """
         above, below = self._terms(name)
         n = len(above)
         if over is not None:
             other, tokens = over._terms(name)
             if not np.array_equal(tokens, below):
-                raise EvaluationError("what is compared must be evaluations of the same texts by the same protocol")
+                raise EvaluationError("compare only evaluations of the same texts by the same protocol")
             above = above - other
         if n < 2:
             raise EvaluationError(f"protocol {self.protocol.name}: an interval takes at least 2 parts, not {n}")
@@ -109,14 +112,14 @@ class Evaluation:
         return scale(low), scale(high)
 
     def as_row(self) -> dict[str, Any]:
-        """Returns plain data: the protocol with its numbers, and the figures."""
+        """Returns a plain dict: the protocol's settings and the measures."""
         p = self.protocol
         row: dict[str, Any] = {"protocol": p.name, "context": p.context, "stride": p.stride, "unit": p.unit}
         row |= {"tokens": self.tokens, "parts": len(self.parts), "perplexity": self.perplexity}
         return row if self.parts[0].kl is None else row | {"added": self.added, "kl": self.kl, "top1": self.top1}
 
     def _terms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns sums of the parts and what they are divided by."""
+        """Returns the numerators and denominators of a measure, by part."""
         if name not in MEASURES:
             raise EvaluationError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
         if name != "perplexity" and self.parts[0].kl is None:
@@ -130,10 +133,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a reference model makes of some texts by a protocol, kept on the host: evaluate takes it in the model's
-    place, so that a sweep runs the reference once. T x E values of the model's dtype."""
+    """The hidden states of a reference model on some texts, kept on the host. evaluate takes it instead of the model,
+    so a sweep runs the reference once. It has T x E values of the model's dtype."""
 
-    model: Model  # without its layers, which are not needed any more
+    model: Model  # without its layers
     protocol: Protocol
     ids: tuple[np.ndarray, ...]
     states: tuple[np.ndarray, ...]  # of each window [inputs, E]
@@ -152,13 +155,17 @@ def evaluate(
     backend: str | None = None,
     resume: str | Path | None = None,
 ) -> Evaluation:
-    """Returns perplexity of a text or several; with a reference model also the divergence from it on the same tokens.
+    """Returns the perplexity of one or several texts. With a reference model it also has the divergence on the same
+    tokens.
 
-    Token ids are taken as they are, nothing added. Options are those of EngineOptions; a step takes max_step_tokens of
-    up to max_slots windows. The reference keeps K and V in its own dtype; for many evaluations against one, `record`
-    it. `resume` names a file that each window's scores go to as they come: the same call goes on from there after an
-    interruption (windows then share steps with others: sums agree to rounding). Raises EvaluationError for what can't
-    be scored and for a file of another evaluation, ConfigError for options.
+    Token ids are used unchanged, without BOS. Options are those of EngineOptions: a step has max_step_tokens of up to
+    max_slots windows. The reference keeps K and V in its own dtype; use `record` for many evaluations against one.
+
+    `resume` names a file that collects each window's scores. The same call continues from it after an interruption.
+    Windows then share steps with other windows, so sums agree only up to rounding.
+
+    Raises EvaluationError for texts that cannot be scored, and for a file of another evaluation. Raises ConfigError for
+    bad options.
     """
     _check_options(max_slots, max_step_tokens, page_size, kv_cache, backend)
     texts, resolved = _as_texts(texts), find_protocol(protocol).resolve(model.config)
@@ -197,7 +204,7 @@ def record(
     page_size: int = 16,
     backend: str | None = None,
 ) -> Recorded:
-    """Returns a reference for evaluate by the same protocol on the same texts. Raises as evaluate does."""
+    """Returns a reference for evaluate with the same protocol and texts. Raises the same errors as evaluate."""
     _check_options(max_slots, max_step_tokens, page_size, None, backend)
     resolved = find_protocol(protocol).resolve(model.config)
     ids, windows = _cut(model, _as_texts(texts), resolved)
@@ -210,7 +217,7 @@ def record(
 def _key(
     protocol: Protocol, ids: list[np.ndarray], readers: list[Reader], kv_cache: KVCache | None, backend: str | None
 ) -> dict[str, Any]:
-    """Returns what two evaluations must share for one to go on from the other's progress."""
+    """Returns the key of a resumable evaluation. Two evaluations with one key may share progress."""
     if not isinstance(kv_cache, str | None):
         raise EvaluationError("resume takes KV formats by name: leave it out with one of your own")
     models = [fingerprint(reader.model, reader.states) for reader in readers]
@@ -274,7 +281,7 @@ def _check_same_vocabulary(model: Model, other: Model, texts: list[Text]) -> Non
 
 
 def _cut(model: Model, texts: list[Text], protocol: Protocol) -> tuple[list[np.ndarray], list[Window]]:
-    """Returns token ids, and the windows of all of them."""
+    """Returns the token ids and windows of all texts."""
     ids = _encode_all(model, texts, protocol)
     windows = [window for i, tokens in enumerate(ids) for window in windows_of(len(tokens), protocol, i)]
     _check_windows(windows, ids, protocol)
@@ -290,11 +297,11 @@ def _check_windows(windows: list[Window], ids: list[np.ndarray], protocol: Proto
 
 
 def _words(text: Text) -> int | None:
-    return len(re.split(r"\s+", text)) if isinstance(text, str) else None  # as lm-eval counts them
+    return len(re.split(r"\s+", text)) if isinstance(text, str) else None  # as lm-eval counts words
 
 
 def _part(scores: list[Scores], words: int | None) -> Part:
-    """Returns exact sums, whatever the order."""
+    """Returns exact sums, in any order."""
 
     def total(name: str) -> float:
         return math.fsum(x for s in scores for x in s[name])

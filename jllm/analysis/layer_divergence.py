@@ -1,4 +1,4 @@
-"""What each layer's quantization alone costs: one layer at a time takes the quantized weights, the others stay wide."""
+"""Measures the damage of each layer's quantization alone. One layer at a time has quantized weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +20,11 @@ from jllm.model.params import LayerParams, Params
 def divergence_by_layer(
     model: Model, reference: Model, tokens: Sequence[int], *, backend: str | None = None
 ) -> np.ndarray:
-    """Returns f[L]: how far the reference's next-token distributions move, in nats a token, when layer i alone is the
-    model's.
+    """Returns f[L]: the divergence from the reference, in nats per token, if only layer i is the model's.
 
-    Kullback-Leibler divergence, the mean over the tokens i32[T] of one sequence, without a cache. Embedding and head
-    are the reference's. Everything before layer i is the reference's stream, so that a sequence takes L (L + 3) / 2 + L
-    layers. Raises EvaluationError for models of different shapes.
+    It is the mean Kullback-Leibler divergence of next-token distributions, over the tokens i32[T] of one sequence,
+    without a cache. Embedding and head are the reference's. So is the stream before layer i; a sequence takes L (L + 3)
+    / 2 + L layers. Raises EvaluationError for models of different shapes.
     """
     c = reference.config
     a, b = ((m.config.vocab_size, m.config.num_layers, m.config.hidden_size) for m in (model, reference))
@@ -46,7 +45,7 @@ def divergence_by_layer(
 
 @partial(jax.jit, static_argnames=("config", "backend"))
 def _through(layer: LayerParams, top: Params, x: jax.Array, *, config: LlamaConfig, backend: str | None) -> jax.Array:
-    """Returns the stream [T, E] after a layer: a model of one, whose embedding is the stream before."""
+    """Returns the stream [T, E] after a layer. It runs as a one-layer model whose embedding is the stream before."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     params = replace(top, embed=x, head=None, layers=(layer,))
     return backbone(params, config, Packed(rows, rows, jnp.zeros_like(rows)), None, backend=backend)[0]

@@ -1,13 +1,13 @@
-"""A model of lm-eval (EleutherAI's lm-evaluation-harness), called `jllm`: its tasks through the engine that serves.
+"""Runs the tasks of EleutherAI's lm-evaluation-harness through the serving engine, as lm-eval's model `jllm`.
 
     python -m jllm.analysis.lm_eval run --model jllm --model_args pretrained=DIR,quantize=w8a8 --tasks hellaswag
 
-This is lm-eval's own command, all of its options included, with one more model. Needs the extra `eval`. In Python:
+This is lm-eval's own command with all of its options, and one more model. It needs the extra `eval`. In Python:
 
     lm_eval.simple_evaluate(model=JllmLM(DIR, kv_cache="int8-g8"), tasks=["lambada_openai"])
 
-Texts become tokens, and long ones windows, as in lm-eval's class for transformers ("hf"), so that a model in the same
-dtype gets the same scores. Answers are batch-invariant: batches are whatever the engine makes.
+Texts become tokens, and long texts become windows, as in lm-eval's class for transformers ("hf"). So a model in the
+same dtype gets the same scores. Answers are batch-invariant; the engine forms the batches.
 """
 
 import math
@@ -46,19 +46,21 @@ from pallas_kernels.starting import INTERRUPTED, raise_interrupts
 
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SCORE = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True, prompt_logprobs=True)
-MAX_SLOTS = 32  # by default
+MAX_SLOTS = 32  # default
 
 
 @register_model("jllm")
 class JllmLM(TemplateLM):
-    """pretrained, dtype and quantize are those of jllm.load; kv_cache, max_slots, max_step_tokens, page_size, num_pages
-    and backend those of the engine. batch_size, if it is not lm-eval's default of 1 or "auto", stands for max_slots.
+    """lm-eval's model of the engine.
 
-    max_length: most tokens that a token sees before it, at most (and by default) the model's context, or less where
-    num_pages has less room. add_bos_token: whether texts get the prefix that the tokenizer knows of (default: they do);
-    prefix_token_id: what stands before a text without context (default: the tokenizer's BOS, or else its end token).
-    seed: of sampled answers, each with its own. Raises EvaluationError for what cannot be evaluated, and whatever load
-    and Engine raise.
+    pretrained, dtype and quantize are jllm.load's options. kv_cache, max_slots, max_step_tokens, page_size, num_pages
+    and backend are the engine's. batch_size sets max_slots, unless it is lm-eval's default of 1 or "auto".
+
+    max_length: most tokens of context before a token (default and limit: the model's context, or what num_pages holds).
+    add_bos_token: begin texts with the tokenizer's prefix (default: yes). prefix_token_id: token before a text without
+    context (default: BOS, else the end token). seed: base seed of sampled answers; each answer gets its own.
+
+    Raises EvaluationError for settings that cannot be evaluated, and all errors of load and Engine.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class JllmLM(TemplateLM):
         **engine: Any,
     ):
         super().__init__()
-        if device not in (None, "cuda:0"):  # the latter is lm-eval's default
+        if device not in (None, "cuda:0"):  # "cuda:0" is lm-eval's default
             raise EvaluationError(f"device={device!r} has no meaning here: JAX chooses the device (JAX_PLATFORMS)")
         if max_batch_size is not None:
             raise EvaluationError("max_batch_size has no meaning here: max_slots is what there is")
@@ -99,7 +101,7 @@ class JllmLM(TemplateLM):
         self._prefix = prefix_token_id
         self._info = {"quantize": quantize, "kv_cache": engine.get("kv_cache")}
         self._model = model
-        # The last token of a window is only scored, and one is sampled after it: two positions that no task reads.
+        # The last token of a window is only scored, and one more is sampled; no task reads these two positions.
         roomy = replace(model, config=replace(model.config, context=asked + 2))
         self._engine = Engine(roomy, max_slots=_slots(max_slots, batch_size), **engine)
         room = self._engine.most_tokens - 2
@@ -129,13 +131,13 @@ class JllmLM(TemplateLM):
         return self.tokenizer.chat(chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what lm-eval keeps beside results."""
+        """Returns the entries that lm-eval stores with results."""
         leaves = jax.tree.leaves(self._model.params)
         parameters = sum(math.prod(leaf.shape) for leaf in leaves)
         return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.dtype), **self._info}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns a text that begins with BOS, written out, gets no second one."""
+        """Returns the token ids of a text. A text that begins with BOS, written out, gets no second BOS."""
         add = self._add_bos if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_bos=add)
 
@@ -160,8 +162,8 @@ class JllmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """For each (cache key, context, continuation): the sum of log-probabilities of the continuation's tokens, and
-        whether each of them was the most likely one. What is too long loses its beginning."""
+        """Returns the log-probability of each (cache key, context, continuation), and whether greedy decoding gives the
+        continuation. Contexts that are too long lose their beginning."""
         prompts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -199,7 +201,7 @@ class JllmLM(TemplateLM):
         return texts
 
     def _sampling(self, given: dict[str, Any], seed: int) -> SamplingParams:
-        """From a task's generation_kwargs. Raises EvaluationError for one that is not known."""
+        """Returns the sampling parameters of a task's generation_kwargs. Raises EvaluationError for an unknown one."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         stop = handle_stop_sequences(options.pop("until", None), eos=None)
         temperature = options.pop("temperature", 1.0)
@@ -214,14 +216,14 @@ class JllmLM(TemplateLM):
         )
 
     def _without_lead(self, text: str) -> str:
-        """Without the spaces that decoding drops from the start of a text: answers are decoded alone, as in "hf"."""
+        """Returns a text without the leading spaces that decoding drops. Answers are decoded alone, as in "hf"."""
         spaces = len(text) - len(text.lstrip(" "))
         return text[min(spaces, self.tokenizer.vocabulary.leading_spaces) :]
 
     def _run(
         self, prompts: list[list[int]], params: Sequence[SamplingParams], what: str, quiet: bool
     ) -> list[Completion]:
-        """Returns all of them together; completions by prompt."""
+        """Returns the completions of all prompts, which run together."""
         ids = {self._engine.submit(prompt, p): i for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))}
         done: dict[int, Completion] = {}
         with tqdm(total=len(ids), desc=f"Running {what} requests", disable=quiet) as bar:
@@ -235,13 +237,13 @@ class JllmLM(TemplateLM):
 
 
 def _check_in(name: str, value: object, low: int, high: int, what: str) -> None:
-    """Values of --model_args are whatever they look like. Raises EvaluationError."""
+    """Raises EvaluationError if a value is out of range. Values of --model_args may have any type."""
     if not isinstance(value, int) or not low <= value <= high:
         raise EvaluationError(f"{name} must be {between(low, high, 'in {} .. {}')}, {what}, not {value!r}")
 
 
 def _slots(max_slots: int | None, batch_size: int | str | None) -> int:
-    """Returns max_slots, or what lm-eval's --batch_size asks for."""
+    """Returns max_slots, or the value of lm-eval's --batch_size."""
     asked = str(batch_size or 1)
     if asked == "1" or asked.startswith("auto"):
         return MAX_SLOTS if max_slots is None else max_slots
@@ -259,12 +261,12 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (JllmError, NotImplementedError) as error:  # the latter: a backend that lacks a dtype or format
+    except (JllmError, NotImplementedError) as error:  # raised if a backend lacks a dtype or format
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")  # lm-eval's bootstrap; a fork of what JAX runs in may hang
+    multiprocessing.set_start_method("forkserver")  # for lm-eval's bootstrap: a fork of a process with JAX may hang
     sys.exit(main())

@@ -1,12 +1,13 @@
-"""Outliers like those of large LLaMAs, planted into a small model without changing its function: what quantization then
-suffers is what it suffers there.
+"""Plants outliers like those of large LLaMAs into a small model, without changing its function. Quantization then
+suffers as it does in large models.
 
-Three kinds are known of large models. A few channels of what linear layers read are larger than the others by a factor
-of tens, for all tokens and the same channels in all layers (Dettmers et al., arXiv 2208.07339). The first token's
-residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762). And a few
-channels of each head's K are larger than the others, for all tokens (KIVI, arXiv 2402.02750). The first kind lies in
-weights of norms, or in the residual stream itself, where only turning all of it spreads them again (QuaRot, arXiv
-2404.00456).
+Large models have three known kinds. First, a few channels of linear layers' inputs are larger than the rest by a factor
+of tens. They are the same for all tokens and layers (Dettmers et al., arXiv 2208.07339). Second, the first token's
+residual stream is massive in one or two channels from an early layer on (Sun et al., arXiv 2402.17762). Third, a few
+channels of each head's K are larger for all tokens (KIVI, arXiv 2402.02750).
+
+The first kind lies in norm weights or in the residual stream. In the stream, only a rotation of all channels spreads
+them again (QuaRot, arXiv 2404.00456).
 """
 
 from collections.abc import Sequence
@@ -37,17 +38,26 @@ def plant(
     stream: np.ndarray | None = None,
     seed: int = 0,
 ) -> Model:
-    """Returns a model of the same function with planted outliers; each kind can be left out.
+    """Returns a model of the same function with planted outliers. Each kind can be left out.
 
-    `channels` of the residual stream, drawn by `seed` and the same in all layers, become `strength` times as large
-    where the projections after a norm read them, and so do `gated` ones of each layer's down projection's inputs, and
-    `kv` ones of each head's K and V (of K in pairs that rotary embedding turns: their queries become as much smaller).
-    `massive` turns the residual stream such that what `first_token` (None: BOS, or the first EOS) adds to its tokens
-    lies in one channel, the first that is drawn: as massive as the model is. `stream`, tokens i32[B, T] in place of
-    `massive`, turns it such that the main directions of these tokens' stream, over all layers, are the drawn channels;
-    with no channels, weights of norms go into what reads them, and that is all. Strength must be a
-    power of two: then scaling is exact in every dtype. Turning is exact but for rounding, and gives a tied model a head
-    of its own. Raises QuantizationError for quantized models and for values out of range.
+    channels: number of residual channels to enlarge, drawn by `seed` and shared by all layers. They become `strength`
+    times as large where projections read them after a norm.
+
+    gated: number of input channels of each down projection to enlarge.
+
+    kv: number of channels of each head's K and V to enlarge. Channels of K come in pairs that rotary embedding turns;
+    queries shrink by the same factor.
+
+    massive: concentrate the contribution of `first_token` (None: BOS, or the first EOS) in the first drawn channel. The
+    stream is turned, so the outlier is as massive as the model makes it.
+
+    stream: tokens i32[B, T]; replaces `massive`. The stream is turned so that the main directions of these tokens, over
+    all layers, become the drawn channels. With channels = 0, only norm weights move into the matrices that read them.
+
+    strength: a power of two, so that scaling is exact in every dtype. Turning is exact up to rounding, and unties the
+    head of a tied model.
+
+    Raises QuantizationError for quantized models and for values out of range.
     """
     c = model.config
     if quantized := weight_formats(model.params):
@@ -79,20 +89,20 @@ def plant(
 
 
 def plant_in_stream(model: Model, tokens: np.ndarray, *, channels: int = 4, seed: int = 0) -> Model:
-    """Returns a model of the same function with outliers in the residual stream alone: turned such that its main
-    directions over `tokens` i32[B, T] are `channels` of it, drawn by `seed`; with none, only weights of norms go into
-    what reads them."""
+    """Returns a model of the same function with outliers in the residual stream alone. The stream is turned so that its
+    main directions over `tokens` i32[B, T] become `channels` channels drawn by `seed`. With channels = 0, only norm
+    weights move into the matrices that read them."""
     return plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens, seed=seed)
 
 
 def check_strength(strength: float) -> None:
-    """Raises QuantizationError for what is not a power of two, from 1 on."""
+    """Raises QuantizationError unless strength is a power of two, at least 1."""
     if not (strength >= 1 and np.log2(strength).is_integer()):
         raise QuantizationError(f"strength must be 1, 2, 4, 8, ..: a power of two keeps the function, not {strength}")
 
 
 def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndarray, strength: float) -> LayerParams:
-    """Returns inputs times strength, weights that read them by as much smaller."""
+    """Returns the layer with larger chosen inputs of linear layers, and smaller weights to match."""
     for field, chosen in (("qkv", channels), ("gate_up", channels), ("down", gate)):
         s = jnp.ones(matrices(layer)[field].shape[1], compute_dtype(model.params.dtype))
         layer = migrate(layer, model.config, field, s.at[chosen].set(1 / strength))
@@ -100,7 +110,7 @@ def _scale(model: Model, layer: LayerParams, channels: np.ndarray, gate: np.ndar
 
 
 def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams:
-    """Returns K and V times s [K, D / 2], by channel and its partner, what reads them by as much smaller."""
+    """Returns the layer with K and V times s [K, D / 2] for both channels of a pair. Weights that read them shrink."""
     c = model.config
     if getattr(layer.attention, "q_norm", None) is not None:
         raise QuantizationError("heads: a norm of each head's K and Q undoes what is planted before it")
@@ -110,7 +120,7 @@ def _scale_heads(model: Model, layer: LayerParams, s: np.ndarray) -> LayerParams
 
 
 def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
-    """Returns f64[1, E]: where the first token's stream lies in the middle of the layers."""
+    """Returns f64[1, E]: the direction of the first token's stream after half of the layers."""
     c = model.config
     token = c.bos_id if first_token is None else first_token
     token = next(iter(model.eos_ids), None) if token is None else token
@@ -121,8 +131,8 @@ def _first_direction(model: Model, first_token: int | None) -> np.ndarray:
 
 
 def _main_directions(model: Model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """Returns f64[count, E], orthonormal: those with most of the stream's energy, each token's stream after each layer
-    counting alike, as norms make them."""
+    """Returns f64[count, E]: orthonormal directions with most of the stream's energy. Every token and layer counts
+    alike, as norms make them equally large."""
     energy = np.zeros((model.config.hidden_size,) * 2)
     for x in (np.asarray(x, np.float64) for row in tokens for x in residuals(model, row)):
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -131,15 +141,16 @@ def _main_directions(model: Model, tokens: np.ndarray, count: int) -> np.ndarray
 
 
 def _turn(model: Model, directions: np.ndarray, channels: np.ndarray) -> Model:
-    """Returns norm weights go into what reads them; reflections (Householder's) that take orthonormal directions [n, E]
-    of the residual stream to channels then commute with norms, and go into the weights on both sides of it."""
+    """Returns the model with its stream turned so that orthonormal directions [n, E] become channels. Norm weights move
+    into the matrices that read them. Householder reflections then commute with norms, and move into the weights on both
+    sides."""
     p, c = model.params, model.config
     wide = np.promote_types(np.dtype(p.dtype), np.float32)
     mirrors: list[np.ndarray] = []
     for direction, channel in zip(directions, channels):
-        mirror = _reflect(direction, mirrors)  # the mirrors before it leave the channels before it where they are
+        mirror = _reflect(direction, mirrors)  # earlier mirrors leave earlier channels in place
         mirror[channel] -= 1.0
-        mirrors.append(mirror / (np.linalg.norm(mirror) or 1))  # nothing is to be turned where it lies there already
+        mirrors.append(mirror / (np.linalg.norm(mirror) or 1))  # a direction that already lies there is not turned
 
     def reads(w: Any, norm: Any) -> Any:
         turned = _reflect(np.asarray(w, np.float64) * np.asarray(norm, np.float64)[None, :], mirrors)
@@ -176,7 +187,7 @@ def _turn(model: Model, directions: np.ndarray, channels: np.ndarray) -> Model:
 
 
 def _reflect(x: np.ndarray, mirrors: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns rows of x [.., E], reflected in one mirror after another."""
+    """Returns the rows of x [.., E] after all reflections in turn."""
     for mirror in mirrors:
         x = x - 2 * (x @ mirror)[..., None] * mirror
     return x.copy()

@@ -1,4 +1,4 @@
-"""Text that a model writes by itself: calibration without any data."""
+"""Generates a model's own text, for calibration without data."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from jllm.model.model import Model
 
 
 def own_tokens(model: Model, *, rows: int = 32, length: int = 256, seed: int = 0, **options: Any) -> np.ndarray:
-    """Returns i32[rows, length] that the model itself writes at temperature 1 after its BOS (or first EOS) token, going
-    on after an end: calibration without any data (LLM-QAT, arXiv 2305.17888). The same for the same seed; options are
-    EngineOptions'. Raises EvaluationError for a model that has neither."""
+    """Returns i32[rows, length] of text that the model writes at temperature 1 after its BOS (or first EOS) token. It
+    continues after end tokens. This is calibration without data (LLM-QAT, arXiv 2305.17888). The same seed gives the
+    same tokens. Options are those of EngineOptions. Raises EvaluationError for a model without BOS and EOS."""
     first = model.config.bos_id if model.config.bos_id is not None else next(iter(model.eos_ids), None)
     if first is None:
         raise EvaluationError("the model has neither BOS nor EOS to begin a text with: give calibration tokens")

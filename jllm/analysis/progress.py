@@ -1,7 +1,7 @@
-"""What an interrupted evaluation goes on from: a file of the windows that are scored, one a line, as they come.
+"""Stores the windows that an evaluation has scored, so that it can resume. The file has one window per line.
 
-The first line says which evaluation it is: protocol, tokens, models, formats, device, versions. Arrays stand in base64,
-so that they are read as they were written. A line that was cut off while it was written counts for nothing.
+The first line identifies the evaluation: protocol, tokens, models, formats, device, versions. Arrays are in base64, so
+they are read exactly as written. An incomplete last line is ignored.
 """
 
 import base64
@@ -23,14 +23,13 @@ from pallas_kernels.one_writer import open_alone
 
 Key = dict[str, Any]
 
-SAMPLE = 256  # values of each recorded state that tell references apart
+SAMPLE = 256  # values per recorded state that identify a reference
 
 
 @contextlib.contextmanager
 def open_progress(path: str | Path, key: Key) -> Iterator[tuple[dict[int, Scores], Callable[[int, Scores], None]]]:
-    """Yields the windows that the file holds, by number, and a function that adds one; the file begins here where there
-    is none. Raises EvaluationError for a file of another evaluation or of no evaluation at all, and for one that
-    another process writes."""
+    """Yields the windows in the file, by number, and a function that adds one. A missing file is created. Raises
+    EvaluationError for a file of another evaluation, for any other file, and for one that another process writes."""
     path = Path(path)
     try:
         file = open_alone(path)
@@ -68,7 +67,7 @@ def _add(path: Path, window: int, scores: Scores) -> None:
 
 
 def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str:
-    """Tells models apart: by config, dtype and weights, and by some of what a recorded reference made."""
+    """Returns a digest of a model's config, dtype and weights, and of some states of a recorded reference."""
     digest = hashlib.sha256(f"{model.config} {model.params.dtype} {of_params(model.params)}".encode())
     for state in states or ():
         digest.update(state.reshape(-1)[:: max(1, state.size // SAMPLE)].tobytes())
@@ -76,7 +75,7 @@ def fingerprint(model: Model, states: Sequence[np.ndarray] | None = None) -> str
 
 
 def digest_of(ids: Sequence[np.ndarray]) -> str:
-    """Returns a digest of token ids by text."""
+    """Returns a digest of each text's token ids."""
     digest = hashlib.sha256()
     for tokens in ids:
         digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, np.int32).tobytes())

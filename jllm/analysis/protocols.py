@@ -1,4 +1,4 @@
-"""Protocols of perplexity as data: how a text is cut into windows, and which of their tokens are scored."""
+"""Defines perplexity protocols as data: the windows of a text, and their scored tokens."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ CHOICES = {"last": ("drop", "short", "full"), "bos": ("tokenizer", "always", "ne
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is cut, what of it is scored, and by what its loss is divided. Raises EvaluationError.
+    """The windows of a text, their scored tokens, and the divisor of the loss. Raises EvaluationError.
 
-    A window has `lead` + `context` tokens and begins `stride` after the one before; each token is scored once, in the
-    first window that has it with a token before it. With lead 0 a window that shares nothing with the one before thus
-    loses its first token; with lead 1 it begins with a token that is context only, and none is lost.
+    A window has `lead` + `context` tokens, and begins `stride` after the previous one. Each token is scored once, in
+    the first window that has a token before it. With lead 0, a window without overlap does not score its first token.
+    With lead 1, its first token is only context, and every token is scored.
     """
 
     name: str
-    context: int | None = None  # None: as much as the model has
-    stride: int | None = None  # None: context, so that windows don't overlap
+    context: int | None = None  # None: the model's context
+    stride: int | None = None  # None: context, so windows do not overlap
     lead: int = 0
-    last: str = "drop"  # a last window that is not full: "drop" it, keep it "short", or begin it earlier: "full"
-    bos: str = "tokenizer"  # "always": BOS, or EOS for models without BOS; "tokenizer": what its files ask for, if any
-    joined: bool = True  # texts become one, with an empty line between them; else each is for itself
-    unit: str = "token"  # the loss is divided by the number of scored tokens, or of words between white space
+    last: str = "drop"  # a partial last window: "drop" it, keep it "short", or begin it earlier ("full")
+    bos: str = "tokenizer"  # "always": BOS, else EOS; "tokenizer": as its files define
+    joined: bool = True  # join texts with an empty line; False: each alone
+    unit: str = "token"  # divisor of the loss: scored tokens, or words between white space
 
     def __post_init__(self) -> None:
         for field, choices in CHOICES.items():
@@ -49,7 +49,8 @@ class Protocol:
         return EvaluationError(f"protocol {self.name}: {problem}")
 
     def resolve(self, config: LlamaConfig) -> "Protocol":
-        """With context and stride as numbers. Raises EvaluationError where the model's context is too short."""
+        """Returns the protocol with context and stride filled in. Raises EvaluationError if the model's context is too
+        short."""
         context = config.context if self.context is None else self.context
         if context > config.context:
             raise self._error(f"windows of {context} tokens, but the model's context is {config.context}")
@@ -57,11 +58,12 @@ class Protocol:
         return replace(self, context=context, stride=stride)
 
 
-# Whose protocols they are:
-# - wikitext2-2048: GPTQ (arXiv 2210.17323) and those after it: the test set joined, one BOS where the tokenizer
-#   adds one, full windows alone. wikitext2-4096 is the same at LLaMA-2's context, windows-512 for small models.
-# - strided-512: "Perplexity of fixed-length models" in transformers' documentation, the mean taken over tokens.
-# - document, document-word: lm-eval's loglikelihood_rolling: each text after BOS, no token lost; its word_perplexity.
+# Sources of the protocols:
+# - wikitext2-2048: GPTQ (arXiv 2210.17323) and later papers. The test set is joined; one BOS is added if the tokenizer
+#   adds one; only full windows count. wikitext2-4096 has LLaMA-2's context, and windows-512 is for small models.
+# - strided-512: "Perplexity of fixed-length models" in transformers' documentation. The mean is over tokens.
+# - document, document-word: lm-eval's loglikelihood_rolling. Each text follows BOS, and no token is lost. document-word
+#   is its word_perplexity.
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
@@ -76,8 +78,8 @@ PROTOCOLS = {
 
 
 def find_protocol(protocol: str | Protocol) -> Protocol:
-    """Returns a preset by name, or the protocol itself. Raises EvaluationError for an unknown name, with those near
-    it."""
+    """Returns a preset by name, or the given protocol. Raises EvaluationError for an unknown name, with similar
+    ones."""
     if isinstance(protocol, Protocol):
         return protocol
     if protocol not in PROTOCOLS:
@@ -88,8 +90,8 @@ def find_protocol(protocol: str | Protocol) -> Protocol:
 
 
 def encode(tokenizer: "Tokenizer | None", text: str, protocol: Protocol) -> list[int]:
-    """Returns token ids of a text, begun as the protocol has it. Raises EvaluationError where there is no tokenizer, or
-    neither BOS nor EOS for a protocol that begins with one."""
+    """Returns the token ids of a text, with the protocol's first token. Raises EvaluationError without a tokenizer, or
+    if the protocol needs BOS or EOS and there is neither."""
     if tokenizer is None:
         raise EvaluationError("a text needs a tokenizer, and this model has none: give token ids")
     try:
@@ -106,7 +108,7 @@ def encode(tokenizer: "Tokenizer | None", text: str, protocol: Protocol) -> list
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens start .. stop of a text go through the model from position 0; those from `scored` on are scored."""
+    """A window of tokens start .. stop of a text, from position 0. Tokens from `scored` on are scored."""
 
     text: int
     start: int
@@ -115,13 +117,13 @@ class Window:
 
     @property
     def inputs(self) -> int:
-        """Returns what the model reads: all but the last token."""
+        """Returns the number of tokens that the model reads: all except the last."""
         return self.stop - self.start - 1
 
 
 def windows_of(length: int, protocol: Protocol, text: int = 0) -> list[Window]:
-    """Returns the windows of a text of `length` tokens; none where nothing can be scored. The protocol is a resolved
-    one."""
+    """Returns the windows of a text of `length` tokens. They are none if no token can be scored. The protocol must be
+    resolved."""
     assert protocol.context is not None
     assert protocol.stride is not None
     size = protocol.context + protocol.lead

@@ -1,8 +1,8 @@
-"""Windows of token ids through models as prompts go that are served: in ragged chunks, over the paged KV cache.
+"""Runs windows of token ids through models like served prompts: in ragged chunks, over the paged KV cache.
 
-The arrays' side of jllm.analysis.evaluate. What is compiled is a layer, which all layers of one format share, and the
-scoring of a block of rows; the step around them runs op by op. So a sweep over many schemes compiles one layer for each
-of them, and nothing of the model that they are compared with.
+This is the array side of jllm.analysis.evaluate. It compiles one layer, which all layers of one format share, and the
+scoring of a block of rows. The rest of a step runs op by op. So a sweep over many schemes compiles one layer each, and
+nothing of the reference.
 """
 
 from collections import deque
@@ -28,13 +28,13 @@ from jllm.model.params import Params
 from jllm.model.sampling import token_logprobs
 from jllm.step.forward import PROMPT_LOGPROB_ROWS
 
-Scores = dict[str, np.ndarray]  # by name, of tokens in order
+Scores = dict[str, np.ndarray]  # values of tokens in order, by name
 lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of a step: C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
+    """Shapes of a step. It has C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
 
     slots: int  # B
     tokens: int  # C
@@ -43,14 +43,14 @@ class Sizes:
 
     @classmethod
     def of(cls, windows: Sequence[Window], slots: int, tokens: int, page_size: int) -> "Sizes":
-        """No larger than the windows need."""
+        """Returns sizes that are no larger than the windows need."""
         longest, total = max(w.inputs for w in windows), sum(w.inputs for w in windows)
         return cls(min(slots, len(windows)), min(tokens, total), page_size, -(-longest // page_size))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs start .. stop of a window, in a slot of the cache."""
+    """A range of inputs start .. stop of a window, in a slot of the cache."""
 
     slot: int
     window: int
@@ -59,7 +59,7 @@ class Chunk:
 
 
 def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
-    """Yields the chunks of each step: windows in order, the oldest first, each in the slot where it began."""
+    """Yields the chunks of each step. The oldest windows come first, and each keeps its slot."""
     waiting, free = deque(range(len(windows))), deque(range(sizes.slots))
     running: list[tuple[int, int, int]] = []  # slot, window, inputs done
     while waiting or running:
@@ -82,7 +82,7 @@ def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
 def pack(
     chunks: list[Chunk], ids: Sequence[np.ndarray], windows: Sequence[Window], sizes: Sizes
 ) -> tuple[Paged, np.ndarray]:
-    """Returns one step of prompt chunks, and the targets i32[C] of its rows; unused rows write nothing."""
+    """Returns one step of prompt chunks, and the targets i32[C] of its rows. Unused rows write nothing."""
     B, C, M = sizes.slots, sizes.tokens, sizes.max_pages
     tokens, targets = np.zeros(C, np.int32), np.zeros(C, np.int32)
     start, lengths, pages = np.zeros(B, np.int32), np.zeros(B, np.int32), np.zeros((B, M), np.int32)
@@ -110,9 +110,12 @@ def score_rows(
     configs: tuple[LlamaConfig, ...],
     backend: str | None,
 ) -> dict[str, jax.Array]:
-    """Scores of hidden states [C, E] of a model, or of it and its reference, each with the weights that make logits of
-    them: "nats" f[C] (-log p of each row's target), and with a reference also "reference_nats", "kl" and bool "same".
-    Logits exist for a block of rows at a time."""
+    """Returns scores of hidden states [C, E], by name: "nats" f[C], the -log p of each row's target. With a reference
+    it adds "reference_nats", "kl" and bool "same".
+
+    heads, states and configs are of the model, or of the model and the reference. Logits exist only for a block of rows
+    at a time.
+    """
     C = targets.shape[0]
     block = min(PROMPT_LOGPROB_ROWS, C)
     pad = -C % block
@@ -130,13 +133,12 @@ def score_rows(
 
 
 def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
-    """Returns how far rows [R, V] are apart: Kullback-Leibler divergence from the reference, and whether both have the
-    same top token.
+    """Returns the divergence of rows [R, V] from the reference, and whether both have the same top token.
 
-    With p and q the reference's and the model's probabilities and d = log p - log q, it is the sum of
-    p (d + exp(-d) - 1), since p and q both add up to 1. Each term is >= 0, and what rounding shifts d by counts with
-    its square only, so that float32 does for divergences far below its rounding of log p. Where q is far above p it is
-    p (d - 1) + q: there exp(-d) may be more than a float holds, and p less.
+    Let p be the reference's probabilities, q the model's, and d = log p - log q. As p and q both sum to 1, the
+    Kullback-Leibler divergence is the sum of p (d + exp(-d) - 1). Each term is >= 0. A rounding error of d enters only
+    squared, so float32 resolves divergences far below log p's rounding. Where q is far above p, the term is p (d - 1) +
+    q: there exp(-d) may overflow, and p may underflow.
     """
     p, q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits.astype(reference.dtype))
     d = p - q
@@ -147,18 +149,18 @@ def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
 
 @dataclass(frozen=True)
 class Reader:
-    """A model that reads windows step by step, or what one made of them before: `states` by window [inputs, E]."""
+    """A model that reads windows step by step, or its recorded `states` by window [inputs, E]."""
 
     model: Model
     kv_cache: KVCache | None = None
     states: tuple[np.ndarray, ...] | None = None
 
     def of(self, windows: Sequence[int]) -> "Reader":
-        """Returns the same of these windows alone, in this order."""
+        """Returns a reader of only these windows, in this order."""
         return self if self.states is None else replace(self, states=tuple(self.states[i] for i in windows))
 
     def begin(self, sizes: Sizes) -> Cache:
-        """Returns an empty cache; none where everything is known."""
+        """Returns an empty cache, or nothing if the states are recorded."""
         if self.states is not None:
             return ()
         c = self.model.config
@@ -177,7 +179,7 @@ class Reader:
 
     @property
     def head(self) -> Params:
-        """Returns what logits take: the same shapes whatever the layers' formats are."""
+        """Returns the weights that logits need. Their shapes do not depend on the layers' formats."""
         return replace(self.model.params, layers=())
 
 
@@ -190,8 +192,8 @@ def score_windows(
     known: Mapping[int, Scores] = MappingProxyType({}),
     scored: Callable[[int, Scores], None] = lambda window, scores: None,
 ) -> list[Scores]:
-    """Scores of each window's scored tokens, by one model, or by it and its reference. Those that are known, by number,
-    are taken as they are; of each other one `scored` is told when it is done."""
+    """Returns the scores of each window's scored tokens, by a model and perhaps its reference. `known` scores are
+    reused, by window number. `scored` is called with every other window when it is done."""
     heads, configs = tuple(r.head for r in readers), tuple(r.model.config for r in readers)
 
     def score(states: tuple[jax.Array, ...], targets: np.ndarray) -> dict[str, jax.Array]:
@@ -231,8 +233,8 @@ def read_states(
 
 
 def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: str, finish) -> None:
-    """make(states, targets) of every step, cut into the windows' chunks; finish(window, pieces) of each window that has
-    all of its own. The next step is dispatched before the results of one are read."""
+    """Runs make(states, targets) for every step, and finish(window, pieces) for every complete window. It dispatches
+    the next step before it reads the results of the previous one."""
     caches = [reader.begin(sizes) for reader in readers]
     pieces: list[list[Scores]] = [[] for _ in windows]
 

@@ -1,4 +1,4 @@
-"""The command line's arguments. Parsing them imports no JAX, so that --help is quick."""
+"""Defines the command line's arguments. Parsing them imports no JAX, so that --help is fast."""
 
 import argparse
 import sys
@@ -14,8 +14,8 @@ from jllm.errors import RequestError
 from jllm.guides.guide import Guide
 
 DESCRIPTION = """\
-Continue text with a LLaMA-like language model: prompts in, text out, as it is generated. Without a
-prompt, one is read from standard input. Without --model, a small bundled one tells fairy tales."""
+Continue text with a LLaMA-like language model, and print it while it is generated. Without a prompt, one is
+read from standard input. Without --model, a small bundled model tells fairy tales."""
 
 EPILOG = """\
 examples:
@@ -28,51 +28,53 @@ examples:
   python -m jllm.generate --prompt-ids "1 763 912" --json
   python -m jllm.generate --speculate draft "Once upon a time"
 
-input file: each line is a JSON object with "prompt" (text, or a list of token ids) or "messages" (a list of
-  {"role", "content"} as the server takes them, for the chat template), perhaps an "id" (any value, repeated in its
-  results), and perhaps sampling parameters of its own, which win over the flags:
+input file: each line is a JSON object. It has "prompt" (text, or a list of token ids) or "messages" (a list of
+  {"role", "content"} for the chat template, as the server takes it). It may have an "id" (any value, repeated in its
+  results), and sampling parameters of its own, which override the flags:
   %(fields)s.
-  Any other key is an error, like every broken line, and is reported with the line's number before anything runs.
+  Any other key and any broken line is an error, reported with the line's number before anything runs.
 
-output file: one JSON object a completion, written as it finishes: index (of the input line, from 0), id, prompt
-  or messages, text, token_ids, finish_reason, seed, settings (what else was asked for: the model, its numbers,
-  sampling parameters that are not the default), run (what that was: digests of config, weights, tokenizer and rules of
-  the scheme; device and versions), timings; sample where n > 1; logprobs where asked for (null: not a
-  finite number). Running the same command again resumes: what is there is kept, what is missing is added. Results of
-  other settings, seeds or runs are not mixed, and a second command that writes to the file is refused: errors.
+output file: one JSON object per completion, written when it ends. It has index (of the input line, from 0), id, prompt
+  or messages, text, token_ids, finish_reason, seed, settings, run and timings. It has sample if n > 1, and logprobs on
+  request (null: not finite). settings has the model, its options, and sampling parameters that are not the default.
+  run has digests of config, weights, tokenizer and the scheme's rules, and the device and versions. The same command
+  resumes: it keeps the file's results and adds the missing ones. Results of other settings, seeds or runs are an
+  error. So is a second command that writes to the same file.
 
-seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without, each prompt draws one,
-  which its result reports. Equal seeds give equal text, whatever else runs at the same time.
+seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without --seed, each prompt draws
+  a random seed, which its result reports. Equal seeds give equal text, whatever else runs at the same time.
 
-speculation: a drafter guesses the next tokens of each sequence, and one step of the model checks them all. Only a token
-  that the model draws itself is kept, so the text is that of a run without, only sooner where guesses are good; a file
-  of results may be resumed with another drafter, or none. NAME is ngram (what followed before in the same text; needs
-  no file), draft:DIR (a smaller model of the same vocabulary), medusa:FILE or eagle:FILE (heads made for the model),
-  copy:SCHEME (the model itself, quantized as --quantize does); plain draft, medusa and eagle are those of the bundled
-  model. The last line says how many tokens a step made of each sequence that had drafts, and the share of drafts
-  accepted at each depth.
+speculation: a drafter guesses the next tokens of each sequence, and one step of the model checks them all. Only tokens
+  that the model itself draws are kept, so the text is the same as without a drafter. Good guesses make it faster. A
+  file of results may be resumed with another drafter, or none. NAME is one of
+    ngram         repeats what followed before in the same text; needs no file
+    draft:DIR     a smaller model with the same vocabulary
+    medusa:FILE, eagle:FILE   heads trained for the model
+    copy:SCHEME   the model itself, quantized as by --quantize
+  Plain draft, medusa and eagle are those of the bundled model. The last line shows the tokens per step of sequences
+  with drafts, and the share of drafts accepted at each depth.
 
-exit status: 0; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
+exit status: 0; 2 after an error; 130 after Ctrl-C, which keeps finished results."""
 
 KV_FORMATS = (
-    "bf16, f16, f32, fp8, int8-gN, int4-gN (N = 8, 16, 32, ..: a divisor of the head dimension), these two also with "
-    "zero points (-zp), int2-gN-zp, all also rotated (-h); kivi4-gN, kivi2-gN (K per channel, V per token; page_size a "
-    "multiple of N)"
+    "bf16, f16, f32, fp8, int8-gN, int4-gN (groups of N = 8, 16, 32, ..: a divisor of the head dimension), both also "
+    "with zero points (-zp), int2-gN-zp; each also rotated (-h); kivi4-gN, kivi2-gN (K per channel, V per token; "
+    "page_size must be a multiple of N)"
 )
 SCHEMES = (
-    "bf16, w8a16, w8a8 (all but the O projection; w8a8-all: every linear layer; w8a8-head: and the output head; "
-    "w8a8-groups: every linear layer, inputs of O and down in groups of 128), w4a16-g128, w4a16-g64, w4a16-g32 (each "
+    "bf16, w8a16, w8a8 (all linear layers except O; w8a8-all: with O; w8a8-head: with O and the output head; "
+    "w8a8-groups: with O, and inputs of O and down in groups of 128), w4a16-g128, w4a16-g64, w4a16-g32 (each "
     "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, uint8-zp; mxfp4, mxfp8, mxfp8-e5m2, nvfp4 "
-    "(each also with -h: rotated blocks, and -weight); llm-int8 (-tX: its threshold); w8a8-tensor, for experiments: "
-    "not batch-invariant; or a .toml or .json file of rules (docs/quantization.md); each also with +rotate-kv or "
-    "+rotate-all"
+    "(each also with -h: rotated blocks, and -weight: only weights); llm-int8 (-tX: threshold X); w8a8-tensor (for "
+    "experiments: not batch-invariant); or a .toml or .json file of rules (docs/quantization.md); each also with "
+    "+rotate-kv or +rotate-all"
 )
 DTYPES = "bf16, f16, f32"
 NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sampling parameters
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command that is a module: `python -m MODULE`, or `jllm COMMAND` where it was started so."""
+    """Parses the command line of a module. It shows `python -m MODULE`, or `jllm COMMAND` if that was typed."""
 
     def __init__(self, module: str, epilog: str, **options: Any):
         command = f"python -m {module}"
@@ -88,13 +90,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Returns one line, as for every other error."""
+        """Prints one line, like every other error, and ends the process with status 2."""
         print(f"error: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 
 class Gone(argparse.Action):
-    """A flag that was there before. It is an error, whose text is in `const`, and help does not show it."""
+    """A removed flag. Using it is an error with the text in `const`; --help hides it."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest, help=argparse.SUPPRESS, **options)
@@ -104,7 +106,7 @@ class Gone(argparse.Action):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; ends the process with status 2 and one line for a wrong one."""
+    """Reads the command line. Ends the process with status 2 and one line if it is wrong."""
     args = make_parser().parse_args(argv)
     problem = None
     if args.prompts and args.prompt_ids:
@@ -127,8 +129,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def sampling_params(args: argparse.Namespace, max_new_tokens: int = SamplingParams.max_new_tokens) -> SamplingParams:
-    """Returns the flags' sampling parameters, with max_new_tokens where no flag says how many. Raises RequestError,
-    naming the field, for a bad value."""
+    """Returns the flags' sampling parameters. `max_new_tokens` is the default of its flag. Raises RequestError, with
+    the field's name, for a bad value."""
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
     if given["max_new_tokens"] is None:
         given["max_new_tokens"] = max_new_tokens
@@ -136,8 +138,8 @@ def sampling_params(args: argparse.Namespace, max_new_tokens: int = SamplingPara
 
 
 def guide_of(args: argparse.Namespace) -> Guide | None:
-    """Returns what --json-schema, --regex, --choice or --grammar ask for. RequestError for more than one, or one in
-    vain."""
+    """Returns the guide of --json-schema, --regex, --choice or --grammar, or None. Raises RequestError for more than
+    one, or a bad one."""
     flags = {"--json-schema": "json_schema", "--regex": "regex", "--choice": "choice", "--grammar": "grammar"}
     given = {flag: value for flag, name in flags.items() if (value := getattr(args, name, None)) is not None}
     if len(given) > 1:
@@ -159,7 +161,7 @@ def _text_of(path: Path, flag: str) -> str:
 
 
 def check_drafts(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags of speculation, if anything."""
+    """Returns the error in the flags of speculation, or None."""
     return "--drafts needs --speculate NAME" if args.drafts is not None and args.speculate is None else None
 
 
@@ -171,7 +173,7 @@ def make_parser() -> Parser:
     add_sampling(sampling)
     _add_samples(sampling)
     add_guide(parser.add_argument_group("structured output (needs the extra `guided`)"))
-    add_numbers(parser.add_argument_group("numbers"))
+    add_numbers(parser.add_argument_group("precision and devices"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
     add_replicas(engine)
@@ -182,7 +184,7 @@ def make_parser() -> Parser:
 
 
 def sampling_fields() -> list[str]:
-    """Returns names of the sampling parameters that an input line may have."""
+    """Returns the names of the sampling parameters that an input line may have."""
     return list(SamplingParams.__dataclass_fields__)
 
 
@@ -197,7 +199,7 @@ def add_model(group: Group) -> None:
     group.add_argument(
         "--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: the bundled model)"
     )
-    ends = "token id that ends an answer, in the place of those that the model's files name; may be repeated"
+    ends = "token id that ends an answer, instead of the ids in the model's files; may be repeated"
     group.add_argument("--eos-token-id", type=_some_ids, action="extend", metavar="ID", help=ends)
 
 
@@ -215,19 +217,17 @@ def _some_ids(text: str) -> list[int]:
 
 
 def _add_what(group: Group) -> None:
-    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; several run side by side")
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; several prompts run at once")
     add_model(group)
-    ids = 'token ids to continue instead of text, as "1 763 912" or 1,763,912; may be given several times'
+    ids = 'token ids to continue instead of text, as "1 763 912" or 1,763,912; may be repeated'
     group.add_argument("--prompt-ids", type=_token_ids, action="append", default=[], metavar="IDS", help=ids)
     group.add_argument(
-        "--chat", action="store_true", help="each prompt is a user's message, put through the model's chat template"
+        "--chat", action="store_true", help="treat each prompt as a user's message, and apply the chat template"
     )
-    lines = "take prompts from a file, one a line (see below); - is standard input"
+    lines = "read prompts from a file, one per line (see below); - is standard input"
     group.add_argument("--input", type=Path, metavar="F.jsonl", help=lines)
-    group.add_argument("--output", type=Path, metavar="F.jsonl", help="write results of --input there, or resume it")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object a completion on standard output, and nothing else"
-    )
+    group.add_argument("--output", type=Path, metavar="F.jsonl", help="file of --input's results, new or to resume")
+    group.add_argument("--json", action="store_true", help="print one JSON object per completion, and nothing else")
 
 
 SAMPLING_FLAGS = (
@@ -237,45 +237,45 @@ SAMPLING_FLAGS = (
 
 
 def _add_field(group: Group, flag: str, kind: type, metavar: str, text: str, *names: str, **more: Any) -> None:
-    """A flag of a sampling parameter, whose default it has unless `more` gives another."""
+    """Adds the flag of a sampling parameter. Its default is the parameter's own, or `more`'s."""
     default = more.setdefault("default", getattr(SamplingParams, more.get("dest", flag[2:].replace("-", "_"))))
     shown = "" if default is None else f" (default: {default})"
     group.add_argument(*names, flag, type=kind, metavar=metavar, help=text + shown, **more)
 
 
 def add_sampling(group: Group, max_new_tokens: int = SamplingParams.max_new_tokens) -> None:
-    """The flags that say how one text goes on."""
+    """Adds the sampling flags of one text."""
     add = partial(_add_field, group)
-    most = f"most tokens to generate (default: {max_new_tokens}, or what the context and --num-pages leave room for)"
+    most = f"most tokens to generate (default: {max_new_tokens}, or fewer if the context or --num-pages is smaller)"
     group.add_argument("--max-new-tokens", type=int, metavar="N", help=most)
-    add("--temperature", float, "T", "0 always takes the most likely token; below 1 is tamer, above 1 wilder")
-    add("--top-k", int, "K", "draw from the K most likely tokens only; 0 is off")
+    add("--temperature", float, "T", "temperature; 0 always takes the most likely token")
+    add("--top-k", int, "K", "draw only from the K most likely tokens; 0 is off")
     add("--top-p", float, "P", "draw from the most likely tokens that together reach probability P; 1 is off")
-    add("--min-p", float, "P", "leave out tokens less than P times as likely as the most likely one; 0 is off")
-    add("--seed", int, "S", "makes the run repeatable (see below; default: drawn anew)")
-    stop = "end where the text would contain STR, or at the special token STR; it is left out; may be repeated"
+    add("--min-p", float, "P", "drop tokens less than P times as likely as the most likely one; 0 is off")
+    add("--seed", int, "S", "seed of a repeatable run (see below; default: random)")
+    stop = "stop before the text STR or the special token STR; may be repeated"
     group.add_argument("--stop", action="append", default=[], metavar="STR", help=stop)
-    ids = "end at this token id, too, whatever its text is; may be repeated"
+    ids = "stop at this token id too; may be repeated"
     stop_ids: dict[str, Any] = {"dest": "stop_token_ids", "type": _some_ids, "action": "extend", "default": []}
     group.add_argument("--stop-token-id", metavar="ID", help=ids, **stop_ids)
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
-    add("--repetition-penalty", float, "X", "above 1 makes tokens of the prompt and the output less likely")
-    add("--presence-penalty", float, "X", "subtracted from the logits of tokens in the output")
-    add("--frequency-penalty", float, "X", "subtracted from them once for each time they occur")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
+    add("--repetition-penalty", float, "X", "values above 1 make tokens of the prompt and output less likely")
+    add("--presence-penalty", float, "X", "value subtracted from the logits of tokens in the output")
+    add("--frequency-penalty", float, "X", "value subtracted once for each time a token occurs in the output")
 
 
 def add_guide(group: Group) -> None:
-    """The flags that say what the text must look like."""
-    group.add_argument("--json-schema", type=Path, metavar="F", help="the text is JSON that this JSON schema accepts")
-    group.add_argument("--regex", metavar="RE", help="the text matches this regular expression as a whole")
-    choice = "the text is STR, or another one of those that are given"
+    """Adds the flags that constrain the text."""
+    group.add_argument("--json-schema", type=Path, metavar="F", help="generate JSON that fits this JSON schema")
+    group.add_argument("--regex", metavar="RE", help="generate text that matches this whole regular expression")
+    choice = "generate STR, or another --choice; may be repeated"
     group.add_argument("--choice", action="append", metavar="STR", help=choice)
-    group.add_argument("--grammar", type=Path, metavar="F", help="the text is of this grammar (Lark; docs/sampling.md)")
+    group.add_argument("--grammar", type=Path, metavar="F", help="generate text of a grammar (Lark; docs/sampling.md)")
 
 
 def _add_samples(group: Group) -> None:
-    _add_field(group, "--samples", int, "N", "completions of each prompt", "-n", dest="n")
-    top = "log-probability of each token and of the N most likely ones (0 to 20); they appear in JSON only"
+    _add_field(group, "--samples", int, "N", "completions per prompt", "-n", dest="n")
+    top = "report log-probabilities of each token and the N most likely ones (0 to 20; JSON only)"
     _add_field(group, "--logprobs", int, "N", top)
 
 
@@ -284,17 +284,15 @@ def add_numbers(group: Group) -> None:
         "--dtype", help=f"dtype of weights and arithmetic: {DTYPES} (default: as stored; on a CPU at least f32)"
     )
     group.add_argument("--quantize", metavar="SCHEME", help=f"quantize the weights: {SCHEMES} (default: none)")
-    group.add_argument(
-        "--devices", type=int, metavar="N", help="spread the model over N devices, each with a share of every layer"
-    )
+    group.add_argument("--devices", type=int, metavar="N", help="shard every layer of the model over N devices")
     group.add_argument(
         "--kv-cache",
         metavar="FORMAT",
-        help=f"how keys and values are kept: {KV_FORMATS}; or k=FORMAT,v=FORMAT (default: the weights' dtype)",
+        help=f"format of the KV cache: {KV_FORMATS}; or k=FORMAT,v=FORMAT (default: the weights' dtype)",
     )
 
 
-# Engine options by the names of their flags.
+# Engine options, by the names of their flags.
 ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
     *("speculate", "drafts", "deterministic", "progress", "compile_processes"),
@@ -306,39 +304,39 @@ def add_replicas(group: Group) -> None:
         "--replicas",
         type=int,
         metavar="N",
-        help="N engines with requests spread over them, each on a device, or on as many as --devices says",
+        help="run N engines that share the requests, each on one device or on --devices of them",
     )
 
 
 def add_engine(group: Group) -> None:
     group.add_argument("--max-slots", type=int, metavar="N", help="most sequences that run at once (default: 16)")
-    group.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page: 8, 16, 32, 64, 128 (default: 16)")
-    group.add_argument("--num-pages", type=int, metavar="N", help="KV pages in all (default: as memory allows)")
+    group.add_argument(
+        "--page-size", type=int, metavar="N", help="tokens per KV page: 8, 16, 32, 64 or 128 (default: 16)"
+    )
+    group.add_argument("--num-pages", type=int, metavar="N", help="number of KV pages (default: as memory allows)")
     group.add_argument(
         "--max-step-tokens",
         type=int,
         metavar="N",
-        help="most tokens computed in one step (default: 256, or twice max-slots)",
+        help="most tokens of one step (default: 256, or twice max-slots)",
     )
     group.add_argument(
         "--speculate",
         metavar="NAME",
-        help="check drafts of this drafter, for speed: ngram, draft[:DIR], medusa[:FILE], eagle[:FILE], "
-        "copy:SCHEME; changes no token (docs/speculation.md; default: none)",
+        help="speed up with this drafter: ngram, draft[:DIR], medusa[:FILE], eagle[:FILE], "
+        "copy:SCHEME; tokens stay the same (docs/speculation.md; default: none)",
     )
-    group.add_argument(
-        "--drafts", type=int, metavar="K", help="drafts a step checks of each sequence (default: some, where they pay)"
-    )
+    group.add_argument("--drafts", type=int, metavar="K", help="drafts per sequence and step (default: as many as pay)")
     equal = "drafts are accepted only where they equal what the model draws, so leave it out"
     group.add_argument("--acceptance", nargs="?", action=Gone, const=equal, default=argparse.SUPPRESS)
-    one_order = "a sequence's numbers are to the bit what they are alone (docs/sampling.md says when); slower"
+    one_order = "compute each sequence bitwise as if it ran alone (limits: docs/sampling.md); slower"
     group.add_argument("--deterministic", action="store_const", const=True, help=one_order)
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
-        "--compile-cache", type=Path, metavar="DIR", help="keep compiled code there (default: the user's cache folder)"
+        "--compile-cache", type=Path, metavar="DIR", help="folder of compiled code (default: the user's cache folder)"
     )
-    cache.add_argument("--no-compile-cache", action="store_true", help="compile anew, and keep nothing")
-    processes = "trace steps in N more processes: a cold start takes less where there are processors (default: 0)"
+    cache.add_argument("--no-compile-cache", action="store_true", help="always compile, and store nothing")
+    processes = "trace steps in N extra processes, for a faster cold start on many cores (default: 0)"
     group.add_argument("--compile-processes", type=int, metavar="N", help=processes)
-    progress = "say what is being compiled where standard error is no terminal, too"
+    progress = "report compilation even if standard error is no terminal"
     group.add_argument("--progress", action="store_const", const=True, help=progress)

@@ -1,4 +1,4 @@
-"""What appears on standard output and standard error."""
+"""Writes to standard output and standard error."""
 
 import contextlib
 import os
@@ -10,17 +10,17 @@ from typing import TextIO
 from jllm.engine.request import Event
 from jllm.errors import OutputError, counted
 
-Key = tuple[int, int]  # prompt and sample
+Key = tuple[int, int]  # index of the prompt and of the sample
 
 
 def write_stdout(text: str) -> None:
-    """Writes at once. Raises OutputError where that fails, but BrokenPipeError when the reader has gone."""
+    """Writes at once. Raises BrokenPipeError if the reader has gone, and OutputError for any other failure."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
-        # What is still buffered goes nowhere, or Python would try, and complain, once more at its end.
+        # Drop the buffer: Python would try to write it at exit, and complain again.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
@@ -33,19 +33,19 @@ def one_line(text: object) -> str:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Returns whether a stream is a terminal that shows colours and may (https://no-color.org)."""
+    """Returns whether a stream is a terminal with colours, and they are not disabled (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class InOrder:
-    """Shows several completions one after the other, though they grow side by side: the first as it comes, the next,
-    once that has ended, with all that it has by then."""
+    """Shows completions in order, although they grow at once. The first appears as it is generated. The next one
+    appears once that has ended, with the text it has by then."""
 
     def __init__(self, keys: Iterable[Key], before: Callable[[Key], str], after: str, write: Callable[[str], None]):
         self._held = dict.fromkeys(keys, "")
         self._before, self._after, self._write = before, after, write
         self._ended: set[Key] = set()
-        self._shown: Key | None = None  # the one that is on screen, unfinished
+        self._shown: Key | None = None  # the unfinished one on screen
 
     def add(self, key: Key, text: str, last: bool) -> None:
         self._held[key] += text
@@ -55,7 +55,7 @@ class InOrder:
         self.show()
 
     def show(self) -> None:
-        """What may appear by now."""
+        """Shows all text whose turn has come."""
         while self._held:
             key = next(iter(self._held))
             self._show(key)
@@ -64,7 +64,7 @@ class InOrder:
             del self._held[key]
 
     def show_rest(self) -> None:
-        """All that is there, when no more will come; what was not finished ends as it is."""
+        """Shows the remaining text at the end of a run, finished or not."""
         for key, text in self._held.items():
             if text or key == self._shown:
                 self._show(key)
@@ -81,7 +81,7 @@ class InOrder:
 
 
 class Speed:
-    """Counts what comes out of the engine, for the last line on standard error."""
+    """Counts the engine's tokens, for the last line on standard error."""
 
     def __init__(self, started: float, *notes: str):
         self.started, self.submitted, self.notes = started, time.perf_counter(), notes

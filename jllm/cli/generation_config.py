@@ -1,4 +1,4 @@
-"""What a model's generation_config.json asks for, and does not get."""
+"""Warns of requests in a model's generation_config.json that jllm ignores."""
 
 import json
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 from jllm.engine.request import SamplingParams
 
 FLAGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Fields that change the tokens in transformers, and have no counterpart here, with the values that change nothing.
+# Fields that change tokens in transformers but do not exist here, with the values that have no effect.
 UNKNOWN: dict[str, tuple] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "guidance_scale"), (1,)),
     **dict.fromkeys(("encoder_repetition_penalty",), (1,)),
@@ -22,8 +22,8 @@ UNKNOWN: dict[str, tuple] = {
 
 
 def warn_of_ignored(folder: Path, sampling: SamplingParams = SamplingParams()) -> None:
-    """Warns, in one line, of what the file in a model's folder asks for beyond `sampling`. transformers draws tokens
-    with it; here sampling is what the caller says. A file that is no JSON object is load_config's to refuse."""
+    """Warns, in one line, of settings of the model's file that differ from `sampling`. transformers uses them as
+    defaults; jllm does not. load_config rejects a file that is no JSON object."""
     file = folder / "generation_config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8-sig"))

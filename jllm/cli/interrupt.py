@@ -1,7 +1,7 @@
-"""Ctrl-C, without a KeyboardInterrupt.
+"""Handles Ctrl-C without a KeyboardInterrupt.
 
-Raised wherever the main thread happens to be, that exception may come out of a half-done import as another one, or be
-swallowed by a callback of a C library. So a handler of our own ends the process, or leaves a note that the run reads.
+Python raises KeyboardInterrupt wherever the main thread is. A half-done import may turn it into another exception, and
+a C library's callback may swallow it. So our own handler ends the process, or sets a flag that the run reads.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-INTERRUPTED = 130  # what shells report for SIGINT
+INTERRUPTED = 130  # the exit status of shells for SIGINT
 
 
 @dataclass
 class Interrupt:
-    """What Ctrl-C does: it ends the process at once, unless `deferred`; then the first only sets `asked`, and the next
-    raises KeyboardInterrupt, unless `patient`."""
+    """The reaction to Ctrl-C. By default it ends the process at once. If `deferred`, the first Ctrl-C only sets
+    `asked`. The next raises KeyboardInterrupt, unless `patient`."""
 
     deferred: bool = False
     asked: bool = False
@@ -31,14 +31,14 @@ class Interrupt:
             if self.tidy is not None:
                 with contextlib.suppress(OSError):
                     self.tidy()
-            os._exit(INTERRUPTED)  # nothing is lost: no result has been written so far
+            os._exit(INTERRUPTED)  # nothing is lost: there are no results yet
         if self.asked and not self.patient:
             raise KeyboardInterrupt
         self.asked = True
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """In the block, Ctrl-C sets `asked`, which stays set, and does nothing else."""
+        """Makes Ctrl-C in the block only set `asked`, which stays set."""
         before = self.deferred, self.patient
         self.asked, self.deferred, self.patient = False, True, True
         try:
@@ -48,7 +48,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """In the block, Ctrl-C raises KeyboardInterrupt."""
+        """Makes Ctrl-C in the block raise KeyboardInterrupt."""
         before = self.deferred, self.patient
         self.asked, self.deferred, self.patient = True, True, False
         try:
@@ -59,10 +59,10 @@ class Interrupt:
 
 @contextlib.contextmanager
 def catch_interrupts() -> Iterator[Interrupt]:
-    """Handles SIGINT while in the block; leaves it alone outside the main thread, and where it is ignored (a shell's
-    background job)."""
+    """Handles SIGINT in the block. Does nothing outside the main thread, or if SIGINT is ignored, as in a shell's
+    background job."""
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN or before is None:  # None: a handler that is not Python's
+    if before is signal.SIG_IGN or before is None:  # None: a handler from outside Python
         yield interrupt
         return
     try:

@@ -1,4 +1,4 @@
-"""Input lines in, result lines out, and taking up an interrupted run."""
+"""Reads input lines, writes result lines, and resumes interrupted runs."""
 
 import codecs
 import contextlib
@@ -21,9 +21,9 @@ from jllm.guides.guide_schema import read_float
 from pallas_kernels.one_writer import open_alone
 
 STDIN = Path("-")
-NAMES = ("model", "quantize")  # what a user calls
-CONTENTS = ("config", "weights", "tokenizer", "scheme")  # these, which decide the results
-GIVEN = ("id", "prompt", "messages")  # what an input line says beside sampling parameters; results repeat it
+NAMES = ("model", "quantize")  # settings by the user's names
+CONTENTS = ("config", "weights", "tokenizer", "scheme")  # contents of the model, which decide the results
+GIVEN = ("id", "prompt", "messages")  # keys of an input line beside sampling parameters; results repeat them
 FIELDS = tuple(SamplingParams.__dataclass_fields__)
 RECORD_START = b'{"index": '
 
@@ -32,26 +32,24 @@ RECORD_START = b'{"index": '
 class Job:
     """One request: a prompt of the command line or a line of an input file."""
 
-    index: int  # prompt or input line, counted from 0
-    given: dict[str, Any]  # of GIVEN: as it was written
+    index: int  # prompt or input line, from 0
+    given: dict[str, Any]  # the line's GIVEN, unchanged
     sampling: SamplingParams
-    where: str = ""  # how to name it in an error
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # what was asked for besides: model, scheme, formats
-    run: Mapping[str, str] = field(
-        default_factory=dict
-    )  # jllm.files.run_identity: what that was, whatever it is called
-    open_ended: bool = False  # nothing says how many new tokens: the default, or as many as there is room for
+    where: str = ""  # its place, for errors
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # the given options: model, scheme, formats
+    run: Mapping[str, str] = field(default_factory=dict)  # jllm.files.run_identity: the contents of these
+    open_ended: bool = False  # without max_new_tokens: use the default, or what fits
 
 
 @dataclass(frozen=True)
 class Done:
-    """What an output file holds already."""
+    """The results in an existing output file."""
 
     seeds: dict[tuple[int, int], int]  # seed of each result, by index and sample
     size: int  # bytes up to the end of the last whole line
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """Returns the jobs that lack a result. One that has some goes on with their seed."""
+        """Returns the jobs that lack a result. A job with some results continues with their seed."""
         todo = []
         for job in jobs:
             seeds = [self.seeds.get((job.index, sample)) for sample in range(job.sampling.n)]
@@ -62,7 +60,7 @@ class Done:
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:
-    """Returns the seed of prompt number `index` when `seed` was given for all."""
+    """Returns the seed of prompt number `index`, if `seed` was given for all."""
     return None if seed is None else (seed + index) % 2**32
 
 
@@ -72,10 +70,9 @@ def read_jobs(
     made_with: Mapping[str, Any] = MappingProxyType({}),
     open_ended: bool = False,
 ) -> list[Job]:
-    """Returns the requests of an input file, or of standard input (-); blank lines count, but say nothing. `base` are
-    the sampling parameters of the command line, over which those of a line win; `made_with` goes into each job, and
-    `open_ended` into those that say no max_new_tokens. Raises InputFileError, with the line's number, for a broken
-    one."""
+    """Returns the requests of an input file, or of standard input (-). Blank lines count, but are skipped. `base` has
+    the command line's sampling parameters; a line's own override them. Each job gets `made_with`, and `open_ended` if
+    its line has no max_new_tokens. Raises InputFileError, with the line's number, for a broken line."""
     return jobs_of(read_lines(path, "prompts"), base, made_with, open_ended)
 
 
@@ -85,7 +82,7 @@ def jobs_of(
     made_with: Mapping[str, Any],
     open_ended: bool = False,
 ) -> list[Job]:
-    """As read_jobs, of lines as read_lines gives them."""
+    """Returns the requests of lines as read_lines yields them. See read_jobs."""
 
     def job(index: int, where: str, raw: dict[str, Any]) -> Job:
         free = open_ended and "max_new_tokens" not in raw
@@ -95,8 +92,9 @@ def jobs_of(
 
 
 def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yields the objects of a file of JSON lines, or of standard input (-), each with its index and how to name it in
-    an error; `what` they are. Blank lines count, but say nothing. Raises InputFileError for a broken line, or none."""
+    """Yields the objects of a file of JSON lines, or of standard input (-). Each comes with its index, and its place
+    for errors. `what` names the objects. Blank lines count, but are skipped. Raises InputFileError for a broken line,
+    or for no lines."""
     empty, name = True, "standard input" if path == STDIN else path
     if path == STDIN and sys.stdin is None:
         raise InputFileError("standard input is closed: --input - reads JSON lines from it")
@@ -133,7 +131,7 @@ def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> J
         raise InputFileError(f"{where}: {error}") from None
     given = {key: raw[key] for key in GIVEN if key in raw}
     try:
-        json.dumps(given, allow_nan=False)  # results repeat it, and are JSON
+        json.dumps(given, allow_nan=False)  # results repeat it as JSON
     except ValueError:
         raise InputFileError(f"{where}: {' or '.join(given)} holds NaN or Infinity, which JSON does not know") from None
     return Job(index, given, sampling, where)
@@ -163,7 +161,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Returns a sampling parameter out of JSON, checked by itself, so that an error names it."""
+    """Returns a sampling parameter from JSON. It is checked alone, so that an error names it."""
     boolean = isinstance(getattr(SamplingParams, name), bool)
     if boolean != isinstance(value, bool):
         raise InputFileError(f"{name} must {'' if boolean else 'not '}be true or false: {_short(value)}")
@@ -186,8 +184,7 @@ def _short(value: Any) -> str:
 
 
 def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
-    """Returns a result as it is written: one JSON object a completion. A log-probability that is not finite becomes
-    null."""
+    """Returns the JSON object of a result. A log-probability that is not finite becomes null."""
     c = completion
     made: dict[str, Any] = {"index": job.index, **job.given}
     if job.sampling.n > 1:
@@ -211,8 +208,8 @@ def _finite(x: float) -> float | None:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """Returns what decides a job's results besides its prompt and seed, as JSON has it: the model and its numbers, and
-    sampling parameters that are not the default. Not n: more samples may be added to those that are there."""
+    """Returns what decides a job's results, beside its prompt and seed, in JSON's types. It has the model, its options,
+    and sampling parameters that differ from the defaults. It lacks n, since samples may be added later."""
     default = SamplingParams()
     made = dict(job.made_with)
     for name in FIELDS:
@@ -232,9 +229,8 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def read_results(path: Path, jobs: Sequence[Job]) -> Done:
-    """Returns what an interrupted run left in its output file; nothing where there is none. A last line that was cut
-    off does not count. Raises OutputError when the file holds anything but results of these jobs, and is then left
-    alone."""
+    """Returns the results of an interrupted run in its output file, if there is one. An incomplete last line does not
+    count. Raises OutputError, and leaves the file as it is, if it holds anything but these jobs' results."""
     seeds: dict[tuple[int, int], int] = {}
     size = 0
     by_index = {job.index: job for job in jobs}
@@ -248,9 +244,9 @@ def read_results(path: Path, jobs: Sequence[Job]) -> Done:
 
 
 def written_lines(path: Path, start: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields the lines that a run left in its output file, each with how to name it in an error. A last line that was
-    cut off, one that begins as a result does, with `start`, is left out. Raises OutputError."""
-    if not path.is_file():  # not there yet, or a pipe or device
+    """Yields the lines of an output file, each with its place for errors. An incomplete last line is left out, if it
+    begins like a result, with `start`. Raises OutputError."""
+    if not path.is_file():  # does not exist yet, or is a pipe or device
         return
     try:
         with path.open("rb") as file:
@@ -259,10 +255,10 @@ def written_lines(path: Path, start: bytes) -> Iterator[tuple[str, bytes]]:
                     return
                 yield f"{path}, line {number}", line
     except OSError as error:
-        raise OutputError(f"cannot read {path}, to take it up again: {error.strerror}") from None
+        raise OutputError(f"cannot read {path} to resume it: {error.strerror}") from None
 
 
-OTHER_FILE = "it is not an output of this input and is left as it is: choose another --output"
+OTHER_FILE = "it is not an output of this input, and is not changed: choose another --output"
 
 
 def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[int, int], int]:
@@ -272,7 +268,7 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OutputError(f"{where}: not a result; {OTHER_FILE}") from None
     if any(type(number) is not int for number in (index, sample, seed)) or not 0 <= seed < 2**32:
-        raise OutputError(f"{where}: not a result: its index, sample or seed is not a number of one; {OTHER_FILE}")
+        raise OutputError(f"{where}: not a result: its index, sample or seed is invalid; {OTHER_FILE}")
     job = jobs.get(index)
     if job is None:
         raise OutputError(f"{where}: index {index} is not a prompt of the input; {OTHER_FILE}")
@@ -283,9 +279,9 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
             raise OutputError(f"{where}: its {key} is not that of {job.where}; {OTHER_FILE}")
     settings, run = raw.get("settings"), raw.get("run", {})
     if not isinstance(settings, dict) or not isinstance(run, dict) or (job.run and not run):
-        raise OutputError(f"{where}: does not say with which settings and weights it was made; {OTHER_FILE}")
+        raise OutputError(f"{where}: lacks the settings and weights it was made with; {OTHER_FILE}")
     there, here = {**settings, **run}, {**settings_of(job), **job.run}
-    if job.sampling.seed is not None:  # one that is drawn may be any
+    if job.sampling.seed is not None:  # a random seed may differ
         there, here = there | {"seed": seed}, here | {"seed": job.sampling.seed}
     keys = differing(there, here)
     if job.run and not set(keys) & set(CONTENTS):
@@ -299,8 +295,8 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
 
 
 class ResultsFile:
-    """An output file to which this process alone adds whole lines, each at once and unbuffered. Raises OutputError when
-    it cannot; then the file ends with the last whole line. One that was made for nothing is gone in the end."""
+    """An output file that only this process writes. It adds whole lines, each at once and unbuffered. Raises
+    OutputError on failure; the file then ends with the last whole line. A new file that stays empty is removed."""
 
     def __init__(self, path: Path):
         if not path.absolute().parent.is_dir():
@@ -313,14 +309,14 @@ class ResultsFile:
         self._file, self._size = file, os.fstat(file.fileno()).st_size
 
     def begin(self, size: int) -> None:
-        """Keeps this many bytes of what is there."""
+        """Truncates the file to this many bytes."""
         self._size = size
         if self._path.is_file():
             with self._guard():
                 self._file.truncate(size)
 
     def write(self, text: str) -> None:
-        # Only a lone surrogate does not encode, and what backslashreplace makes of it is its JSON escape.
+        # Only lone surrogates cannot be encoded; backslashreplace turns them into JSON escapes.
         line = text.encode("utf-8", "backslashreplace")
         with self._guard():
             rest = memoryview(line)
@@ -340,6 +336,6 @@ class ResultsFile:
             yield
         except OSError as error:
             with contextlib.suppress(OSError, AttributeError):
-                os.ftruncate(self._file.fileno(), self._size)  # a full disk may have taken a part of the line
+                os.ftruncate(self._file.fileno(), self._size)  # a full disk may have taken part of the line
             reason = error.strerror or error
             raise OutputError(f"cannot write {self._path}: {reason}; what was written before is kept") from None

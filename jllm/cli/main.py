@@ -1,4 +1,4 @@
-"""The command that people run: prompts from the command line, standard input or a file, through one engine."""
+"""Runs `jllm generate`: prompts from the command line, standard input or a file go through one engine."""
 
 import contextlib
 import sys
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Namespace, started: float, interrupt: Interrupt, closed: Sequence[str]) -> int:
-    """Returns `closed` names the standard streams that this process was started without."""
+    """Runs the command. `closed` names the standard streams that were closed before it started."""
     if "stdout" in closed and (args.output is None or args.json):
         raise OutputError("standard output is closed; give --input and --output, or a place to print to")
     return _run(args, started, interrupt)
@@ -67,7 +67,7 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         from jllm.cli.sinks import Lines, Screen
 
         speed = Speed(started, compiled(engine))
-        interrupt.deferred = True  # from here on there is something to keep
+        interrupt.deferred = True  # results exist from here on
         sink = Screen(args, jobs) if args.input is None else Lines(args, todo, done, len(jobs), speed, file)
         queue = ((job, *request) for job, request in zip(todo, requests))
         events = run_queue(engine, queue, 2 * slots, interrupt)
@@ -78,7 +78,7 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
 
 
 def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
-    """Returns all requests. No model is needed to find most mistakes."""
+    """Returns all requests. It finds most mistakes without loading a model."""
     asked = made_with(args)
     if args.input is not None:
         return read_jobs(args.input, base, asked, args.max_new_tokens is None)
@@ -98,16 +98,16 @@ def _stdin_prompt() -> str:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise InputFileError(f"standard input is not UTF-8 text: {error}") from None
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as of a text file
-    text = text.removesuffix("\n")  # the one that echo adds
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as in a text file
+    text = text.removesuffix("\n")  # echo adds it
     if not text:
         raise RequestError("no prompt: standard input is empty, and no argument gives one (--help shows examples)")
     return text
 
 
 def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine | Replicas, list[Request], int]":
-    """Returns an engine with its steps compiled, what to submit to it, and its slots. All is checked, and nothing has
-    run."""
+    """Returns an engine with compiled steps, the requests to submit, and its slots. All requests are checked; nothing
+    has run."""
     cache = compile_cache(args)
     from jllm.engine.checks import fitted
 
@@ -131,7 +131,7 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
 
 
 def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
-    """Returns what to submit: token ids where possible, else what the engine will refuse with a reason."""
+    """Returns the prompt to submit: token ids if possible, else a prompt that the engine will refuse with a reason."""
     prompt, messages = job.given.get("prompt", ""), job.given.get("messages")
     chat = chat or messages is not None
     if not chat and not isinstance(prompt, str):
@@ -149,7 +149,7 @@ def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
 
 
 def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Prompt]") -> dict[str, Any]:
-    """Flags, and sizes that suit the run."""
+    """Returns the engine's options: the flags, and sizes that suit the run."""
     from jllm.engine.one_run import options_for_run
 
     given = {name: getattr(args, name) for name in ENGINE_FLAGS}

@@ -1,4 +1,4 @@
-"""What surrounds a command: its exit status, its streams, lines on standard error, and what its engine did."""
+"""Surrounds a command: sets its exit status and streams, prints its notes, and reports on its engine."""
 
 import contextlib
 import os
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from jllm.engine.engine import Engine
     from jllm.model.model import Model
 
-BROKEN_PIPE = 141  # what shells report for SIGPIPE
+BROKEN_PIPE = 141  # the exit status of shells for SIGPIPE
 
 
 def run_command(run: Callable[[], int]) -> int:
-    """Returns the exit status of what a command runs: an error is one line, and status 2."""
+    """Runs a command, and returns its exit status. An error prints one line and returns 2."""
     try:
         with plain_warnings():
             return run()
     except KeyboardInterrupt:
         note("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         return BROKEN_PIPE
     except JllmError as error:
         note(f"error: {error}")
         return 2
     except RuntimeError as error:
-        from jllm.parallel.memory import out_of_memory  # which loads JAX, as whoever raised this did
+        from jllm.parallel.memory import out_of_memory  # imports JAX, which must be loaded if this was raised
 
         if not out_of_memory(error):
             raise
@@ -45,14 +45,14 @@ def run_command(run: Callable[[], int]) -> int:
 
 
 def note(text: str) -> None:
-    """One line on standard error, as far as that is there."""
+    """Prints one line on standard error, if that is open."""
     with contextlib.suppress(OSError):
         print(one_line(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Yields each warning in one line, without the place in the code that gave it."""
+    """Prints each warning in the block as one line, without its place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where, **more: note(f"warning: {message}")
         yield
@@ -60,8 +60,8 @@ def plain_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_streams() -> Iterator[list[str]]:
-    """Yields Python has None for a standard stream that was closed before it started (`>&-`): the null device stands in
-    for it, which also takes its file descriptor before a result file can get it. Yields the names of such streams."""
+    """Yields the names of standard streams that were closed before Python started (`>&-`). Python sets them to None.
+    The null device replaces them, so no result file gets their file descriptor."""
     closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
     with contextlib.ExitStack() as stack:
         for name in closed:
@@ -71,7 +71,7 @@ def open_streams() -> Iterator[list[str]]:
 
 
 def compile_cache(args: Namespace) -> Path | None:
-    """Returns the folder for compiled steps; none if there is to be none, or cannot be."""
+    """Returns the folder for compiled steps, or None if it is disabled or not possible."""
     if args.no_compile_cache:
         return None
     from jllm.programs.folder import find_compile_cache
@@ -80,7 +80,7 @@ def compile_cache(args: Namespace) -> Path | None:
 
 
 def load_model(folder: Path, args: Namespace) -> "Model":
-    """Loads the model in a folder, as the flags ask for it."""
+    """Loads the model in a folder, with the flags' options."""
     from jllm.files.load import load
 
     numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
@@ -88,7 +88,7 @@ def load_model(folder: Path, args: Namespace) -> "Model":
 
 
 def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
-    """Returns an engine; or several, each on a device, or on a mesh as the model is."""
+    """Returns an engine, or several replicas. Each is on one device, or on a mesh like the model's."""
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
 
@@ -96,14 +96,14 @@ def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine
 
 
 def compiled(engine: "Engine | Replicas") -> str:
-    """Returns what compiling ahead took."""
+    """Returns a note on the steps compiled ahead."""
     m = engine.metrics()
     programs = f"{counted(m['compile_programs'], 'program')} compiled in {m['compile_seconds']:.1f} s"
     return f"{programs}, {m['compile_cache_hits'] + m['compile_loaded']} of them from the cache"
 
 
 def drafted(engine: "Engine | Replicas") -> list[str]:
-    """Returns what became of drafts; nothing without a drafter."""
+    """Returns notes on drafts, or nothing without a drafter."""
     m = engine.metrics()
     if not m.get("draft_segments"):
         return ["no step had drafts"] if "draft_segments" in m else []

@@ -1,4 +1,4 @@
-"""A run of many requests through one engine, from a command's flags to its last line."""
+"""Runs many requests through one engine, from a command's flags to its last line."""
 
 import contextlib
 from argparse import Namespace
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def made_with(args: Namespace) -> dict[str, Any]:
-    """Returns what decides results besides prompts and sampling parameters, as it was asked for."""
+    """Returns the flags that decide results, beside prompts and sampling parameters."""
     asked = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
-    numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # of jllm batch
+    numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # a flag of jllm batch
     asked |= {name: value for name, value in numbers.items() if value is not None}
     asked |= {} if args.eos_token_id is None else {"eos_token_id": args.eos_token_id}
-    asked |= {} if args.devices is None else {"devices": args.devices}  # sums are rounded in other places
+    asked |= {} if args.devices is None else {"devices": args.devices}  # a sum over several devices rounds differently
     return asked | ({"chat": True} if getattr(args, "chat", False) else {})
 
 
 def model_folder(args: Namespace) -> Path:
-    """Returns the directory that is meant, downloaded where it has to be."""
+    """Returns the directory of the model, after downloading it if necessary."""
     from jllm.files.find import find_model
     from jllm.files.load import BUNDLED
 
@@ -42,7 +42,7 @@ def model_folder(args: Namespace) -> Path:
 
 
 def run_identity(model: Path, args: Namespace) -> dict[str, str]:
-    """Returns what `made_with` is here and now."""
+    """Returns the identity of the contents that `made_with` names on this machine."""
     from jllm.files.run_identity import of_machine, of_model, of_scheme
 
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
@@ -51,7 +51,7 @@ def run_identity(model: Path, args: Namespace) -> dict[str, str]:
 
 @contextlib.contextmanager
 def output_file(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile | None]:
-    """Yields the file of --output, if there is one; Ctrl-C leaves it whole."""
+    """Yields the file of --output, if there is one. Ctrl-C leaves it whole."""
     if args.output is None:
         yield None
         return
@@ -66,11 +66,11 @@ def run_queue[J](
     ahead: int,
     interrupt: Interrupt,
 ) -> "Iterator[tuple[J, Event]]":
-    """Runs everything, or up to the step in which Ctrl-C was pressed; yields each event with whose it is. The engine
-    sees only `ahead` requests of a long queue: timings begin when it has them."""
+    """Runs the whole queue, or stops after the step in which Ctrl-C was pressed. Yields each event with its job. The
+    engine has only `ahead` requests of a long queue at once, so timings start when a request enters it."""
     queue = iter(queue)
     running: dict[int, J] = {}
-    unfinished: dict[int, int] = {}  # samples
+    unfinished: dict[int, int] = {}  # unfinished samples by request
 
     def feed(count: int) -> None:
         for job, prompt, sampling in islice(queue, count):
@@ -94,15 +94,14 @@ def drive[J](
     interrupt: Interrupt,
     engine: "Engine | Replicas",
 ) -> int:
-    """Takes in all events, or those before Ctrl-C, and says how fast that was and what became of drafts; returns the
-    exit status."""
+    """Takes all events, or those before Ctrl-C. Reports speed and drafts at the end. Returns the exit status."""
     broken = 0
     try:
         for job, event in events:
             speed.count(event)
             sink.take(job, event)
             broken += event.completion is not None and event.completion.finish_reason == "error"
-    except KeyboardInterrupt:  # the second Ctrl-C, or one that came where no handler of ours is
+    except KeyboardInterrupt:  # the second Ctrl-C, or one outside of our own handler
         interrupt.asked = True
     finally:
         sink.close()

@@ -1,4 +1,4 @@
-"""Where completions go: a screen (or pipe) in the order of the prompts, or a file in the order of their ends."""
+"""Shows completions on a screen in the order of prompts, or writes them to a file in the order they end."""
 
 import sys
 from argparse import Namespace
@@ -17,17 +17,17 @@ PROMPT, TITLE, PLAIN = "\x1b[36m", "\x1b[1m", "\x1b[0m"  # cyan, bold
 
 class Sink[J](Protocol):
     def take(self, job: J, event: Event) -> None:
-        """News of a job's sample."""
+        """Takes an event of a job."""
 
     def close(self) -> None:
-        """No more will come, be it that all is done or that something went wrong."""
+        """Ends the output, after success or failure."""
 
     def notes(self) -> Sequence[str]:
-        """Returns what to add to the summary."""
+        """Returns notes for the summary."""
 
 
 class Screen:
-    """Prompts of the command line, on standard output: text as it comes, or a JSON object for each completion."""
+    """Prints the command line's completions on standard output: as text while they grow, or as JSON objects."""
 
     def __init__(self, args: Namespace, jobs: Sequence[Job]):
         self._json, self._chat = args.json, args.chat
@@ -50,7 +50,7 @@ class Screen:
         return ()
 
     def _heading(self, key: tuple[int, int]) -> str:
-        """Returns what comes before a completion: its place, where there are several, and on a terminal its prompt."""
+        """Returns the heading of a completion: its place among several, and its prompt on a terminal."""
         if self._json:
             return ""
         places = [("prompt", key[0], len(self._prompts)), ("sample", key[1], self._samples)]
@@ -69,15 +69,15 @@ def _shown(prompt: str | list[int]) -> str:
 
 
 def progress_bar(total: int, before: int, unit: str) -> tqdm:
-    """On standard error: how many of all are done, of which some were `before`."""
+    """Returns a bar on standard error that counts finished items, `before` of them from an earlier run."""
     terminal = sys.stderr.isatty()
-    pace = 0.1 if terminal else 30.0  # seconds; a log file gets a line now and then, and none from a short run
+    pace = 0.1 if terminal else 30.0  # seconds; a log file gets few lines, and none in a short run
     waits = {"mininterval": pace, "delay": 0 if terminal else pace}
     return tqdm(total=total, initial=before, unit=unit, leave=terminal, **waits)
 
 
 class Lines:
-    """Lines of an input file: each result is written as it finishes, and a bar says how far the run is."""
+    """Writes each result of an input file when it ends, and shows a progress bar."""
 
     def __init__(
         self, args: Namespace, todo: Sequence[Job], done: Done, total: int, speed: Speed, file: ResultsFile | None

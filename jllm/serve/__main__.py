@@ -1,4 +1,4 @@
-"""`python -m jllm.serve`."""
+"""Runs the server as `python -m jllm.serve`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the engine made, as the OpenAI API writes it. Token texts and offsets are of the tokenizer; nothing is sent."""
+"""Writes the engine's events as the OpenAI API has them. Functions only build objects; nothing is sent here."""
 
 import codecs
 import math
@@ -14,12 +14,12 @@ from jllm.serve.requests import Served, Wanted
 from jllm.serve.talk import Talk
 from jllm.serve.tool_parser import Part
 
-CUT = ("deadline", "abort")  # how the engine ends a sample that the API has no word for: "length", with end_reason
-LEAST = -9999.0  # in place of log-probabilities that JSON cannot write, as vLLM does
+CUT = ("deadline", "abort")  # engine finish reasons that the API lacks: reported as "length", with end_reason
+LEAST = -9999.0  # replaces log-probabilities that JSON cannot write, as in vLLM
 
 
 class Answer:
-    """The answer to one body, whole or in chunks of the same id."""
+    """The answer to one body, as a whole or in chunks of the same id."""
 
     done = b"data: [DONE]\n\n"  # the end of a stream
 
@@ -34,12 +34,12 @@ class Answer:
             "model": served.name,
         }
         self._done: dict[tuple[int, int], Completion] = {}
-        self._begun: dict[tuple[int, int], Offsets] = {}  # samples of which a chunk was made
-        self._talks: dict[tuple[int, int], Talk] = {}  # of samples that may call tools
-        self._streamed = 0  # tokens
+        self._begun: dict[tuple[int, int], Offsets] = {}  # samples with at least one chunk
+        self._talks: dict[tuple[int, int], Talk] = {}  # samples that may call tools
+        self._streamed = 0  # tokens streamed so far
 
     def add(self, event: Event) -> None:
-        """Takes a sample's end; HttpError for one that failed."""
+        """Records the end of a sample. Raises HttpError if the sample failed."""
         if event.completion is not None:
             if event.completion.finish_reason == "error":
                 why = "its logits were not finite, or a step could not be run"
@@ -49,7 +49,7 @@ class Answer:
             self._done[event.id, event.sample] = event.completion
 
     def whole(self) -> dict[str, Any]:
-        """Of all samples, once they have ended."""
+        """Returns the answer with all samples, once every sample has ended."""
         choices = [self._choice(*key, completion) for key, completion in sorted(self._done.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -95,7 +95,7 @@ class Answer:
         return [{**head, "choices": [one | end], **self._chunk_usage()} for one, end in zip(choices, ends)]
 
     def _chunk_usage(self) -> dict[str, Any]:
-        """Returns what a chunk says of counts."""
+        """Returns the token counts of a chunk."""
         if self._wanted.usage_of_each:
             return {"usage": self._counts(self._streamed)}
         return {"usage": None} if self._wanted.usage else {}
@@ -110,7 +110,7 @@ class Answer:
         return "tool_calls" if talk and talk.calls and done.finish_reason == "stop" else done.finish_reason
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Returns the one that has the usage, and no choice, where it is wanted."""
+        """Returns the chunk with the usage and no choice, if it was requested."""
         more = {"choices": [], "usage": self.usage()}
         return [{**self._head, "object": self._chunk_kind, **more}] if self._wanted.usage else []
 
@@ -128,7 +128,7 @@ class Answer:
     def _text_of(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        decoder = self._tokenizer.stream_decoder()  # which takes ids that a model's padding has beyond the tokenizer's
+        decoder = self._tokenizer.stream_decoder()  # accepts the padding ids that a model has beyond the tokenizer's
         return "".join(map(decoder.push, ids)) + decoder.finish()
 
     def _index(self, prompt: int, sample: int) -> int:
@@ -156,7 +156,7 @@ class Answer:
         return choice
 
     def _message(self, key: tuple[int, int], text: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Returns the text and the calls that were said."""
+        """Returns the text and the tool calls of a sample."""
         if self._wanted.tools is None:
             return {"content": text}
         talk = self._talks[key] = Talk(self._wanted.tools, self._tokenizer, self._wanted.prompts[key[0]])
@@ -165,12 +165,12 @@ class Answer:
 
 
 def ending(reason: str) -> dict[str, str]:
-    """Returns how a sample ended, by one of the words that the API has."""
+    """Returns how a sample ended, in the API's words."""
     return {"finish_reason": "length", "end_reason": reason} if reason in CUT else {"finish_reason": reason}
 
 
 class Offsets:
-    """Where the text of each next token begins."""
+    """Finds the text offset at which each next token begins."""
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int]):
         self._decoder = None if tokenizer is None else tokenizer.stream_decoder(before)
@@ -184,8 +184,8 @@ class Offsets:
 
 
 def prompt_entries(ids: Sequence[int], done: Completion) -> list[TokenLogprob]:
-    """Returns what is known of each prompt token, where that was asked for; NaN for the first, which nothing
-    precedes."""
+    """Returns the log-probability entry of each prompt token, or nothing if they were not requested. The first entry is
+    NaN, as no token precedes it."""
     if done.prompt_logprobs is None or done.prompt_best is None:
         return []
     rest = zip(ids[1:], done.prompt_logprobs, done.prompt_best)
@@ -193,8 +193,8 @@ def prompt_entries(ids: Sequence[int], done: Completion) -> list[TokenLogprob]:
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] | None]:
-    """Returns how a token is written, and its bytes. Those that are no text of their own are "bytes:\\xe2\\x80", as
-    OpenAI has them, and those that show nothing "token_id:5", as vLLM has them."""
+    r"""Returns the text of a token, and its bytes. A token with incomplete UTF-8 becomes "bytes:\\xe2\\x80", as OpenAI
+    writes it. A token without text becomes "token_id:5", as vLLM writes it."""
     data = b"" if tokenizer is None else tokenizer.vocabulary.piece(token)
     if not data:
         return f"token_id:{token}", None
@@ -209,7 +209,7 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """As chat completions have them."""
+    """Returns log-probabilities in the form of chat completions."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text, data = token_text(tokenizer, token)
@@ -220,7 +220,8 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) 
 
 
 def text_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
-    """As completions have them: the most likely tokens and the one that was taken by their texts, best first."""
+    """Returns log-probabilities in the form of completions. `top_logprobs` has the likeliest tokens and the drawn one,
+    by text."""
     tops: list[Mapping[str, float] | None] = []
     for entry in entries:
         top: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The endpoints, as an ASGI application over an AsyncEngine."""
+"""Builds the endpoints, as an ASGI application over an AsyncEngine."""
 
 import asyncio
 import json
@@ -30,7 +30,8 @@ def make_app(
     deadline: float | None = None,
     limits: Limits,
 ) -> ASGIApp:
-    """Returns key: what clients have to show, if anything. deadline: seconds after which a request is cut."""
+    """Returns the application. key: the API key that clients must send (None: no key). deadline: seconds after which a
+    request is cut."""
     exporter = Exporter(engine.metrics)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
@@ -49,7 +50,8 @@ def make_app(
 
 
 class Generate:
-    """POST of what to generate: answered as a whole, or in server-sent events. A client that goes ends its request."""
+    """A POST endpoint that generates text. It answers as a whole, or with server-sent events. A client that disconnects
+    ends its request."""
 
     def __init__(self, engine: AsyncEngine, served: Served, parse: Parse, deadline: float | None, limits: Limits):
         self._engine, self._served, self._parse = engine, served, parse
@@ -67,7 +69,7 @@ class Generate:
             await while_connected(receive, work)
 
     async def _wanted(self, data: bytes) -> Wanted:
-        """Returns what a body asks for, checked; its guide apart from the rest, as that may take long."""
+        """Returns the checked request of a body. The guide is checked separately, since that may take long."""
 
         def parse() -> tuple[dict[str, Any], Wanted]:
             body = parse_json(data)
@@ -86,8 +88,8 @@ class Generate:
         await send_json(send, answer.whole())
 
     async def _stream(self, stream: Stream, answer: Answer, wanted: Wanted, send: Send) -> None:
-        """Status and headers go out with the first events, so that an error before them has its own status. A later one
-        is the last event."""
+        """Streams the answer. Status and headers go out with the first events, so an earlier error has its own status.
+        A later error becomes the last event."""
         started = False
         try:
             while events := await stream.take():
@@ -104,12 +106,12 @@ class Generate:
         except Exception as error:
             if started:
                 await send({"type": "http.response.body", "body": _event(answer.failed(error))})
-            raise  # to be logged, or answered
+            raise  # the caller logs it, or answers with it
         await send({"type": "http.response.body", "body": data})
 
 
 class Get:
-    """GET of a small JSON value."""
+    """A GET endpoint of a small JSON value."""
 
     def __init__(self, value: Callable[[], Any]):
         self._value = value
@@ -120,7 +122,7 @@ class Get:
 
 
 class Post:
-    """POST of a JSON object, which a function of it answers."""
+    """A POST endpoint that answers a JSON object with a function's result."""
 
     def __init__(self, function: Callable[[Mapping[str, Any]], Any], limits: Limits):
         self._function, self._limits = function, limits
@@ -131,7 +133,7 @@ class Post:
 
 
 class Metrics:
-    """GET of the metrics, in Prometheus' format."""
+    """A GET endpoint of the metrics, in Prometheus' format."""
 
     def __init__(self, exporter: Exporter):
         self._exporter = exporter
@@ -168,7 +170,7 @@ def _tokens(ids: list[int], served: Served) -> dict[str, Any]:
 
 
 def _tokenizer_info(served: Served) -> dict[str, Any]:
-    """Returns special tokens by role, and the template of chats, as in tokenizer_config.json."""
+    """Returns special tokens by role, and the chat template, as in tokenizer_config.json."""
     if served.tokenizer is None:
         raise HttpError(404, "this model has no tokenizer")
     return {**served.tokenizer.special_tokens, "chat_template": served.tokenizer.chat_template}

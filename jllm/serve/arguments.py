@@ -1,4 +1,4 @@
-"""The server's command line. Parsing it imports no JAX, so that --help is quick."""
+"""Defines the server's command line. Parsing imports no JAX, so that --help is fast."""
 
 import argparse
 import os
@@ -11,9 +11,9 @@ from jllm.errors import ConfigError
 KEY_VARIABLE = "JLLM_API_KEY"
 TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral")
 DESCRIPTION = """\
-Serve a LLaMA-like language model over HTTP, as the OpenAI API has it: /v1/models, /v1/completions,
+Serve a LLaMA-like language model over HTTP with the OpenAI API: /v1/models, /v1/completions,
 /v1/chat/completions, /v1/responses; /health, /metrics (Prometheus); /tokenize, /detokenize. Without --model, a small
-bundled one tells fairy tales."""
+bundled model tells fairy tales."""
 
 EPILOG = f"""\
 examples:
@@ -21,17 +21,17 @@ examples:
   python -m jllm.serve --model ~/models/Llama-3.2-1B-Instruct --kv-cache int8-g8 --max-slots 64
   {KEY_VARIABLE}=... python -m jllm.serve --host 0.0.0.0
 
-key: with one, in the environment variable {KEY_VARIABLE} or the first line of --api-key-file, every path but /health
-  needs the header "Authorization: Bearer KEY".
+key: the environment variable {KEY_VARIABLE} or the first line of --api-key-file sets it. Clients must then send the
+  header "Authorization: Bearer KEY" to every path except /health.
 
-end: SIGTERM and Ctrl-C stop taking requests, give those that run --grace seconds, end the others with what they
-  have (end_reason "abort"), and say how many those were. A second Ctrl-C does not wait.
+end: after SIGTERM or Ctrl-C the server takes no more requests. Running ones get --grace seconds to finish. The rest
+  are cut, keep their text and get end_reason "abort"; a last line counts them. A second Ctrl-C does not wait.
 
 exit status: 0; 2 after an error."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; ends the process with status 2 and one line for a wrong one."""
+    """Reads the command line. Ends the process with status 2 and one line if it is wrong."""
     parser = make_parser()
     args = parser.parse_args(argv)
     bounds = {"port": 65535, **dict.fromkeys(("max_waiting", "grace", "deadline", "keep_alive"))}
@@ -47,23 +47,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_parser() -> Parser:
     parser = Parser("jllm.serve", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
     add_served_model(parser.add_argument_group("what to serve"))
-    add_numbers(parser.add_argument_group("numbers"))
+    add_numbers(parser.add_argument_group("precision and devices"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
     add_replicas(engine)
     serving = parser.add_argument_group("serving")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    serving.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    serving.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key that clients must show (see below)")
-    waiting = "samples that may wait beside those that run; more get status 429 (default: %(default)s)"
+    serving.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
+    serving.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the clients' key (see below)")
+    waiting = "most samples in the queue; further requests get status 429 (default: %(default)s)"
     serving.add_argument("--max-waiting", type=int, default=256, metavar="N", help=waiting)
-    deadline = "end a request that takes longer, with what it has (default: never)"
+    deadline = "cut requests that take longer, keeping their text (default: never)"
     serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
-    grace = "how long requests that run may still take when the server is stopped (default: %(default)s)"
+    grace = "time that running requests get to finish when the server stops (default: %(default)s)"
     serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)
-    idle = "how long a connection may be idle between two requests (default: %(default)s)"
+    idle = "longest idle time of a connection between two requests (default: %(default)s)"
     serving.add_argument("--keep-alive", type=float, default=75.0, metavar="SECONDS", help=idle)
-    serving.add_argument("--no-access-log", action="store_true", help="no line for each request on standard error")
+    serving.add_argument("--no-access-log", action="store_true", help="do not log each request on standard error")
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")
     return parser
@@ -71,9 +71,9 @@ def make_parser() -> Parser:
 
 def add_served_model(group: Group) -> None:
     add_model(group)
-    name = "what requests call the model (default: as --model, or fairytale)"
+    name = "name of the model in requests (default: the value of --model, or fairytale)"
     group.add_argument("--served-name", type=_not_empty, metavar="NAME", help=name)
-    calls = "how the model writes tool calls (default: as its chat template shows)"
+    calls = "format of the model's tool calls (default: read from its chat template)"
     group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=calls)
 
 
@@ -88,7 +88,7 @@ def served_name(args: argparse.Namespace) -> str:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """Returns the key that clients must show, if there is one. ConfigError for one that no header can hold."""
+    """Returns the key that clients must send, or None. Raises ConfigError for a key that no header can hold."""
     if args.api_key_file is not None:
         try:
             text = args.api_key_file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""An engine for asyncio: one thread steps it, and each request is an asynchronous iterator of its events."""
+"""Runs an engine for asyncio. One thread steps it, and each request is an asynchronous iterator of its events."""
 
 import asyncio
 import threading
@@ -21,11 +21,12 @@ Request = tuple[Prompt, SamplingParams]
 
 
 class Stream:
-    """The events of one request, or of several that were submitted together, whose place among them is each event's id.
-    The ends of all samples are among them, each with its completion.
+    """The events of one or several requests that were submitted together. An event's id is the place of its request in
+    that list. The end of each sample is an event too, with its completion.
 
-    Leaving the iteration half-way needs close(), which `async with` calls; a task that is cancelled while it waits for
-    an event closes it too. The pages are free again within two steps."""
+    Close a stream that you stop reading early; `async with` does so. A task that is cancelled while it waits for an
+    event closes the stream too. The pages are free again within two steps.
+    """
 
     def __init__(self, engine: "AsyncEngine", samples: int, ends_only: bool):
         self.samples, self.ends_only = samples, ends_only
@@ -36,7 +37,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Returns whether no more events will come than those that wait to be taken."""
+        """Returns whether no further events will arrive, beside those that were not read yet."""
         return self._left == 0 or self._error is not None
 
     def __aiter__(self) -> "Stream":
@@ -49,7 +50,7 @@ class Stream:
         return self._events.popleft()
 
     async def take(self) -> list[Event]:
-        """Returns all events that there are; waits for the first. None once all samples have ended."""
+        """Waits for an event, and returns all events there are. Returns an empty list once all samples have ended."""
         await self._wait()
         events = list(self._events)
         self._events.clear()
@@ -73,11 +74,11 @@ class Stream:
         self.close()
 
     def abort(self) -> None:
-        """Ends the request; its events follow, with what it had."""
+        """Ends the request. Its last events follow, with what was generated."""
         self._engine._end(self)
 
     def close(self) -> None:
-        """Ends the request, if it has not ended, and drops its events."""
+        """Ends the request if it runs, and drops its events."""
         self.abort()
         self._events.clear()
         self._fail(EngineClosed("this stream was closed"))
@@ -95,41 +96,41 @@ class Stream:
 
 
 class AsyncEngine:
-    """Serves the requests of one event loop through an Engine or Replicas, its own from here on, which close with it.
+    """Serves the requests of one event loop through an Engine or Replicas. It owns the engine, and closes it.
 
-    A thread steps while there is work. Between two steps it takes in what was submitted and aborted, and it hands the
-    events of a step over in one call: the event loop never waits for a step, nor a step for it.
+    A thread steps while there is work. Between two steps it takes in new requests and aborts. It hands the events of a
+    step over in one call. So the event loop never waits for a step, and a step never waits for the loop.
 
-    Threads: an AsyncEngine and its streams belong to the event loop in which it was made, and are called from its
-    thread; check() and metrics() may be called from any.
+    Threads: make an AsyncEngine in its event loop, and call it and its streams from that thread. check() and metrics()
+    may be called from any thread.
     """
 
     def __init__(self, engine: Engine | Replicas, *, max_waiting: int = 256):
-        """max_waiting: samples that may wait beside those that run; with more, QueueFull."""
+        """Starts the thread. max_waiting: most samples in the queue; submitting more raises QueueFull."""
         self.limit = engine.slots + max_waiting
         self.check, self.metrics = engine.check, engine.metrics
         self.most_tokens = engine.most_tokens  # of one sample, its prompt included
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
-        self._open: set[Stream] = set()  # whose requests have not ended
-        self._refused: str | None = None  # why submit() takes nothing more
+        self._open: set[Stream] = set()  # streams whose requests have not ended
+        self._refused: str | None = None  # reason why submit() takes nothing more
         self._changed = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()  # what the thread is to do before its next step
+        self._inbox: deque[Callable[[], None]] = deque()  # actions for the thread, before its next step
         self._stop = False
-        self._ids: dict[Stream, set[int]] = {}  # of requests that have not ended; the thread's own, as is the next
-        self._requests: dict[int, list] = {}  # of each its stream, its place there, and how many samples have not ended
+        self._ids: dict[Stream, set[int]] = {}  # unfinished requests; used by the thread alone, as is the next
+        self._requests: dict[int, list] = {}  # by request: its stream, its place there, and its unfinished samples
         self._finished = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def unfinished(self) -> int:
-        """Returns samples of requests that have not ended."""
+        """Returns the number of samples of unfinished requests."""
         return sum(stream.samples for stream in self._open)
 
     @property
     def refused(self) -> str | None:
-        """Returns why nothing more can be submitted; None where it can."""
+        """Returns why nothing more can be submitted, or None."""
         return self._refused
 
     async def submit(
@@ -141,17 +142,19 @@ class AsyncEngine:
         deadline: float | None = None,
         ends_only: bool = False,
     ) -> Stream:
-        """Queues a prompt, checked in a thread of its own, as Engine.submit does. RequestError for a bad one, QueueFull
-        where too many wait, EngineClosed after close(). ends_only: the stream has the end of each sample and nothing
-        before it, which spares the event loop a wake-up for each token."""
+        """Queues a prompt as Engine.submit does, and checks it in a separate thread. With ends_only, the stream has
+        only the end of each sample; this spares the event loop a wake-up per token.
+
+        Raises RequestError for a bad prompt, QueueFull if the queue is full, and EngineClosed after close().
+        """
         plain = replace(sampling, guide=None) if isinstance(sampling, SamplingParams) else sampling
         ids = await asyncio.to_thread(self.check, prompt, plain)
         await self.check_guide(sampling.guide)
         return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline, ends_only=ends_only)
 
     async def check_guide(self, guide: Guide | None) -> None:
-        """Compiles a guide, if there is one, in threads that nothing else waits for. RequestError for a bad one,
-        QueueFull where too many wait, EngineClosed after close()."""
+        """Compiles a guide, if there is one, in threads that nothing else waits for. Raises RequestError for a bad
+        guide, QueueFull if too many wait, and EngineClosed after close()."""
         if guide is None:
             return
         if self._refused is not None:
@@ -166,14 +169,15 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(job)
         except asyncio.CancelledError:
-            if self._stop:  # which dropped what had not begun
+            if self._stop:  # close() has dropped what had not begun
                 raise EngineClosed(f"this engine takes no more work: {self._refused}") from None
             raise
         finally:
             self._guides_waiting -= 1
 
     def prepare_guides(self) -> None:
-        """Begins to make what the first guide needs. Where there can be no guides, each request with one says why."""
+        """Begins to build what the first guide needs. If guides are not possible, each request with a guide reports
+        why."""
         self._guides.submit(self._engine.guides.prepare)
 
     def submit_all(
@@ -184,7 +188,7 @@ class AsyncEngine:
         deadline: float | None = None,
         ends_only: bool = False,
     ) -> Stream:
-        """Queues several requests that check() has taken, or none of them; they end together, where one has to."""
+        """Queues all requests or none. All must have passed check(). If one must end, they all end."""
         check_urgency(priority, deadline)
         requests = list(requests)
         samples = sum(sampling.n for _, sampling in requests)
@@ -200,12 +204,12 @@ class AsyncEngine:
         return stream
 
     def refuse(self, reason: str = "it is being closed") -> None:
-        """From now on submit() raises EngineClosed; what was submitted goes on."""
+        """Makes submit() raise EngineClosed from now on. Requests that were submitted continue."""
         self._refused = self._refused or reason
 
     async def close(self, grace: float = 0.0) -> int:
-        """Takes nothing more, and closes the engine once all has ended, or after `grace` seconds: what is left ends
-        with the finish reason "abort". Returns how many samples that were."""
+        """Takes no new requests, and closes the engine once all have ended, or after `grace` seconds. Samples that
+        still run end with the finish reason "abort". Returns their number."""
         self.refuse("it was closed")
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -217,7 +221,7 @@ class AsyncEngine:
         await self._finished.wait()
         self._thread.join()
         self._guides.shutdown(wait=False, cancel_futures=True)
-        ends = (event.completion for event in self._engine.last_events)  # a step that still ran may have ended others
+        ends = (event.completion for event in self._engine.last_events)  # the last step may have ended others
         return sum(end is not None and end.finish_reason == "abort" for end in ends)
 
     # Called by streams, in the event loop's thread
@@ -233,7 +237,7 @@ class AsyncEngine:
 
     def _wake(self) -> None:
         self._changed.notify()
-        if isinstance(self._engine, Replicas):  # one whose devices are busy would keep idle ones waiting
+        if isinstance(self._engine, Replicas):  # a busy replica would keep idle ones waiting
             self._engine.wake()
 
     def _deliver(self, news: list[tuple[Stream, Event | Exception]]) -> None:
@@ -255,7 +259,7 @@ class AsyncEngine:
             self._engine.close()
             self._hand_over(self._of_streams(self._engine.last_events))
             self._call(lambda: self._end_all("it was closed", None))
-        except BaseException as error:  # the engine has closed itself, in most cases
+        except BaseException as error:  # the engine has usually closed itself
             reason, cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error
             try:
                 self._engine.close()
@@ -266,7 +270,7 @@ class AsyncEngine:
                 self._call(lambda: self._end_all(reason, cause))
 
     def _next(self) -> bool:
-        """Does what was asked for; waits where there is nothing to do. False once the thread is to end."""
+        """Runs all queued actions, and waits if there is nothing to do. Returns False once the thread should end."""
         with self._changed:
             while not (self._stop or self._inbox or self._engine.has_work):
                 self._changed.wait()
@@ -280,7 +284,7 @@ class AsyncEngine:
         for place, (prompt, sampling) in enumerate(requests):
             try:
                 request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
-            except Exception as error:  # of this request alone: the engine goes on
+            except Exception as error:  # concerns this request alone: the engine goes on
                 self._abort(stream)
                 self._hand_over([(stream, error)])
                 break
@@ -293,7 +297,7 @@ class AsyncEngine:
                 self._engine.abort(request)
 
     def _of_streams(self, events: Iterable[Event]) -> Iterator[tuple[Stream, Event | Exception]]:
-        """Yields events with whose they are; forgets requests that have ended."""
+        """Yields each event with its stream, and forgets requests that have ended."""
         for event in events:
             request = self._requests[event.id]
             stream, place, left = request
@@ -312,11 +316,11 @@ class AsyncEngine:
             self._call(lambda: self._deliver(some))
 
     def _call(self, function: Callable[[], Any]) -> None:
-        with suppress(RuntimeError):  # the event loop has ended, and with it all who wait
+        with suppress(RuntimeError):  # the event loop has ended, and no one waits
             self._loop.call_soon_threadsafe(function)
 
     def _end_all(self, reason: str, cause: BaseException | None) -> None:
-        """In the event loop's thread, as the last thing that the other one does."""
+        """Fails all open streams. Runs in the event loop's thread, after the engine's thread has finished."""
         self._refused = reason
         for stream in list(self._open):
             error = EngineClosed(f"this engine takes no more work: {reason}")
@@ -327,5 +331,5 @@ class AsyncEngine:
 
 
 def _stands(event: Event) -> bool:
-    """Returns whether a failure of the engine leaves an event as it is: all but the ends that it brought about."""
+    """Returns whether an event stays valid after the engine fails. Only ends that the failure caused do not."""
     return event.completion is None or event.completion.finish_reason not in ("error", "abort")

@@ -1,5 +1,5 @@
-"""`jllm batch`: answers a file of requests in OpenAI's batch format, as the server would, without one; or rows of a
-file by many workers."""
+"""Runs `jllm batch`. It answers a file of requests in OpenAI's batch format without a server, or rows of a file with
+many workers."""
 
 import argparse
 import sys
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from jllm.serve.batch_file import Task
     from jllm.serve.requests import Served, Wanted
 
-MOST_SAMPLES = 4096  # of one request
+MOST_SAMPLES = 4096  # per request
 DESCRIPTION = """\
-Answer a file of requests in OpenAI's batch format, as jllm.serve would, through one engine; with --workers such
-requests, or rows with prompts, by an engine a GPU of a Ray cluster."""
+Answer a file of requests in OpenAI's batch format, as jllm.serve would, with one engine. With --workers,
+an engine per GPU of a Ray cluster answers such requests, or rows with prompts."""
 
 EPILOG = """\
 examples:
@@ -41,24 +41,24 @@ examples:
   python -m jllm.serve.batch --input prompts.parquet --output folder --workers ray://head:10001
 
 input file: each line is {"custom_id": TEXT, "method": "POST", "url": "/v1/completions" or "/v1/chat/completions",
-  "body": {...}}, with a custom_id of its own and a body as the server takes it, but for "stream". A line that is
-  no such object is an error, and is reported with its number before anything runs.
+  "body": {...}}. Each custom_id is unique. The body is one that the server takes, without "stream". Any other line is
+  an error, reported with its number before anything runs.
 
-output file: one line a request, {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null},
-  written as it is done. A request that is wrong is answered with its status and error, and the others run. Running
-  the same command again resumes: what was answered is kept, errors too. Answers of other requests, models, numbers,
-  devices or versions are not mixed, and a second command that writes to the file is refused: errors.
+output file: one line per request, written when it ends: {"id", "custom_id", "response": {"status_code", "request_id",
+  "body"}, "error": null}. A wrong request is answered with its status and error, and the others run. The same command
+  resumes: answers in the file are kept, errors too. Answers of another input, model, dtype, scheme, device or version
+  are an error. So is a second command that writes to the same file.
 
-order: requests of a lower "priority" first, others as they stand in the file.
+order: requests with a lower "priority" run first, others in the order of the file.
 
-workers: --workers local starts a Ray cluster on this machine, another value is the address of one. The input may
-  also have rows as jllm.generate takes them, {"prompt" or "messages", perhaps "id", perhaps sampling parameters}, as
-  JSON lines or the columns of a .parquet file. --output is a folder that all workers see: each shard of rows appears
-  there whole, as part-NAME.jsonl, a line an answer, or a result as jllm.generate writes it, with its "row". A worker
-  that is lost loses the shards in its hands, which others do again; none is there twice. The same command resumes: rows
-  that are there are not done again. A row that is wrong gets a line with its "error".
+workers: --workers local starts a Ray cluster on this machine; any other value is a cluster's address. The input may
+  also have jllm.generate's rows, {"prompt" or "messages", optional "id" and sampling parameters}, as JSON lines or as
+  columns of a .parquet file. --output is a folder that all workers see. Each shard of rows appears there whole, as
+  part-NAME.jsonl. A line is an answer, or a result of jllm.generate with its "row". If a worker is lost, others run
+  its shards again; no row appears twice. The same command resumes: rows in the folder do not run again. A wrong row
+  gets a line with its "error".
 
-exit status: 0, also where requests were wrong; 2 after an error; 130 after Ctrl-C, with what was finished kept."""
+exit status: 0, even with wrong requests; 2 after an error; 130 after Ctrl-C, which keeps finished answers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,19 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; ends the process with status 2 and one line for a wrong one."""
+    """Reads the command line. Ends the process with status 2 and one line if it is wrong."""
     parser = Parser("jllm.serve.batch", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
     what = parser.add_argument_group("what to run")
-    takes = "requests, one a line (see below); - is standard input"
+    takes = "file of requests, one per line (see below); - is standard input"
     what.add_argument("--input", type=Path, metavar="F.jsonl", help=takes)
-    what.add_argument("--output", type=Path, metavar="F.jsonl|DIR", help="write answers there, or resume it")
+    what.add_argument("--output", type=Path, metavar="F.jsonl|DIR", help="file of the answers, new or to resume")
     add_served_model(what)
     workers = parser.add_argument_group("workers (need the extra `ray`)")
-    where = "spread the rows over a Ray cluster: its address, or local for one on this machine"
+    where = "address of a Ray cluster that runs the rows; local starts one on this machine"
     workers.add_argument("--workers", metavar="ADDRESS", help=where)
-    workers.add_argument("--actors", type=int, metavar="N", help="engines (default: one a GPU; without any, a CPU)")
-    workers.add_argument("--shard-rows", type=int, metavar="N", help="rows of a shard (default: 256)")
-    add_numbers(parser.add_argument_group("numbers"))
+    workers.add_argument("--actors", type=int, metavar="N", help="number of engines (default: one per GPU or CPU)")
+    workers.add_argument("--shard-rows", type=int, metavar="N", help="rows per shard (default: 256)")
+    add_numbers(parser.add_argument_group("precision and devices"))
     engine = parser.add_argument_group("engine")
     add_engine(engine)
     add_replicas(engine)
@@ -99,7 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_workers(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the flags of workers, if anything."""
+    """Returns the error in the flags of workers, or None."""
     for name in ("actors", "shard_rows"):
         value = getattr(args, name)
         if value is not None and args.workers is None:
@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
             return 0
         engine, served, wanted, wrong = _prepare(args, folder, todo)
         speed = Speed(started, compiled(engine))
-        interrupt.deferred = True  # from here on there is something to keep
+        interrupt.deferred = True  # results exist from here on
         file.begin(size)
         from jllm.serve.batch_answers import Answers
 
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
 def _prepare(
     args: argparse.Namespace, folder: Path, todo: "Mapping[str, Task]"
 ) -> "tuple[Engine | Replicas, Served, dict[str, Wanted], dict[str, HttpError]]":
-    """Returns an engine with its steps compiled, what requests ask for, and what is wrong with the others."""
+    """Returns an engine with compiled steps, the valid requests, and the errors of all others."""
     cache = compile_cache(args)
     from jllm.engine.checks import check_request, token_ids
     from jllm.engine.one_run import options_for_run
@@ -175,7 +175,7 @@ def _prepare(
         except JllmError:
             parse(
                 todo[id], replace(served, context=engine.most_tokens, check=engine.check)
-            )  # says of which field it is
+            )  # reports the field that is too large
             raise
         return parsed[id]
 
@@ -186,7 +186,7 @@ def _prepare(
 
 
 def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[str, B], dict[str, HttpError]]:
-    """Returns what it makes of each, and the errors of the others."""
+    """Returns the function's result for each value, and the errors of the rest."""
     made, wrong = {}, {}
     for id, one in some.items():
         try:
@@ -197,7 +197,7 @@ def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[
 
 
 def _queue(wanted: "Mapping[str, Wanted]", most: int) -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
-    """Yields what to submit, the most urgent first."""
+    """Yields the requests to submit, the most urgent first."""
     for id, one in sorted(wanted.items(), key=lambda item: item[1].priority):
         for place, request in enumerate(one.requests(most)):
             yield (id, place), *request

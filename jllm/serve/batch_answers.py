@@ -1,4 +1,4 @@
-"""Where the answers of a batch go: each into the file once its request has ended."""
+"""Writes each answer of a batch into the file once its request has ended."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, Wanted
 from jllm.serve.responses import answer_to
 
-PromptKey = tuple[str, int]  # the id of an answer, and which prompt of its request
+PromptKey = tuple[str, int]  # the id of an answer, and the index of a prompt in its request
 
 
 class Answers:
-    """A Sink (jllm/cli/sinks.py)."""
+    """The Sink (jllm/cli/sinks.py) of a batch."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class Answers:
     ):
         self._file, self._todo, self._wanted, self._served = file, todo, wanted, served
         self._begun: dict[str, Answer] = {}
-        self._left: dict[str, int] = {}  # samples of those begun
+        self._left: dict[str, int] = {}  # unfinished samples by answer
         self._failed: dict[str, HttpError] = {}
         self._total, self._before = total, total - len(todo)
         self._done = self._errors = 0
         self._bar = progress_bar(total, self._before, " requests")
 
     def take(self, job: PromptKey, event: Event) -> None:
-        """The end of a sample, and with the last one its request's; all else comes with these."""
+        """Records the end of a sample. Writes the answer with the last sample of a request. Ignores other events."""
         id, place = job
         if event.completion is None:
             return
@@ -54,7 +54,7 @@ class Answers:
             self.end(id, *((200, answer.whole()) if failed is None else (failed.status, failed.body())))
 
     def end(self, id: str, status: int, body: Mapping[str, Any]) -> None:
-        """The answer of a request."""
+        """Writes the answer of a request."""
         self._file.write(answer_line(self._todo[id], id, status, body))
         self._done += 1
         self._errors += status != 200

@@ -1,4 +1,4 @@
-"""OpenAI's batch format: a file of requests in, a file of answers out, and taking it up again."""
+"""Reads requests in OpenAI's batch format, and writes or resumes the file of answers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ from jllm.serve.errors import HttpError, bad
 if TYPE_CHECKING:
     from jllm.serve.requests import Served, Wanted
 
-FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}  # of a line, all of them
+FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}  # all are required
 ANSWER_START = b'{"id": "batch_req_'
 
 
 @dataclass(frozen=True)
 class Task:
-    """A line of the input."""
+    """One line of the input."""
 
     custom_id: str
     method: str
@@ -28,19 +28,20 @@ class Task:
     body: Mapping[str, Any]
 
     def id(self, run: Mapping[str, Any]) -> str:
-        """Returns the id of its answer: of the request, and of `run`, which is what else decides the answer."""
+        """Returns the id of the answer. It depends on the request and on `run`, which has all else that decides the
+        answer."""
         parts = ([self.custom_id, self.method, self.url, self.body], run)
         return "batch_req_" + digest(json.dumps(part, sort_keys=True).encode() for part in parts)
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Returns the requests of a file, or of standard input (-). What is wrong with a body is answered; InputFileError,
-    with the line's number, for a line that cannot be."""
+    """Returns the requests of a file, or of standard input (-). A wrong body is left for its answer. Raises
+    InputFileError, with the line's number, for a line that is no request."""
     return tasks_of(read_lines(path, "requests"))
 
 
 def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
-    """As read_tasks, of lines as read_lines gives them."""
+    """Returns the requests of lines as read_lines yields them. See read_tasks."""
     tasks: dict[str, Task] = {}
     for _, where, raw in lines:
         for name, kind in FIELDS.items():
@@ -57,8 +58,8 @@ def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
 
 
 def parse(task: Task, served: "Served") -> "Wanted":
-    """Returns what a request asks for, as the server would take it. Raises JllmError."""
-    from jllm.serve.requests import chat, completion, parse_json  # with JAX, which whoever spreads work does without
+    """Returns the checked request, as the server would read it. Raises JllmError."""
+    from jllm.serve.requests import chat, completion, parse_json  # JAX, which the caller may lack
     from jllm.serve.responses import response
 
     endpoints = {"/v1/completions": completion, "/v1/chat/completions": chat, "/v1/responses": response}
@@ -79,9 +80,8 @@ def answer_line(task: Task, id: str, status: int, body: Mapping[str, Any]) -> st
 
 
 def read_answers(path: Path, tasks: Sequence[Task], ids: Sequence[str]) -> tuple[set[str], int]:
-    """Returns the ids of answers that an interrupted run left in its output file, of `ids`, which the answers of
-    `tasks` are to have, and the bytes up to the end of the last whole line. OutputError where the file holds anything
-    else."""
+    """Returns which `ids` an interrupted run has answered, and the bytes up to the end of the last whole line. `ids`
+    are the answer ids of `tasks`. Raises OutputError if the file holds anything else."""
     wanted = {task.custom_id: id for task, id in zip(tasks, ids, strict=True)}
     found: set[str] = set()
     size = 0

@@ -1,4 +1,4 @@
-"""A batch job on Ray Data: the process that spreads rows over workers and waits for their shards. It needs no JAX."""
+"""Runs a batch job on Ray Data. This process spreads rows over workers and waits for their shards. It needs no JAX."""
 
 import contextlib
 import logging
@@ -19,12 +19,12 @@ from jllm.serve.batch_rows import read_done, read_rows, shards_of, with_ids
 from pallas_kernels.one_writer import only_writer
 
 SHARD_ROWS = 256
-TRIES = 3  # to start a cluster on a busy machine
-LOSSES = 5  # of workers over one item, after which it is done no more: it may be what kills them
+TRIES = 3  # starts of a cluster, since a busy machine may time out
+LOSSES = 5  # workers lost over one item before the job fails: the item may be what kills them
 
 
 def run_on_workers(args: Namespace, started: float) -> int:
-    """Does the rows of --input that --output lacks; returns the exit status."""
+    """Computes the rows of --input that --output lacks. Returns the exit status."""
     made_with = _asked(args)
     asked = read_rows(args.input, made_with)
     folder = _folder(args.output)
@@ -42,7 +42,7 @@ def run_on_workers(args: Namespace, started: float) -> int:
                 note(f"all {len(rows)} rows were done before")
                 return 0
             wrong = _spread(ray, args, shards, ShardsOfTable, (args, run, folder))
-        for partial in folder.glob("part-*.partial"):  # of workers that were lost
+        for partial in folder.glob("part-*.partial"):  # left by lost workers
             partial.unlink(missing_ok=True)
         missing = len(rows) - len(read_done(folder, rows))
     if missing:
@@ -69,7 +69,7 @@ def _folder(path: Path) -> Path:
 
 
 def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tuple[Any, ...]) -> int:
-    """Runs a worker of this kind wherever the cluster has room for one; how many rows were wrong."""
+    """Runs a worker of this kind for each place in the cluster. Returns how many rows were wrong."""
     from tqdm import tqdm
 
     workers, gpus = worker_count(ray, args.actors, args.devices or 1)
@@ -84,14 +84,14 @@ def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tup
     return wrong
 
 
-# What experiments use, too
+# Shared with experiments
 
 
 @contextlib.contextmanager
 def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
-    """Yields the module ray, connected to the cluster at an address; "local" starts one on this machine, with `cpus`
-    CPUs to give away (None: its own). Without usage statistics. ConfigError where Ray is not installed, RemoteError
-    where the cluster cannot be reached."""
+    """Yields the module ray, connected to the cluster at an address. "local" starts one on this machine, with `cpus`
+    CPUs (None: all). Usage statistics are off. Raises ConfigError if Ray is not installed, and RemoteError if the
+    cluster is not reachable."""
     if find_spec("ray") is None:
         raise ConfigError(f"--workers needs Ray: {how_to_install('ray')}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -102,17 +102,15 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
     import ray.data
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # whose errors have pages, and are raised too
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors fill pages, and are raised too
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
     for left in reversed(range(TRIES)):
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
             break
-        except Exception as error:  # Ray raises plain ones, too
+        except Exception as error:  # Ray raises plain exceptions too
             ray.shutdown()
-            if not (
-                left and own and "timed out" in str(error)
-            ):  # it waits 30 s for its parts, whatever the machine does
+            if not (left and own and "timed out" in str(error)):  # Ray waits 30 s for its parts, even on a busy machine
                 raise RemoteError(f"no Ray cluster at {address}: {_last_line(error)}") from None
     try:
         yield ray
@@ -121,8 +119,8 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
 
 
 def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
-    """Returns how many workers a cluster has room for, of `gpus` GPUs each, or as many as are wanted, and the GPUs of
-    each: 0 where it has none. ConfigError for more than it has room for."""
+    """Returns the number of workers and the GPUs of each. A worker has `gpus` GPUs, or 0 if the cluster has none. The
+    number is `wanted`, or as many as fit. Raises ConfigError if they do not fit."""
     there = ray.cluster_resources()
     gpus = gpus if there.get("GPU", 0) else 0
     room = math.floor(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 1))
@@ -135,10 +133,10 @@ def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
 def mapped(
     ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], workers: int, gpus: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields what workers of this kind make of items, as it comes: there are `workers` of them, on `gpus` GPUs each,
-    and they are given tables of one item. One that is lost is made anew, and its item done again. RemoteError where one
-    fails in a way that it does not tell, or an item loses too many."""
-    if ray.util.client.ray.is_connected():  # by ray://, over which Ray Data does not work
+    """Yields the results of items as they arrive. `workers` workers of this kind run on `gpus` GPUs each, and take
+    tables of one item. A lost worker is replaced, and its item runs again. Raises RemoteError if a worker fails without
+    a message, or an item loses too many workers."""
+    if ray.util.client.ray.is_connected():  # connected by ray://, where Ray Data does not work
         there = ray.remote(num_cpus=0)(Mapped).remote(items, kind, given, workers, gpus)
         try:
             while (found := ray.get(there.next.remote())) is not None:
@@ -148,7 +146,7 @@ def mapped(
         return
     ray.data.DataContext.get_current().enable_progress_bars = False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other place yet
+        warnings.simplefilter("ignore", DeprecationWarning)  # max_task_retries is deprecated but has no successor yet
         data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             kind, fn_constructor_args=given, concurrency=workers, batch_size=1, batch_format="pyarrow",
             num_gpus=gpus, num_cpus=0 if gpus else 1, max_task_retries=LOSSES - 1,
@@ -162,7 +160,7 @@ def mapped(
 
 
 class Mapped:
-    """What `mapped` yields, one at a time, in a process of the cluster."""
+    """Yields the results of `mapped` one at a time, in a process of the cluster."""
 
     def __init__(self, *given: Any):
         import ray
@@ -175,7 +173,7 @@ class Mapped:
 
 
 def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
-    """Returns what a function gives in a worker with `gpus` GPUs. RemoteError where it fails."""
+    """Returns the result of a function that runs in a worker with `gpus` GPUs. Raises RemoteError if it fails."""
     try:
         return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
     except ray.exceptions.RayError as error:
@@ -184,12 +182,12 @@ def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
 
 def _failed(error: Any) -> RemoteError:
     cause = getattr(error, "cause", None)
-    if isinstance(cause, RemoteError):  # of a process that spread the work
+    if isinstance(cause, RemoteError):  # from the process that spread the work
         return cause
     return RemoteError(f"a worker failed: {cause if isinstance(cause, JllmError) else _last_line(error)}")
 
 
 def _last_line(error: BaseException) -> str:
-    """Returns ray's errors have the worker's traceback in their text."""
+    """Returns the last line of an error. Ray's errors contain the worker's traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""Rows of a job that many workers share: what a file asks for, shards of it, and what a folder has of their results.
+"""Reads the rows of a job that many workers share, cuts them into shards, and finds the rows that a folder has.
 
-A row is a request of OpenAI's batch format, or one as jllm.generate takes it. Its id says what it asks for and what
-else decides its result, so whoever does it, and however often, writes the same name. No JAX is needed here.
+A row is a request of OpenAI's batch format, or one as jllm.generate reads it. Its id covers everything that decides its
+result. So every worker gives the same row the same name. This module needs no JAX.
 """
 
 import json
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def seed(self) -> int:
-        """For a row that has none: a row that is done twice gets the same."""
+        """Returns the seed of a row that has none. A row that runs twice gets the same seed."""
         return int(self.id.rpartition("_")[2][:8], 16)
 
 
@@ -39,13 +39,13 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Of its file: the same for the same rows."""
+        """Returns the name of its file, which is the same for the same rows."""
         return f"part-{digest(row.id.encode() for row in self.rows)[:16]}.jsonl"
 
 
 def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
-    """Returns what a file of JSON lines (- is standard input), or a .parquet file, asks for. Raises InputFileError,
-    naming the line or row, for one that is broken, and for an id that occurs twice."""
+    """Returns the rows of a file of JSON lines (- is standard input) or of a .parquet file. Raises InputFileError, with
+    the line or row, for a broken row and for a repeated id."""
     lines = list(_parquet(path) if path.suffix == ".parquet" else read_lines(path, "rows"))
     if "custom_id" in lines[0][2]:
         return list(tasks_of(lines))
@@ -76,7 +76,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def with_ids(asked: Sequence[Job | Task], run: Mapping[str, str], made_with: Mapping[str, Any]) -> list[Row]:
-    """run: what the model and its numbers are, and made_with what was asked for of them."""
+    """Returns each row with its id. run: the model's identity and package versions; made_with: the options that were
+    given."""
 
     def name(one: Job | Task) -> str:
         if isinstance(one, Task):
@@ -93,8 +94,8 @@ def shards_of(rows: Sequence[Row], size: int) -> list[Shard]:
 
 
 def read_done(folder: Path, rows: Sequence[Row]) -> set[str]:
-    """Returns the ids of rows whose results a folder has. OutputError for a shard that is damaged, of other rows, or
-    has a row that another one has."""
+    """Returns the ids of rows whose results a folder has. Raises OutputError if a shard is damaged, belongs to other
+    rows, or repeats a row."""
     known, where = {row.id for row in rows}, dict[str, Path]()
     for path in sorted(folder.glob(SHARDS)):
         here: set[str] = set()

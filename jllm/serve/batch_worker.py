@@ -1,6 +1,6 @@
-"""What a worker of a batch job does: it has an engine of its own, and makes files of shards. Ray is not needed here.
+"""Runs the shards of a batch job in a worker with its own engine. This module does not need Ray.
 
-JAX is imported, and the model loaded, when the worker is made: by then its process has been given its GPU.
+The worker imports JAX and loads the model when it is made. By then its process has been given its GPU.
 """
 
 import os
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from jllm.engine.engine import Engine
     from jllm.serve.requests import Wanted
 
-MOST_SAMPLES = 4096  # of one request
+MOST_SAMPLES = 4096  # per request
 Prompts = list[tuple[list[int], SamplingParams]]
 
 
 def identify(args: Namespace) -> dict[str, str]:
-    """Returns what the model is, and the packages. Raises CheckpointError where this machine lacks its files."""
+    """Returns the identity of the model, and the versions of packages. Raises CheckpointError if this machine lacks the
+    model's files."""
     from jllm.cli.run import model_folder
     from jllm.files.run_identity import PACKAGES, of_model, of_scheme, version_of
 
@@ -38,7 +39,7 @@ def identify(args: Namespace) -> dict[str, str]:
 
 
 class Worker:
-    """One engine. `folder` is where shards appear; `run` goes into each result."""
+    """A worker with one engine. It writes shards into `folder`, and `run` into each result."""
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
         from jllm.cli.process import compile_cache, load_model
@@ -49,7 +50,7 @@ class Worker:
         if odd := differing(run, identify(args)):
             raise CheckpointError(f"{model_folder(args)} has another {odd[0]} here than where the job was started")
         self._args, self._run, self._folder = args, run, folder
-        self._cache = compile_cache(args)  # that of all workers of this machine, or of all that see the folder
+        self._cache = compile_cache(args)  # shared by all workers of this machine, or of the cluster
         model = load_model(model_folder(args), args)
         self._model = model
         self._engine: Engine | None = None
@@ -57,8 +58,8 @@ class Worker:
         self._served = Served(name, model.tokenizer, context, MOST_SAMPLES, self._check, parser)
 
     def do(self, shard: Shard) -> int:
-        """Makes a shard's file, whole and under its own name; how many of its rows were wrong. OutputError where it
-        cannot be written."""
+        """Writes a shard's file, whole and under its own name. Returns how many of its rows were wrong. Raises
+        OutputError if it cannot be written."""
         lines, wrong = self._lines(shard.rows)
         path = self._folder / shard.name
         own = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
@@ -71,7 +72,7 @@ class Worker:
         return wrong
 
     def _lines(self, rows: Iterable[Row]) -> tuple[list[str], int]:
-        """Returns each row's lines, in their order, and how many of them are errors."""
+        """Returns the lines of all rows, in order, and how many rows are wrong."""
         found: dict[str, list[str]] = {}
         ready: dict[str, tuple[Row, Prompts, Wanted | None]] = {}
         for row in rows:
@@ -79,7 +80,7 @@ class Worker:
                 ready[row.id] = (row, *self._prepare(row))
             except JllmError as error:
                 found[row.id] = [_error_line(row, error)]
-        if not ready:  # nor is there an engine, whose sizes are to suit what runs
+        if not ready:  # no engine is made: its sizes should suit what runs
             return [line for row in rows for line in found[row.id]], len(found)
         from jllm.engine.checks import fitted
 
@@ -118,7 +119,7 @@ class Worker:
         return [line for row in rows for line in found[row.id]], wrong
 
     def _prepare(self, row: Row) -> tuple[Prompts, "Wanted | None"]:
-        """Returns what to submit for a row."""
+        """Returns the prompts to submit for a row, and the request of a task."""
         if isinstance(row.asked, Job):
             from jllm.cli.main import prompt_of
 
@@ -139,7 +140,7 @@ class Worker:
         return ids
 
     def _engine_for(self, ready: Iterable[tuple[Row, Prompts, Any]]) -> "Engine":
-        """Returns its sizes suit the first shard that has something to run."""
+        """Returns the engine, whose sizes suit the first shard that runs."""
         from jllm.cli.arguments import ENGINE_FLAGS
         from jllm.engine.engine import Engine
         from jllm.engine.one_run import options_for_run
@@ -177,14 +178,15 @@ def _error_line(row: Row, error: JllmError) -> str:
 
 
 class ShardsOfTable:
-    """A Worker as Ray Data calls it: tables of pickled shards in, for each a row of counts, or the worker's error."""
+    """A Worker with the interface of Ray Data. It takes tables of pickled shards, and returns a row per shard: counts,
+    or the worker's error."""
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
         self._worker: Worker | str
         warnings.simplefilter("ignore")  # they would be lost in a worker's log
         try:
             self._worker = Worker(args, run, folder)
-        except JllmError as error:  # Ray would make a page of it, and start the worker again and again
+        except JllmError as error:  # Ray would print pages, and restart the worker without end
             self._worker = str(error)
 
     def __call__(self, table: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them: a status, and a body that says in one line what is wrong."""
+"""Writes errors as the OpenAI API has them: a status, and a body with one line of explanation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from jllm.errors import EngineBusy, EngineClosed, JllmError, QueueFull, RequestError, TokenizerError, TooLongError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-TOO_LONG = "context_length_exceeded"  # the code of what clients shorten, and send again
-LONGEST = 500  # letters of a message, which may repeat what it was sent
+TOO_LONG = "context_length_exceeded"  # the code of prompts that clients should shorten and send again
+LONGEST = 500  # letters of a message, which may repeat the input
 RETRY = {"Retry-After": "1"}  # seconds
 
 
 class HttpError(JllmError):
-    """A request that gets another answer than it asked for. param: the field of the body that is wrong."""
+    """An error with its HTTP status. param: the field of the body that is wrong."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class HttpError(JllmError):
 
 
 def bad(param: str, message: str) -> HttpError:
-    """Returns a field that cannot be served."""
+    """Returns the error for a field that cannot be served."""
     return HttpError(400, f"{param}: {message}", param=param)
 
 
 def http_error(error: Exception) -> HttpError:
-    """Returns what an error of the library, or one that nothing expected, is to a client."""
+    """Returns the HTTP error for an error of the library, or for an unexpected one."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, QueueFull):

@@ -1,4 +1,4 @@
-"""Fields of a body that this server knows and has nothing for: what each may be where it asks for nothing."""
+"""Lists the fields that this server accepts but ignores, with the values that have no effect."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,14 +11,14 @@ from jllm.serve.errors import HttpError, bad
 
 @dataclass(frozen=True)
 class Neutral:
-    """The values of a field that ask for nothing."""
+    """The values of a field that have no effect."""
 
     fits: Callable[[Any], bool]
-    right: str  # what they are, for whoever sends another
+    right: str  # description of the accepted values, for the error
 
 
 def one_of(*values: Any, why: str = "") -> Neutral:
-    """Returns these values, each of its own type: 1 is not true."""
+    """Accepts only the given values. Types must match: 1 is not true."""
     right = " or ".join(map(json.dumps, values)) + (f" ({why})" if why else "")
     return Neutral(lambda value: any(type(value) is type(each) and value == each for each in values), right)
 
@@ -26,14 +26,14 @@ def one_of(*values: Any, why: str = "") -> Neutral:
 TEXT = Neutral(lambda value: isinstance(value, str), "text")
 OBJECT = Neutral(lambda value: isinstance(value, dict), "an object")
 BOTH: Mapping[str, Neutral] = {
-    # Whoever asks, and what for: users are not told apart.
+    # Identify the client; all clients are treated alike.
     "user": TEXT,
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,
     "metadata": OBJECT,
-    "store": one_of(False, True),  # nothing is stored, and who asks for it later is told so
+    "store": one_of(False, True),  # nothing is stored; reading it later is an error
     "service_tier": one_of("auto", "default"),
-    # Of vLLM: each as it is there by default.
+    # vLLM's fields, with its defaults.
     "skip_special_tokens": one_of(True),
     "spaces_between_special_tokens": one_of(True),
     "add_special_tokens": one_of(True),
@@ -52,7 +52,7 @@ CHAT: Mapping[str, Neutral] = {
     "verbosity": one_of("medium"),
     "prompt_cache_retention": one_of("in_memory"),
     "prompt_cache_options": one_of({}),
-    # Of vLLM.
+    # vLLM's fields, with its defaults.
     "echo": one_of(False),
     "best_of": one_of(1),
     "add_special_tokens": one_of(False),  # a template writes them
@@ -64,7 +64,7 @@ CHAT: Mapping[str, Neutral] = {
 
 
 def check_fields(body: Mapping[str, Any], served: set[str], neutral: Mapping[str, Neutral]) -> None:
-    """Raises HttpError, naming the field, for one that is neither served nor, by `neutral`, asks for nothing."""
+    """Raises HttpError for a field that is not served, unless `neutral` lists its value. The error names the field."""
     for name, value in body.items():
         if name in served:
             continue

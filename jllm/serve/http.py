@@ -1,4 +1,4 @@
-"""What stands around every endpoint: the key, limits of bodies, errors as JSON, the access log, clients that go."""
+"""Guards every endpoint: the key, limits of bodies, errors as JSON, the access log, and clients that disconnect."""
 
 import asyncio
 import hmac
@@ -21,17 +21,17 @@ OPEN = ("/health",)  # paths that need no key
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for, so that no client can harm the others."""
+    """Limits of a request, so that no client can harm the others."""
 
     body: int = 8 << 20  # bytes
     header: int = 16 << 10  # bytes of a request line and all headers
-    body_seconds: float = 30.0  # until a body is there
+    body_seconds: float = 30.0  # seconds until a body must be complete
     keep_alive: float = 75.0  # seconds that a connection may be idle between two requests
 
 
 class Guard:
-    """Checks the key, counts and logs (method, path, status and seconds: neither prompts nor query strings), and turns
-    what an endpoint raises into an answer."""
+    """Checks the key, counts and logs requests, and turns errors of an endpoint into answers. The log has method, path,
+    status and seconds, and never prompts or query strings."""
 
     def __init__(
         self, app: ASGIApp, key: str | None, limits: Limits, paths: frozenset[str], count: Callable[[str, int], None]
@@ -98,8 +98,8 @@ async def send_bytes(
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """Returns the body of a POST of JSON. A page of another site can send one of another type without being asked, so
-    it has to be named as JSON."""
+    """Returns the body of a POST of JSON. It requires the JSON type: browsers let other sites send other types without
+    asking."""
     if scope["method"] != "POST":
         raise HttpError(405, f"{scope['method']} is not served here; POST is", headers={"Allow": "POST"})
     headers = dict(scope["headers"])
@@ -127,7 +127,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Does the work; cancels it where the client goes before its end."""
+    """Runs the work, and cancels it if the client disconnects first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -136,7 +136,7 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        (task if task.done() else watcher).result()  # raises what went wrong
+        (task if task.done() else watcher).result()  # raises the error, if there was one
     finally:
         for each in (task, watcher):
             each.cancel()

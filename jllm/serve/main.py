@@ -1,4 +1,4 @@
-"""The command: loads a model, compiles its steps, and serves until it is told to stop."""
+"""Runs the server's command: loads a model, compiles its steps, and serves until it is stopped."""
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = api_key(args)
         with listen(args.host, args.port) as listener:
             if key is None and not _is_local(listener):
-                _note(f"warning: whoever reaches {args.host} can use this server: it has no key (--api-key-file)")
+                _note(f"warning: anyone who can reach {args.host} can use this server: it has no key (--api-key-file)")
             model, engine = _prepare(args)
             asyncio.run(_serve(args, key, listener, model, engine))
     except JllmError as error:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens, before anything is loaded. ConfigError where it cannot."""
+    """Returns a listening socket, before anything is loaded. Raises ConfigError if it cannot listen."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
@@ -96,7 +96,7 @@ async def _serve(
     where = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"serving {name} at http://{where}:{address[1]}/v1"
     gc.collect()
-    gc.freeze()  # what the start made stays, nearly all of it JAX's: full collections, which halt steps, skip it
+    gc.freeze()  # skips the objects of start-up, most of them JAX's: full collections halt steps
     await run(make_server(host, app, limits, args.grace, lambda: _note(ready)), listener)
 
 

@@ -1,4 +1,4 @@
-"""The engine's metrics in Prometheus' format, and counts of what was answered."""
+"""Exports the engine's metrics and counts of answers in Prometheus' format."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ PREFIX = "jllm_"
 
 
 class Exporter:
-    """A registry of its own, so that several servers may live in one process."""
+    """A collector with its own registry, so that several servers may run in one process."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]):
         self._read, self._registry = read, CollectorRegistry()
@@ -25,11 +25,11 @@ class Exporter:
         self._answers.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
-        """Waits for the end of the step that is running."""
+        """Returns the metrics. Waits for the end of the running step."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        return []  # or registering would read the engine
+        return []  # registering would read the engine otherwise
 
     def collect(self) -> Iterator[Metric]:
         for name, value in self._read().items():
@@ -43,7 +43,7 @@ class Exporter:
 
 
 def summary(name: str, table: Mapping[str, Any]) -> Metric:
-    """Times as quantiles, in seconds."""
+    """Returns a summary of times, in seconds, with their quantiles."""
     full = PREFIX + name.removesuffix("_s") + "_seconds"
     family = Metric(full, name.removesuffix("_s").replace("_", " "), "summary")
     for percent in PERCENTILES:

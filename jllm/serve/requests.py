@@ -1,4 +1,5 @@
-"""Bodies of the OpenAI API to what the engine is to do: pure functions. A field that is not served is an error."""
+"""Parses bodies of the OpenAI API into requests for the engine. Functions are pure. A field that is not served is an
+error."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,55 +19,55 @@ from jllm.serve.errors import TOO_LONG, HttpError, bad
 from jllm.serve.fields import check_fields
 from jllm.serve.tools import Tools, read_tools
 
-MOST_STOPS = 16  # strings that end a completion
-COMPLETION_TOKENS = 16  # unless the body says
+MOST_STOPS = 16  # most stop strings of a request
+COMPLETION_TOKENS = 16  # default of max_tokens
 Check = Callable[[Prompt, SamplingParams], list[int]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What requests are checked against."""
+    """The model and limits that requests are checked against."""
 
-    name: str  # of the model
+    name: str  # the model's name in requests
     tokenizer: Tokenizer | None
     context: int  # most tokens of one sample, its prompt included
-    most_samples: int  # of one request
-    check: Check  # a prompt's ids if the engine takes it, else its error
-    tool_parser: str | None = None  # the format of tool calls (tool_formats.py), if the template does not tell
+    most_samples: int  # most samples of one request
+    check: Check  # returns a prompt's ids, or raises if the engine refuses it
+    tool_parser: str | None = None  # the format of tool calls (tool_formats.py); None: read from the template
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one body asks for."""
+    """One parsed body."""
 
     prompts: tuple[list[int], ...]
     sampling: SamplingParams
     chat: bool
     stream: bool = False
-    usage: bool = False  # streamed: counts at the end
-    usage_of_each: bool = False  # streamed: counts in each chunk
-    token_ids: bool = False  # beside the text
+    usage: bool = False  # streamed: token counts at the end
+    usage_of_each: bool = False  # streamed: token counts in each chunk
+    token_ids: bool = False  # return token ids beside the text
     echo: bool = False
     priority: int = 0
-    keep: bool = True  # False: nothing is to be generated, and the one token that the engine makes is dropped
-    open_ended: bool = False  # the body does not say how many tokens: the default, or as many as there is room for
-    tools: Tools | None = None  # that may be called
+    keep: bool = True  # False: nothing should be generated, so the engine's one token is dropped
+    open_ended: bool = False  # the body has no limit of tokens: use the default, or what fits
+    tools: Tools | None = None  # tools that may be called
     response: Mapping[str, Any] | None = None  # the body of /v1/responses, which its answer repeats
 
     @property
     def at_once(self) -> bool:
-        """Returns whether a stream has each sample as one chunk: scores of its prompt, which come first, are known
-        last."""
+        """Returns whether a stream has each sample as one chunk. Prompt scores come first in the text, but last from
+        the engine."""
         return self.echo and (self.sampling.prompt_logprobs or not self.keep)
 
     def requests(self, most: int) -> list[tuple[list[int], SamplingParams]]:
-        """Returns what to submit to an engine whose samples may have `most` tokens."""
+        """Returns the prompts and parameters to submit. `most` is the engine's limit of tokens per sample."""
         return [
             (ids, fitted(self.sampling, len(ids), most) if self.open_ended else self.sampling) for ids in self.prompts
         ]
 
 
-# Fields: how each is called in SamplingParams, and what it may be.
+# Fields: their names in SamplingParams, and their types.
 NUMBER = (int, float)
 SAMPLING: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "temperature": ("temperature", NUMBER),
@@ -84,7 +85,7 @@ SAMPLING: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "logit_bias": ("logit_bias", dict),
     "max_tokens": ("max_new_tokens", int),
 }
-GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # fields that vLLM has
+GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # vLLM's fields
     "guided_json": (Guide.json, (dict, str)),
     "guided_regex": (Guide.regex, (str,)),
     "guided_choice": (Guide.choice, (list,)),
@@ -100,12 +101,12 @@ NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", 
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Returns the object that a body is; fields that are null are as if they were not there."""
+    """Returns the object in a body. Fields that are null count as missing."""
     try:
         body = json.loads(data, parse_constant=_no_constant, parse_float=read_float, object_pairs_hook=_each_once)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply") from None
-    except ValueError:  # UnicodeDecodeError too
+    except ValueError:  # includes UnicodeDecodeError
         raise HttpError(400, "the body is not JSON") from None
     if not isinstance(body, dict):
         raise HttpError(400, "the body must be a JSON object")
@@ -113,7 +114,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def completion(body: Mapping[str, Any], served: Served) -> Wanted:
-    """Returns POST /v1/completions."""
+    """Parses the body of POST /v1/completions."""
     check_fields(body, COMPLETION, fields.COMPLETION)
     _check_model(body, served)
     stream, usage, each = _streaming(body)
@@ -121,13 +122,13 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     if (best := _take(body, "best_of", int, n)) != n:
         raise bad("best_of", f"must be n, {n}, not {best}: all samples are returned")
     if echo and (logprobs or 0) > 1:
-        raise bad("logprobs", f"must be 0 or 1 with echo, not {logprobs}: of prompts the likeliest token is known")
+        raise bad("logprobs", f"must be 0 or 1 with echo, not {logprobs}: prompts only have their likeliest token")
     tokens = _take(body, "max_tokens", int, COMPLETION_TOKENS)
     keep = not (echo and tokens == 0)
     more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": echo and logprobs is not None}
     sampling = _sampling(body, max_new_tokens=tokens if keep else 1, **more)
     if sampling.prompt_logprobs and tokens == 1:
-        # Whoever scores prompts takes the last entry to be of the one new token, the end token too, which has no text.
+        # Clients that score prompts expect one entry for the new token, even for an end token, which has no text.
         sampling = replace(sampling, ignore_eos=True)
     if "prompt" not in body:
         raise bad("prompt", "is missing")
@@ -141,7 +142,7 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
 
 
 def chat(body: Mapping[str, Any], served: Served) -> Wanted:
-    """Returns POST /v1/chat/completions."""
+    """Parses the body of POST /v1/chat/completions."""
     check_fields(body, CHAT, fields.CHAT)
     _check_model(body, served)
     stream, usage, each = _streaming(body)
@@ -169,8 +170,7 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
 
 
 def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
-    """Returns POST /tokenize, as vLLM has it: ids of `prompt`, with what begins a text unless add_special_tokens is
-    false."""
+    """Returns the token ids for POST /tokenize, as in vLLM. BOS is added unless add_special_tokens is false."""
     check_fields(body, {"model", "prompt", "add_special_tokens"}, {})
     text = _take(body, "prompt", str, None)
     if text is None:
@@ -179,7 +179,7 @@ def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
 
 
 def detokenize(body: Mapping[str, Any], served: Served) -> str:
-    """Returns POST /detokenize, as vLLM has it: the text of `tokens`."""
+    """Returns the text for POST /detokenize, as in vLLM."""
     check_fields(body, {"model", "tokens"}, {})
     tokens = _take(body, "tokens", list, [])
     if not all(_is(token, int) for token in tokens):
@@ -204,7 +204,7 @@ def _tokenizer(served: Served) -> Tokenizer:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(name)  # NaN and Infinity, which Python reads and JSON has not
+    raise ValueError(name)  # Python reads NaN and Infinity, but JSON has neither
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise HttpError(400, f"{shown(twice)} is in the body, or in one object of it, twice", param=twice[:60])
+        raise HttpError(400, f"{shown(twice)} occurs twice in one object of the body", param=twice[:60])
     return found
 
 
@@ -221,7 +221,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """Returns a field of the right type."""
+    """Returns a field, or the default. Raises HttpError for a wrong type."""
     value = body.get(name, default)
     if name in body and not _is(value, kind):
         kinds = " or ".join(dict.fromkeys(NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,))))
@@ -237,7 +237,7 @@ def _check_model(body: Mapping[str, Any], served: Served) -> None:
 
 
 def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Returns whether to stream, and whether with usage at the end, and in each chunk."""
+    """Returns whether to stream, and whether to send usage at the end and in each chunk."""
     stream, given = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
@@ -253,7 +253,7 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) -> SamplingParams:
-    """Returns sampling parameters as the body has them, and `more`."""
+    """Returns the body's sampling parameters, with `more`."""
     given = {ours: _take(body, name, kind, None) for name, (ours, kind) in SAMPLING.items() if name in body}
     tokens = given["max_new_tokens"] = more.pop("max_new_tokens")
     if tokens < 1:
@@ -262,7 +262,7 @@ def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) 
     if "seed" in given:
         given["seed"] = _seed(given["seed"])
     if given.get("top_k") == -1:
-        given["top_k"] = 0  # as vLLM says that it is off
+        given["top_k"] = 0  # vLLM's value for off
     if isinstance(given.get("stop"), list) and len(given["stop"]) > MOST_STOPS:
         raise bad("stop", f"at most {MOST_STOPS} strings, not {len(given['stop'])}")
     if given.get("stop") == "":
@@ -284,8 +284,8 @@ def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) 
 
 
 def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any], field: str, served: Served) -> Wanted:
-    """Returns what is wanted, with the prompts' ids, if the engine takes it all but for the guide, which takes longer
-    to check; `field` has the prompts."""
+    """Returns the request with the prompts' ids, after the engine's checks. The guide is left out, since that takes
+    longer. `field` is the name of the prompts' field."""
     try:
         ids = tuple(token_ids(prompt, served.tokenizer) for prompt in prompts)
         wanted = replace(wanted, prompts=ids)
@@ -301,21 +301,21 @@ def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any],
 
 
 def of_guide(error: RequestError, wanted: Wanted, body: Mapping[str, Any]) -> HttpError:
-    """Returns what is wrong with a guide, with the field of the body that has it."""
+    """Returns the error of a guide, with the field that defined it."""
     names = (*GUIDES, "response_format", "structured_outputs", "text")
     given = ["tools"] if wanted.tools and wanted.tools.held else [name for name in names if name in body]
     return HttpError(400, str(error), param=next(iter(given), None))
 
 
 def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> HttpError:
-    """Returns what the engine's own checks say, with the field of the body that they are about, or else `field`."""
+    """Returns an engine's error with the body's field that caused it, or else `field`."""
     first = str(error).partition(" ")[0].rstrip(":")
     names = [name for name, (ours, _) in SAMPLING.items() if ours == first] + [first]
     return HttpError(400, str(error), param=next((name for name in names if name in body), field))
 
 
 def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
-    """Yields the fields that say what the text must look like, each with what makes a guide of it."""
+    """Yields the fields that constrain the text, each with a function that makes its guide."""
     asked = _take(body, "response_format", dict, {"type": "text"})
     kind, schema = asked.get("type"), asked.get("json_schema")
     only = partial(check_only, error=partial(bad, "response_format"))
@@ -343,14 +343,14 @@ def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]
 
 
 def _seed(given: int) -> int:
-    """Returns a seed that the engine takes, of one of 64 bits with or without a sign."""
+    """Returns the engine's seed for one of 64 bits, signed or unsigned."""
     if not -(2**63) <= given < 2**64:
         raise bad("seed", f"must be an integer of 64 bits, not {shown(given)}")
     return given % 2**32
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, float]:
-    """Returns token ids are the keys of a JSON object, so they are text."""
+    """Returns the bias by token id. JSON's keys are text."""
     for key in given:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise bad("logit_bias", f"keys must be token ids, not {shown(key)}")
@@ -358,15 +358,15 @@ def _bias(given: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _prompts(given: Any) -> list[Prompt]:
-    """Returns a text, token ids, or a list of either."""
+    """Returns the prompts of a text, a list of token ids, or a list of either."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:
-        raise bad("prompt", "must be text, a list of token ids, or a list of such that is not empty")
+        raise bad("prompt", "must be text, a list of token ids, or a non-empty list of either")
     if all(_is(each, int) for each in given):
         return [given]
     for prompt in given:
         ids = isinstance(prompt, list) and all(_is(each, int) for each in prompt)
         if not (isinstance(prompt, str) or ids):
-            raise bad("prompt", f"must be text, a list of token ids, or a list of such; one is {shown(prompt)}")
+            raise bad("prompt", f"must be text, a list of token ids, or a list of either; one is {shown(prompt)}")
     return given

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat, which its body says in other words, and its answer as items and typed events."""
+"""Serves POST /v1/responses as a chat, and answers with items and typed events."""
 
 import re
 import secrets
@@ -19,7 +19,7 @@ from jllm.serve.tool_parser import Part
 SAME = {"model", "stream", "user", "tool_choice", "parallel_tool_calls", "priority", *SAMPLING} - {"n", "max_tokens"}
 FIELDS = SAME | {"input", "instructions", "text", "tools", "max_output_tokens"}
 CHAT_NAMES = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
-REASONING = ["reasoning.encrypted_content"]  # of which there is none
+REASONING = ["reasoning.encrypted_content"]  # requested by clients, but never returned
 NEUTRAL: Mapping[str, Neutral] = {
     **{name: BOTH[name] for name in ("metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store")},
     "background": one_of(False),
@@ -32,13 +32,13 @@ NEUTRAL: Mapping[str, Neutral] = {
     "stream_options": one_of({}, {"include_obfuscation": False}),
     "prompt_cache_retention": one_of("in_memory"),
 }
-TEXTS = ("input_text", "output_text", "text")  # types of parts
+TEXTS = ("input_text", "output_text", "text")  # types of text parts
 ITEMS = ("message", "function_call", "function_call_output")
-LEFT_OUT_OF_ITEMS = ("id", "status", "parsed_arguments")  # what an answer's items have beside what is read
+LEFT_OUT_OF_ITEMS = ("id", "status", "parsed_arguments")  # of returned items: accepted, and ignored
 
 
 def response(body: Mapping[str, Any], served: Served) -> Wanted:
-    """Makes a chat of the body, and checks it as such; errors have the names of the body's own fields."""
+    """Parses the body as a chat. Errors have the body's own field names."""
     if "previous_response_id" in body:
         why = "is not served, since nothing is stored: send the items of earlier answers in input"
         raise bad("previous_response_id", why)
@@ -62,7 +62,7 @@ def response(body: Mapping[str, Any], served: Served) -> Wanted:
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the messages of a chat, and where in the body each one comes from."""
+    """Returns the messages of a chat, and the place of each in the body."""
     given, messages, places = body.get("input"), list[dict[str, Any]](), list[str]()
     if (said := body.get("instructions")) is not None:
         if not isinstance(said, str):
@@ -75,7 +75,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]
     for i, item in enumerate(given):
         message = _message(item, f"input[{i}]")
         calls = message.get("tool_calls")
-        if calls and messages and messages[-1]["role"] == "assistant":  # one answer was several items
+        if calls and messages and messages[-1]["role"] == "assistant":  # one answer may be several items
             messages[-1].setdefault("tool_calls", []).extend(calls)
         else:
             messages.append(message)
@@ -102,7 +102,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Returns content as chats have it, which checks what is not of parts."""
+    """Returns content in the form of chats, which check it further."""
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):
@@ -112,7 +112,7 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """Returns what a chat's response_format would be."""
+    """Returns the equivalent response_format of a chat."""
     if not isinstance(text, dict):
         raise bad("text", f"must be an object, not {shown(text)}")
     for name, value in text.items():
@@ -138,7 +138,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 class Response(Answer):
-    """The answer to one body: the items of one sample, whole or in typed events."""
+    """The answer to one body, as a whole or in typed events. It has the items of one sample."""
 
     done = b""
 
@@ -174,7 +174,7 @@ class Response(Answer):
         }
         self._talk = Talk(wanted.tools, self._tokenizer, wanted.prompts[0]) if wanted.tools else None
         self._items: list[dict[str, Any]] = []
-        self._sent = 0  # events
+        self._sent = 0  # events sent
 
     def whole(self) -> dict[str, Any]:
         """Returns the response, once its sample has ended."""
@@ -183,7 +183,7 @@ class Response(Answer):
         return self._response
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """Returns the events of a stream that one of the engine's brings about."""
+        """Returns the stream's events for one of the engine's."""
         done, found = event.completion, list[dict[str, Any]]()
         if not self._sent:
             found += [self._event("created"), self._event("in_progress")]
@@ -213,7 +213,7 @@ class Response(Answer):
         return self._event(kind, **place, **more)
 
     def _more(self, part: Part) -> list[dict[str, Any]]:
-        """Returns an item's beginning, or more of it."""
+        """Returns the events that begin or extend an item."""
         found = []
         item: dict[str, Any] = self._items[-1] if self._items else {"type": None}
         if part.name is not None or (part.call is None and item["type"] != "message"):
@@ -229,7 +229,7 @@ class Response(Answer):
         return found
 
     def _open(self, name: str | None) -> list[dict[str, Any]]:
-        """Begins a call of a function, or a message."""
+        """Begins a function call, or a message."""
         item: dict[str, Any]
         if name is not None and self._talk:
             call = {"call_id": self._talk.new_id(), "name": name, "arguments": ""}
@@ -244,7 +244,7 @@ class Response(Answer):
         return [added, self._of_item("content_part.added", content_index=0, part=dict(part))]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        """Ends the item that is open, if one is."""
+        """Ends the open item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
         item = self._items[-1]
@@ -287,5 +287,5 @@ def _id(kind: str) -> str:
 
 
 def answer_to(wanted: Wanted, served: Served) -> Answer:
-    """Makes the answer of the kind that the body asked for."""
+    """Returns an empty answer of the kind that the body requested."""
     return Answer(wanted, served) if wanted.response is None else Response(wanted, served)

@@ -1,4 +1,4 @@
-"""uvicorn around the application, and its end: first requests, then connections."""
+"""Runs uvicorn around the application. On shutdown requests end first, then connections."""
 
 import asyncio
 import signal
@@ -15,17 +15,18 @@ from jllm.errors import counted
 from jllm.serve.async_engine import AsyncEngine
 from jllm.serve.http import Limits
 
-LAST_WORDS = 5  # seconds that answers may take after their requests have ended
-POLL = 0.05  # seconds between looks at a second Ctrl-C
+LAST_WORDS = 5  # seconds to send answers after their requests have ended
+POLL = 0.05  # seconds between checks for a second Ctrl-C
 
 
 class Server(uvicorn.Server):
-    """Ends the engine's requests before it closes connections: what is cut is answered too."""
+    """A server that ends the engine's requests before it closes connections. So requests that are cut are answered
+    too."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace: float, ready: Callable[[], None]):
         super().__init__(config)
         self._engine, self._grace, self._ready = engine, grace, ready
-        self.cut = 0  # samples that had not ended when the server did
+        self.cut = 0  # samples cut by the shutdown
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -43,7 +44,7 @@ class Server(uvicorn.Server):
 def make_server(
     engine: AsyncEngine, app: ASGIApp, limits: Limits, grace: float, ready: Callable[[], None] = lambda: None
 ) -> Server:
-    """Returns `ready` is called once connections are taken."""
+    """Returns a server that calls `ready` once it accepts connections."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -60,7 +61,7 @@ def make_server(
 
 
 async def run(server: Server, listener: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT, and says on standard error what was cut."""
+    """Serves until SIGTERM or SIGINT. Reports on standard error how many samples were cut."""
     with _signals_that_only_stop():
         await server.serve([listener])
     cut = f"{counted(server.cut, 'sample')} cut" if server.cut else "all requests had ended"
@@ -69,7 +70,7 @@ async def run(server: Server, listener: socket.socket) -> None:
 
 @contextmanager
 def _signals_that_only_stop() -> Iterator[None]:
-    """Yields uvicorn raises the signals that stopped it once more when it is done: by then they mean nothing."""
+    """Ignores both signals after the server has stopped. uvicorn raises them again then."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""How models write tool calls, and guides that hold calls to their schemas."""
+"""Describes how models write tool calls, and makes guides that hold calls to their schemas."""
 
 import json
 import re
@@ -15,21 +15,21 @@ from jllm.guides.guide_schema import parse, served
 
 TOOL_CALL, PYTHON, CALLS, CALL_ID, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ANY = r"/(.|\n)*/"
-NO_CALL = r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"  # a text that does not begin as an object
+NO_CALL = r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"  # a text that does not begin with an object
 
 
 @dataclass(frozen=True)
 class Format:
-    """How calls are written: a mark, and calls, of which each is `before`, a name, `after`, arguments and `tail`."""
+    """The format of calls: a mark, then calls. Each call is `before`, a name, `after`, arguments and `tail`."""
 
-    mark: str | None  # None: calls are all that an answer has
+    mark: str | None  # None: an answer has either text or calls
     before: str
     after: str
     tail: str
     between: str
-    each: bool = False  # the mark stands before each call, not once before all of them
+    each: bool = False  # the mark precedes each call, not just the first
     ends: tuple[str, str] = ("", "")  # around calls that share a mark
-    tokens: tuple[str, ...] = ()  # that may be special tokens, which text does not show
+    tokens: tuple[str, ...] = ()  # possible special tokens, which text does not show
 
     def head(self, name: str) -> str:
         return f"{self.before}{name}{self.after}"
@@ -59,7 +59,7 @@ MISTRAL_ARGS = Format(mark=CALLS, before="", after=ARGS, tail="", between="", ea
 
 @lru_cache(16)
 def format_of(template: str, parser: str | None) -> Format | None:
-    """Returns the format that a chat template speaks, or that `parser` names; None where neither tells."""
+    """Returns the format that `parser` names, or that a chat template uses. Returns None if neither decides."""
     if parser == "mistral" or (parser is None and CALLS in template):
         return MISTRAL_ARGS if ARGS in template else MISTRAL
     if parser == "hermes" or (parser is None and TOOL_CALL in template and "<function=" not in template):
@@ -70,12 +70,12 @@ def format_of(template: str, parser: str | None) -> Format | None:
 
 @lru_cache(16)
 def takes_tools(template: str) -> bool:
-    """Checks whether a template looks at the tools that it is given."""
+    """Returns whether a template reads the tools that it is given."""
     return "tools" in variables_of(template)
 
 
 def hidden_tokens(form: Format, tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the ids of those tokens of a format that this tokenizer's text does not show."""
+    """Returns the ids of a format's tokens that this tokenizer's text does not show."""
     found = {token: tokenizer.vocabulary.id(token) for token in form.tokens}
     return {token: id for token, id in found.items() if id is not None and not tokenizer.vocabulary.piece(id)}
 
@@ -83,17 +83,17 @@ def hidden_tokens(form: Format, tokenizer: Tokenizer) -> dict[str, int]:
 def calls_guide(
     form: Format, schemas: Mapping[str, str], hidden: Mapping[str, int], *, many: bool, answer: str | None
 ) -> Guide:
-    """Makes the guide of calls whose arguments fit the schemas of their functions.
+    """Returns a guide for calls whose arguments fit the schemas of their functions.
 
-    many: whether there may be more than one call. answer: the schema of a text in the place of calls, "" for any text,
-    None for calls alone.
+    many: more than one call may follow. answer: the schema of a text that may replace calls ("": any text; None: no
+    text).
     """
 
     if answer and form.mark is None:
         return _call_or_answer(schemas, answer)
 
     def term(text: str | None) -> str:
-        """Returns a text of the format in the grammar's words: hidden tokens by their ids."""
+        """Returns a text of the format in the grammar's syntax. Hidden tokens are written by id."""
         parts = re.split(f"({'|'.join(map(re.escape, hidden))})", text or "") if hidden else [text]
         return " ".join(f"<[{hidden[part]}]>" if part in hidden else json.dumps(part) for part in parts if part)
 
@@ -116,14 +116,15 @@ def calls_guide(
         start = ["start: calls | answer", f"answer: %json {_with_spaces(answer)}"]
     elif form.mark is None:
         start = ["start: calls | TEXT", f"TEXT: {NO_CALL}"]
-    else:  # a mark that text shows is one wherever it stands, and so ends the text before it
+    else:  # a visible mark always begins a call, so it ends the text before it
         start = ["start: found* TEXT" if many else "start: found | TEXT", "found: lead block", f"TEXT: {ANY}"]
         start.append(f"lead{'' if form.mark in hidden else '[lazy]'}: TEXT {mark}")
     return Guide.grammar("\n".join([*start, *lines]))
 
 
 def _call_or_answer(schemas: Mapping[str, str], answer: str) -> Guide:
-    """Makes the guide of one object, a call without a mark or an answer: one schema, since they may begin alike."""
+    """Returns the guide of one object: a call without a mark, or an answer. One schema covers both, since they may
+    begin alike."""
     parts = [json.loads(schema) for schema in (*schemas.values(), answer)]
     places = [f"#/$defs/{i}" for i in range(len(parts))]
     calls = [
@@ -140,7 +141,7 @@ def _call_or_answer(schemas: Mapping[str, str], answer: str) -> Guide:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Returns a schema whose references hold where it is a part of another one."""
+    """Returns a schema with references that hold inside another one."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -152,5 +153,5 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _with_spaces(schema: str) -> str:
-    """Returns a schema with the spaces that other guides of JSON have between its parts."""
+    """Returns a schema with the white space that other JSON guides allow."""
     return json.dumps(served(parse(schema)) | {"x-guidance": {"whitespace_pattern": SPACES}})

@@ -1,4 +1,4 @@
-"""Finds tool calls in an answer's text as it comes: however it is cut into pieces, the same is found."""
+"""Finds tool calls in an answer's text as it arrives. The result does not depend on how the text is cut into pieces."""
 
 import json
 import re
@@ -9,35 +9,35 @@ from typing import NamedTuple
 from jllm.files.tokenizer import Tokenizer
 from jllm.serve.tool_formats import ARGS, CALL_ID, CALLS, PYTHON, Format
 
-HIDDEN = 0xD800  # hidden tokens are lone surrogates in what is parsed: no text has these
+HIDDEN = 0xD800  # hidden tokens become lone surrogates in the parsed text, where no text has them
 MARKS = re.compile("[\ud800-\udfff]")
 MEMBERS = {"name", "arguments", "parameters", "id", "type"}  # of an object that is a call
 SPACE = re.compile(r"[ \t\r\n]*")
-CALL_LETTERS = re.compile(r"[A-Za-z0-9]{0,32}")  # of a call's id in Mistral's format
+CALL_LETTERS = re.compile(r"[A-Za-z0-9]{0,32}")  # a call's id in Mistral's format
 
-type Waits[T] = Generator[None, None, T]  # yields where it needs more text
+type Waits[T] = Generator[None, None, T]  # yields if it needs more text
 
 
 class Part(NamedTuple):
-    """A piece of an answer: text, a call's beginning, which has its name, or more of a call's arguments."""
+    """A piece of an answer. It is text, the beginning of a call (with its name), or more of a call's arguments."""
 
     text: str = ""
-    call: int | None = None  # which one, from 0
+    call: int | None = None  # index from 0
     name: str | None = None
     arguments: str = ""
 
 
 class Shown:
-    """Puts a format's hidden tokens, which text leaves out, back where they were."""
+    """Puts a format's hidden tokens, which text leaves out, back in their places."""
 
     def __init__(self, hidden: Mapping[str, int], tokenizer: Tokenizer | None, before: Sequence[int]):
         self._marks = {id: mark_of(token, hidden) for token, id in hidden.items()}
         self._decoder = tokenizer.stream_decoder(before) if tokenizer and hidden else None
-        self._made = self._given = 0  # letters of the tokens up to now, and of the text
-        self._due: deque[tuple[int, str]] = deque()  # marks, and after how many letters they stand
+        self._made = self._given = 0  # letters decoded from tokens, and letters of text
+        self._due: deque[tuple[int, str]] = deque()  # marks, with the number of letters before each
 
     def push(self, tokens: Sequence[int], text: str) -> str:
-        """Takes new tokens, and new text, which may lag behind them."""
+        """Takes new tokens, and new text that may lag behind them. Returns the text with its marks."""
         if self._decoder is None:
             return text
         for token in tokens:
@@ -55,18 +55,18 @@ class Shown:
 
 
 def mark_of(token: str, hidden: Mapping[str, int]) -> str:
-    """Returns how a token of a format stands in what is parsed."""
+    """Returns a token's form in the parsed text."""
     return chr(HIDDEN + list(hidden).index(token)) if token in hidden else token
 
 
 class Nesting:
-    """Finds the end of a JSON object; looks at each letter once."""
+    """Finds the end of a JSON object. It reads each letter once."""
 
     def __init__(self) -> None:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str, start: int) -> int | None:
-        """Reads a text from `start` to its end; returns the place after the object, None where it goes on."""
+        """Reads a text from `start` on. Returns the place after the object, or None if it does not end there."""
         for i in range(start, len(text)):
             letter = text[i]
             if self._quoted:
@@ -84,14 +84,14 @@ class Nesting:
 
 
 def read_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the name and the arguments of an object that is a call of one of these functions."""
+    """Returns the name and the arguments of an object that calls one of these functions, or None."""
     found: dict[str, tuple[int, int]] = {}
     decoder, at = json.JSONDecoder(), 0
     try:
         whole = json.loads(text, parse_constant=_no_constant)
         while not found or text[at] != "}":
             key, end = decoder.raw_decode(text, _after_space(text, at + 1))
-            start = _after_space(text, _after_space(text, end) + 1)  # behind the colon
+            start = _after_space(text, _after_space(text, end) + 1)  # after the colon
             if key in found:
                 return None
             found[key] = start, decoder.raw_decode(text, start)[1]
@@ -116,8 +116,8 @@ def _after_space(text: str, at: int) -> int:
 class CallParser:
     """Parses one answer.
 
-    held: a guide holds calls to their form, so arguments are given out as they come. Other calls are held back until
-    they are whole, since what turns out to be no call stays text. White space alone beside calls is no text.
+    held: a guide holds calls to their form, so arguments are returned as they arrive. Other calls are held back until
+    they are complete, as they may turn out to be text. White space alone beside calls is dropped.
     """
 
     def __init__(self, form: Format, names: Sequence[str], hidden: Mapping[str, int], *, held: bool):
@@ -129,12 +129,12 @@ class CallParser:
         self._rest, self._last = "", False
         self._out: list[Part] = []
         self._calls = 0
-        self._white, self._spoken = "", False  # text since the last call: white space as yet, or something was said
+        self._white, self._spoken = "", False  # text since the last call: white space; whether it has more
         self._run = self._answer()
         next(self._run)
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Takes more text, or the last of it; returns the parts that are certain by now."""
+        """Takes more text (`last`: the final piece). Returns the parts that will not change."""
         self._rest, self._last = self._rest + text, last
         next(self._run, None)
         if last and not self._calls and self._white:
@@ -160,7 +160,7 @@ class CallParser:
             yield
 
     def _to_mark(self) -> Waits[bool]:
-        """Says what stands before the next mark, with which the rest then begins; whether there is one."""
+        """Returns whether a mark follows. Emits the text before it, so the rest then begins with the mark."""
         while (at := self._rest.find(self._mark)) < 0:
             kept = max(map(self._begun, (self._mark, self._tail) if self._last else (self._mark,)))
             self._say(len(self._rest) - kept)
@@ -172,19 +172,19 @@ class CallParser:
         return True
 
     def _begun(self, word: str) -> int:
-        """Returns how many letters at the end of the rest begin a word, without all of it."""
+        """Returns how many letters at the end of the rest are an incomplete beginning of `word`."""
         sizes = range(min(len(word) - 1, len(self._rest)), 0, -1)
         return next((n for n in sizes if word.startswith(self._rest[-n:])), 0)
 
     def _say_or_cut(self, cut: int, said: int) -> None:
-        """Drops what a limit left of a mark, a further call or a tail, if a guide holds calls; else says it."""
+        """Drops the unfinished beginning of a mark, call or tail if a guide holds calls. Otherwise emits it as text."""
         if self._held and self._last and self._calls and not self._spoken:
             self._rest = self._rest[cut:]
         else:
             self._say(said)
 
     def _mistral(self, at: int) -> Waits[None]:
-        """Behind Mistral's mark: a list of calls, or the name of one."""
+        """Reads a list of calls, or one call by name, after Mistral's mark."""
         heads = [name + mark for name in self._names for mark in (self._args, self._id)]
         found = yield from self._expect(at, ("[", *heads))
         if found and found[0] == "[":
@@ -201,7 +201,7 @@ class CallParser:
             yield from self._arguments(name, at)
 
     def _list(self, at: int) -> Waits[None]:
-        """Calls one after the other, up to one that is none."""
+        """Reads calls until something else follows."""
         while (yield from self._call(at)) and (found := (yield from self._expect(0, self._follows))):
             at = found[1]
             if found[0] == "]":
@@ -209,7 +209,7 @@ class CallParser:
                 return
 
     def _call(self, at: int) -> Waits[bool]:
-        """Takes a call off the rest; whether one begins there."""
+        """Reads a call off the rest. Returns whether there was one."""
         heads = {self._form.head(name).lstrip(): name for name in self._names} if self._held else {}
         if heads and (head := (yield from self._expect(at, tuple(heads)))):
             yield from self._stream(heads[head[0]], head[1])
@@ -231,7 +231,7 @@ class CallParser:
         return True
 
     def _arguments(self, name: str, at: int) -> Waits[None]:
-        """Takes a call off the rest whose name is known."""
+        """Reads the arguments of a call whose name is known."""
         if self._held:
             yield from self._stream(name, at)
         elif end := (yield from self._object(at)):
@@ -242,7 +242,7 @@ class CallParser:
                 self._rest = self._rest[end:]
 
     def _stream(self, name: str, at: int) -> Waits[None]:
-        """Gives out arguments as they come."""
+        """Emits arguments as they arrive."""
         self._begin(name)
         self._rest = self._rest[at:]
         nesting, end = Nesting(), None
@@ -256,7 +256,7 @@ class CallParser:
             yield
 
     def _object(self, at: int) -> Waits[int | None]:
-        """Returns the place after an object."""
+        """Returns the place after an object, or None if none begins here."""
         found = yield from self._expect(at, ("{",))
         if found is None:
             return None
@@ -267,7 +267,7 @@ class CallParser:
         return end
 
     def _expect(self, at: int, texts: Sequence[str]) -> Waits[tuple[str, int] | None]:
-        """Returns the one of some texts that comes next, white space aside, and the place after it."""
+        """Returns the text of `texts` that comes next, after white space, and the place after it."""
         longest = max(map(len, texts), default=0)
         while True:
             start = _after_space(self._rest, at)
@@ -284,7 +284,7 @@ class CallParser:
         self._calls += 1
 
     def _say(self, length: int) -> None:
-        """Takes text off the rest."""
+        """Emits this much of the rest as text."""
         text = self._white + MARKS.sub("", self._rest[:length])
         self._rest, self._white = self._rest[length:], ""
         if not self._spoken and not text.strip():

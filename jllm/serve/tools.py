@@ -1,4 +1,4 @@
-"""The tools of a chat: what its body says of them, what its template sees, and the guide that holds calls to it."""
+"""Reads the tools of a chat's body, shows them to its template, and makes the guide that holds calls to them."""
 
 import re
 from collections import Counter
@@ -24,34 +24,34 @@ KINDS = {
     "parameters": (dict, "an object"),
     "strict": (bool, "true or false"),
 }
-Asked = tuple[str, Callable[[], Guide]]  # a field that asks for a guide, and what makes it
+Asked = tuple[str, Callable[[], Guide]]  # a field that asks for a guide, and a function that makes it
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Holds the tools that a model may call in one chat."""
+    """The tools that a model may call in one chat."""
 
     form: Format
     hidden: Mapping[str, int]  # tokens of the form that text does not show
-    functions: tuple[dict[str, Any], ...]  # as the template sees them
-    callable: tuple[str, ...]  # names: all, or the one that is to be called
+    functions: tuple[dict[str, Any], ...]  # in the form that templates read
+    callable: tuple[str, ...]  # names: all, or the chosen one
     required: bool  # there must be a call
-    many: bool  # there may be more than one
-    strict: bool  # calls must fit their schemas, where they need not be made too
-    shaped: bool  # what stands in the place of calls must be JSON
+    many: bool  # there may be more than one call
+    strict: bool  # calls must fit their schemas, even if calls are optional
+    shaped: bool  # text that replaces calls must be JSON
 
     @property
     def held(self) -> bool:
-        """Says if a guide holds calls to their form."""
+        """Returns whether a guide holds calls to their form."""
         return self.required or self.strict or self.shaped or not self.many
 
     def parser(self) -> CallParser:
         return CallParser(self.form, self.callable, self.hidden, held=self.held)
 
     def guides(self, asked: Sequence[Asked]) -> list[Asked]:
-        """Returns what the tools and other fields ask of the text: calls, or else what those fields say."""
+        """Returns the guides that the text needs: of the tools, or else of other fields."""
         formats = [make for field, make in asked if field == "response_format"]
-        if len(formats) < len(asked):  # a guide that says what the whole text is, calls too
+        if len(formats) < len(asked):  # a guide of the whole text, calls included
             if self.held:
                 wrong = next(field for field, _ in asked if field != "response_format")
                 raise bad(wrong, "cannot go with tools that are required, strict or not parallel, or response_format")
@@ -68,9 +68,9 @@ class Tools:
 
 
 def read_tools(body: Mapping[str, Any], tokenizer: Tokenizer, parser: str | None) -> Tools | None:
-    """Returns what a body's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None where that is nothing.
+    """Returns the tools of a body's `tools`, `tool_choice` and `parallel_tool_calls`, or None.
 
-    parser: the name of the format that the server was told, if any.
+    parser: the name of the format given to the server, if any.
     """
     functions = _functions(body.get("tools", []))
     choice, named = _choice(body.get("tool_choice", "auto"), [f["function"]["name"] for f in functions])
@@ -102,7 +102,7 @@ def read_tools(body: Mapping[str, Any], tokenizer: Tokenizer, parser: str | None
 
 
 def _functions(given: Any) -> list[dict[str, Any]]:
-    """Returns tools as templates take them."""
+    """Returns tools in the form that templates read."""
     if not isinstance(given, list):
         raise bad("tools", f"must be a list like [{FUNCTION}], not {shown(given)}")
     found = [_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]
@@ -131,13 +131,13 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _schema(function: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments, which are an object; no schema is that of no arguments."""
+    """Returns the schema of a function's arguments, which are an object. Without a schema there are no arguments."""
     schema = function.get("parameters", {"properties": {}, "additionalProperties": False})
     return Guide.json({"type": "object"} | schema).text
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, str | None]:
-    """Returns one of CHOICES, and the name of the function that is to be called, if one is named."""
+    """Returns one of CHOICES, and the name of the function to call, if one is named."""
     if given in CHOICES:
         if given == "required" and not names:
             raise bad("tool_choice", "is required, and there are no tools")

@@ -191,7 +191,7 @@ FOREIGN = {
     "other json": ('{"a": 1}\n', "line 1: not a result"),
     "true index": ('{"index": true, "prompt": "p0", "seed": 1}\n', "line 1: not a result"),
     "text seed": ('{"index": 0, "prompt": "p0", "seed": "abc"}\n', "line 1: not a result"),
-    "no settings": ('{"index": 0, "prompt": "p0", "seed": 1}\n', "line 1: does not say with which settings"),
+    "no settings": ('{"index": 0, "prompt": "p0", "seed": 1}\n', "line 1: lacks the settings"),
     "list index": ('{"index": [0], "seed": 1}\n', "line 1: not a result"),
     "no json": ("dear diary\n", "line 1: not a result"),
     "no json, no newline": ("dear diary", "line 1: not a result"),
@@ -254,7 +254,7 @@ def test_what_names_stand_for_decides(tmp_path):
     with pytest.raises(OutputError, match="was made with temperature 0.5, and now it is 0.7"):
         read_results(path, [replace(moved, sampling=replace(BASE, temperature=0.7))])
     path.write_text(to_json(result(replace(made, run={}))))
-    with pytest.raises(OutputError, match="does not say with which settings and weights it was made; it is not an"):
+    with pytest.raises(OutputError, match="lacks the settings and weights it was made with; it is not an"):
         read_results(path, [made])
 
 

@@ -447,7 +447,7 @@ WRONG = [
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 strings, not 17"),
     ({"prompt": "a", "n": 261}, "prompt", "1 prompts with n = 261 are too many samples"),
     ({"prompt": [[1], "a", {}]}, "prompt", "one is {}"),
-    ({"prompt": []}, "prompt", "not empty"),
+    ({"prompt": []}, "prompt", "non-empty"),
     ({"prompt": [True]}, "prompt", "one is true"),
     ({"prompt": [1000]}, "prompt", "token id 1000 is not in"),
     ({}, "prompt", "is missing"),
@@ -572,7 +572,7 @@ def test_a_body_that_is_no_object_is_refused(small_app, data):
 def test_a_name_that_is_there_twice_is_refused(small_app, data):
     status, found = small_app(COMPLETIONS, data)
     assert (status, found["error"]["param"]) == (400, "n")
-    assert one_line(found) == '"n" is in the body, or in one object of it, twice'
+    assert one_line(found) == '"n" occurs twice in one object of the body'
 
 
 NOTHING = {  # what clients send that asks for nothing

@@ -1,4 +1,4 @@
-"""A conversation as a value, and the token ids that it is to a model."""
+"""Holds a conversation as a value, with the token ids that the model has seen."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jllm.files.messages import check_messages
 if TYPE_CHECKING:
     from jllm.files.tokenizer import Tokenizer
 
-PLAIN_STOP = "\nUser:"  # ends an answer where the model has no chat template
+PLAIN_STOP = "\nUser:"  # ends an answer of a model without a chat template
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said, and the token ids that the model has seen of it: the last prompt, and what it answered."""
+    """The messages of a conversation, and the token ids that the model has seen: the last prompt and its answer."""
 
     messages: tuple[Message, ...] = ()
     ids: tuple[int, ...] = ()
@@ -37,11 +37,12 @@ class Conversation:
         return replace(self, messages=(*self.messages, Message("user", text)))
 
     def answer(self, text: str, ids: Sequence[int]) -> "Conversation":
-        """Returns the answer to the last message. `ids` are all that the model has seen and drawn by then."""
+        """Returns the conversation with the answer to the last message. `ids` are all tokens that the model has seen
+        and drawn."""
         return Conversation((*self.messages, Message("assistant", text)), tuple(ids))
 
     def take_back(self) -> "Conversation":
-        """Returns the conversation before the user's last message. RequestError where there is none."""
+        """Returns the conversation before the user's last message. Raises RequestError if there is none."""
         if not self.asked:
             raise RequestError("there is no message to edit yet")
         last = max(i for i, message in enumerate(self.messages) if message.role == "user")
@@ -52,7 +53,7 @@ class Conversation:
 
 
 def from_json(text: str, ids: Sequence[int]) -> Conversation:
-    """Returns the reverse of to_json. Raises SnapshotError for anything else."""
+    """Returns the conversation that to_json wrote. Raises SnapshotError for anything else."""
     try:
         raw = json.loads(text)
         messages = tuple(Message(**entry) for entry in (check_messages(raw) if raw else ()))
@@ -65,8 +66,8 @@ def from_json(text: str, ids: Sequence[int]) -> Conversation:
 
 
 def prompt_ids(conversation: Conversation, tokenizer: "Tokenizer") -> list[int]:
-    """Returns the prompt for the next answer, by the model's chat template. What the model has seen of it keeps the ids
-    that it had, even where the tokenizer would cut the same text otherwise, so that their K and V are found again."""
+    """Returns the prompt for the next answer, by the model's chat template. Text that the model has seen keeps its
+    token ids, even if the tokenizer would now split it differently. So the prefix cache finds its K and V."""
     if tokenizer.chat_template is None:
         ids = tokenizer.encode(as_text(conversation.messages))
     else:
@@ -76,15 +77,14 @@ def prompt_ids(conversation: Conversation, tokenizer: "Tokenizer") -> list[int]:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Returns a conversation for a model without a template. An answer begins with the space that the model puts
-    there."""
+    """Returns a conversation as text, for a model without a template. The model begins each answer with a space."""
     parts = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
     return "".join(parts[message.role].format(message.content) for message in messages) + "Assistant:"
 
 
 def keep_seen(seen: Sequence[int], ids: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
-    """Returns `ids`, but the longest beginning of its text that `seen` has too, up to an end of a token in both, has
-    the ids that it has there."""
+    """Returns `ids` with the longest prefix of text that `seen` shares replaced by the ids in `seen`. The prefix ends
+    at an end of a token in both."""
     ours, theirs = ([_units(id, tokenizer) for id in some] for some in (seen, ids))
     pairs = zip((unit for token in ours for unit in token), (unit for token in theirs for unit in token))
     common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(sum(map(len, ours)), sum(map(len, theirs))))
@@ -94,5 +94,5 @@ def keep_seen(seen: Sequence[int], ids: Sequence[int], tokenizer: "Tokenizer") -
 
 
 def _units(id: int, tokenizer: "Tokenizer") -> Sequence[int]:
-    """Returns what a token shows, byte by byte; one that shows nothing is a unit by itself."""
+    """Returns the bytes of a token's text. A token without text is one unit by itself."""
     return tokenizer.vocabulary.piece(id) or (-1 - id,)

@@ -1,4 +1,4 @@
-"""Where messages come from: a terminal, with its line editing, or a pipe, one a line."""
+"""Reads messages from a terminal, with line editing, or from a pipe, one per line."""
 
 import contextlib
 import sys
@@ -12,21 +12,21 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 
 class Lines:
-    """Reads messages. On a terminal, Ctrl-C gives up the line; in a pipe, it ends the process."""
+    """A reader of messages. Ctrl-C drops the line on a terminal, and ends the process in a pipe."""
 
     def __init__(self, interrupt: Interrupt):
         self._interrupt = interrupt
         self.terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
         self._readline = None
         if self.terminal:
-            with contextlib.suppress(ImportError):  # not on every system
+            with contextlib.suppress(ImportError):  # some systems lack it
                 import readline
 
-                readline.parse_and_bind("set enable-bracketed-paste on")  # a text of several lines is one message
+                readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message
                 self._readline = readline
 
     def read(self, before: str = "") -> str | None:
-        """Returns the next line, in which `before` may be edited; None at the end."""
+        """Returns the next line, or None at the end. `before` is text that the user may edit."""
         if not self.terminal:
             return self._from_pipe()
         while True:
@@ -35,7 +35,7 @@ class Lines:
             print()
 
     def edit(self, text: str) -> str | None:
-        """Returns the text as it is edited on a terminal."""
+        """Returns the text after the user edited it on a terminal."""
         if self._readline is None:
             raise RequestError("give the new message: /edit TEXT")
         return self.read(text)
@@ -68,7 +68,7 @@ class Lines:
             self._readline.set_startup_hook(partial(self._readline.insert_text, text))
 
     def _mark(self, text: str) -> str:
-        """Returns a prompt; readline must be told what takes no room on the screen."""
+        """Returns a prompt. readline must know which characters take no room on the screen."""
         if not in_colour(sys.stdout):
             return text
         start, end = ("\001", "\002") if self._readline is not None else ("", "")

@@ -1,4 +1,4 @@
-"""The chat: messages and commands in, answers out."""
+"""Runs the chat: reads messages and commands, and prints answers."""
 
 import contextlib
 from argparse import Namespace
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from jllm.cli.chat.session import Session
 
 HELP = """\
-/reset        forget the conversation, but for the system message
-/edit [TEXT]  take back the last message and its answer, and ask TEXT instead
-/save FILE    keep the conversation and its KV cache in a file
-/load FILE    go on from there
-Ctrl-C stops an answer, Ctrl-D ends; python -m jllm.chat --help has more
+/reset        forget the conversation, except for the system message
+/edit [TEXT]  replace the last message by TEXT, and drop its answer
+/save FILE    write the conversation and its KV cache to a file
+/load FILE    continue from a file
+Ctrl-C stops an answer, Ctrl-D ends; python -m jllm.chat --help shows more
 """
 ENDS = {
     "abort": "stopped",
@@ -58,8 +58,8 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
 
 
 def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: bool) -> "Session":
-    """Returns an engine for one conversation, with its steps compiled; without `wait`, those that the first step needs,
-    and the others while the first message is typed. All is checked, and nothing has run."""
+    """Returns a session whose engine has compiled steps. Without `wait`, it compiles only the first step's programs;
+    the others compile while the user types. All flags are checked; nothing has run."""
     cache = compile_cache(args)
     from jllm.cli.chat.session import Session
     from jllm.engine.engine import Engine
@@ -82,7 +82,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
 
 
 def _sizes(given: dict, sampling: SamplingParams) -> dict:
-    """Returns engine options for one text at a time, whose prompts are mostly short."""
+    """Returns engine options for one text at a time, mostly with short prompts."""
     from jllm.engine.one_run import options_for_run
     from jllm.step.buckets import Bucket
 
@@ -94,7 +94,7 @@ def _sizes(given: dict, sampling: SamplingParams) -> dict:
 
 @dataclass
 class Chat:
-    """What was said so far, and where it goes on."""
+    """Holds the conversation so far, and its session."""
 
     session: "Session"
     lines: Lines
@@ -103,7 +103,7 @@ class Chat:
     turns: int = 0
 
     def run(self) -> int:
-        """Until there are no more lines; returns the exit status."""
+        """Runs until there are no more lines. Returns the exit status."""
         conversation = self.start
         while (line := self.lines.read()) is not None:
             try:
@@ -120,7 +120,7 @@ class Chat:
         return INTERRUPTED if self.interrupt.asked and not self.lines.terminal else 0
 
     def _take(self, conversation: Conversation, line: str) -> Conversation:
-        """Returns what a line makes of the conversation."""
+        """Returns the conversation after a line."""
         if not line.startswith("/"):
             text = line.strip()
             return self._answer(conversation.ask(text)) if text else conversation

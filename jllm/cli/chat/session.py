@@ -1,4 +1,4 @@
-"""A conversation's turns through an engine, and its file."""
+"""Runs a conversation's turns through an engine, and saves and loads it."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,24 +18,24 @@ from jllm.files.safetensors_io import read_metadata
 if TYPE_CHECKING:
     from jllm.files.tokenizer import Tokenizer
 
-KEY = "conversation"  # in a snapshot's metadata
+KEY = "conversation"  # a key of a snapshot's metadata
 
 
 @dataclass(frozen=True)
 class Session:
-    """What answers: an engine that serves nothing else."""
+    """An engine that serves one conversation, with its sampling parameters."""
 
     engine: Engine
     tokenizer: "Tokenizer"
     sampling: SamplingParams
-    open_ended: bool = False  # nothing says how many new tokens: as sampling does, or as many as there is room for
+    open_ended: bool = False  # without max_new_tokens: use sampling's, or what fits
 
 
 def answer(
     session: Session, conversation: Conversation, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> tuple[Conversation, Completion]:
-    """Returns the conversation with the answer to its last message, which is shown as it comes; what there is of it,
-    once `stopped`. Raises RequestError where there is no room for it."""
+    """Shows the answer to the last message as it grows, and returns the conversation with it. Once `stopped`, it
+    returns the answer so far. Raises RequestError if there is no room for it."""
     engine, prompt = session.engine, prompt_ids(conversation, session.tokenizer)
     seed = nth_seed(session.sampling.seed, len(conversation.asked) - 1)
     sampling = replace(session.sampling, seed=seed)
@@ -54,11 +54,11 @@ def answer(
 
 
 def save(session: Session, conversation: Conversation, path: Path) -> int:
-    """Writes the conversation and the K and V of its tokens to a file; returns how many tokens have theirs in it."""
+    """Writes the conversation and the K and V of its tokens to a file. Returns the number of tokens with K and V."""
     ids = conversation.ids[: session.engine.most_tokens - 1]
     if not ids:
         raise RequestError("there is nothing to save yet")
-    engine, most = session.engine, len(ids) - 1  # the last one's are computed on loading
+    engine, most = session.engine, len(ids) - 1  # loading computes the last one's
     sampling = fitted(SamplingParams(ignore_eos=True), len(ids), engine.most_tokens)
     request = engine.submit(ids, sampling)  # most of its K and V is in the prefix cache
     try:
@@ -73,8 +73,8 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
 
 
 def load(session: Session, path: Path) -> Conversation:
-    """Returns a conversation as it was saved; its K and V are in the prefix cache from here on. SnapshotError for a
-    file of another kind, another model or another KV format."""
+    """Returns a saved conversation, and puts its K and V into the prefix cache. Raises SnapshotError for a file of
+    another kind, model or KV format."""
     try:
         text = read_metadata(path).get(KEY)
     except CheckpointError as error:
