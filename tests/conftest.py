@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-# Tests compile much and run little. On a CPU the least optimization, LLVM's emitters in place of MLIR's (which set a
+# Tests compile much and run little. XLA verifies a program after each of its passes, which its own tests need and these
+# do not. On a CPU the least optimization, LLVM's emitters in place of MLIR's (which set a
 # pass manager up for each fusion) and one module a program take two thirds off a step's compile time and memory.
 QUICK = (
+    "--xla_disable_hlo_passes=hlo-verifier",
     "--xla_backend_optimization_level=0",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_parallel_codegen_split_count=1",

@@ -74,6 +74,18 @@ def test_nothing_is_forgotten_for_a_run_that_cannot_be():
     assert pool.allocate_run(3) == [2, 3, 4]
 
 
+def test_a_page_that_the_cache_and_a_sequence_have_is_in_the_way_of_a_run():
+    pool = RunPool(4, 2)
+    pool.evictor = cache = PrefixCache(pool)
+    pages = pool.allocate(4)
+    for page in pages:
+        cache.insert((page, page), [page], leaving=True)
+    pool.free([0, 2, 3])
+    assert pool.allocate_run(3) is None
+    assert cache.num_pages == 4
+    assert pool.allocate_run(2) == [2, 3]
+
+
 @settings(max_examples=150, derandomize=True)
 @given(st.integers(1, 20), actions("run", "extend"))
 def test_pages_are_conserved_and_runs_are_the_longest(num_pages, actions):

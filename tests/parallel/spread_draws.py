@@ -44,8 +44,10 @@ def rows_of(vocabulary: int, dtype: str) -> tuple[jax.Array, Sampling]:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("devices", "vocabulary"), [(2, 97), (4, 1001), (8, 97), (8, 5)])
+@pytest.mark.parametrize(
+    ("devices", "vocabulary", "dtype"),
+    [(2, 97, "float32"), (4, 1001, "float64"), (8, 97, "float64"), (8, 5, "float32")],
+)
 def test_tokens_are_those_of_whole_rows(devices, vocabulary, dtype):
     logits, sampling = rows_of(vocabulary, dtype)
     index = jnp.arange(len(logits), dtype=jnp.int32)

@@ -33,12 +33,14 @@ from jllm.step.merge import step
 from jllm.step.sample import sample
 from jllm.step.state import init_state
 from tests.ascii import TOKENIZER
-from tests.parallel.meshes import model_of, on_mesh
+from tests.parallel import meshes
+from tests.parallel.meshes import on_mesh
 from tests.tiny import serve
 
 jax.config.update("jax_enable_x64", True)
 SIZES = {"max_slots": 3, "page_size": 8, "max_step_tokens": 8, "buckets": (Bucket(3, 5, 3),)}
 KIVI = "kivi2-g8-r8"
+model_of = partial(meshes.model_of, num_layers=1)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 1, 4, 1, 5], [5, 6, 7, 8, 9, 10, 11, 12, 20, 21], [40]]
 ASKED = [
     SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True),
@@ -55,7 +57,7 @@ def tokens(model, sampling=ASKED, **options) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("devices", "scheme", "kv_cache", "changes"),
     [
-        (8, None, "k=int8-g16,v=int4-g8", {"tie_embeddings": True, "windows": (8, None)}),
+        (8, None, "k=int8-g16,v=int4-g8", {"num_layers": 2, "tie_embeddings": True, "windows": (8, None)}),
         (2, "w4a16-g32", "fp8", {"num_kv_heads": 1, "vocab_size": 101}),
         (4, "uint8-zp", None, {"num_kv_heads": 8}),
     ],
@@ -76,20 +78,19 @@ def test_quantized_activations_are_those_of_as_many_parts():
     assert tokens(on_mesh(model, 2)) == tokens(one)
 
 
-@pytest.mark.parametrize(("scheme", "devices"), [("w8a8-all", 2), ("nvfp4", 4)])
-def test_deterministic_activations_have_a_scale_a_row_on_any_mesh(scheme, devices):
+def test_deterministic_activations_have_a_scale_a_row_on_any_mesh():
     model = model_of()
-    model = replace(model, params=quantize(model.params, scheme))
-    assert tokens(on_mesh(model, devices), deterministic=True) == tokens(model) != tokens(on_mesh(model, devices))
+    model = replace(model, params=quantize(model.params, "w8a8-all"))
+    two = on_mesh(model, 2)
+    assert tokens(two, deterministic=True) == tokens(model) != tokens(two)
 
 
-@pytest.mark.parametrize("kv_cache", [None, KIVI])
-def test_preemption_prefixes_and_speculation(kv_cache):
+def test_preemption_prefixes_and_speculation():
     model, two = model_of(), on_mesh(model_of(), 2)
     greedy = [replace(ASKED[0], max_new_tokens=20)] * len(PROMPTS)
     few = {"num_pages": 6, "buckets": (Bucket(3, 5, 3),)}
-    wanted = tokens(model, greedy, kv_cache=kv_cache)
-    engine = Engine(two, **(SIZES | few), kv_cache=kv_cache)
+    wanted = tokens(model, greedy, kv_cache=KIVI)
+    engine = Engine(two, **(SIZES | few), kv_cache=KIVI)
     ids = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, greedy)]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
     assert [done[i] for i in ids] == wanted
@@ -99,17 +100,17 @@ def test_preemption_prefixes_and_speculation(kv_cache):
     assert (last.token_ids, again) == (wanted[0], 4)
     assert engine.metrics()["prefix_hit_tokens"] > 0
     drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
-    assert tokens(two, greedy, **drafted, kv_cache=kv_cache) == wanted
+    assert tokens(two, greedy, **drafted, kv_cache=KIVI) == wanted
 
 
-@pytest.mark.parametrize("drafts", [{}, {"speculate": NGram(drafts=2, shortest=1)}], ids=["plain", "drafts"])
-def test_guides(drafts):
+def test_guides():
     """Masks are put into a state that every device has, and each draws by them."""
     pytest.importorskip("llguidance")
     model = replace(model_of(), tokenizer=TOKENIZER)
     guides = [Guide.regex("([a-e]{2}-){2,4}"), Guide.choice(["yes", "no"]), None, Guide.regex("[a-f]{9}")]
     asked = [replace(p, guide=guide, ignore_eos=False) for p, guide in zip(ASKED, guides)]
-    one, two = (serve(m, PROMPTS, asked, **SIZES, **drafts) for m in (model, on_mesh(model, 2)))
+    options = SIZES | {"speculate": NGram(drafts=2, shortest=1)}
+    one, two = (serve(m, PROMPTS, asked, **options) for m in (model, on_mesh(model, 2)))
     assert [(c.token_ids, c.finish_reason) for c in two] == [(c.token_ids, c.finish_reason) for c in one]
     assert two[1].text in ("yes", "no")
 
@@ -140,12 +141,11 @@ def test_each_device_draws_rows_of_its_own_where_there_are_many(monkeypatch):
     assert said.count("all_to_all") == 1
 
 
-@pytest.mark.parametrize(("devices", "kv_cache", "scheme"), [(2, None, "w4a16-g32"), (8, KIVI, "bf16")])
-def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back(devices, kv_cache, scheme):
-    model, greedy, options = model_of(), ASKED[0], SIZES | {"kv_cache": kv_cache}
-    model = replace(model, params=quantize(model.params, scheme))
+def test_a_snapshot_goes_from_a_mesh_to_one_device_and_back():
+    model, greedy, options = model_of(), ASKED[0], SIZES | {"kv_cache": KIVI}
+    model = replace(model, params=quantize(model.params, "w4a16-g32"))
     (wanted,) = (c.token_ids for c in serve(model, PROMPTS[:1], [greedy], **options))
-    spread_out = on_mesh(model, devices)
+    spread_out = on_mesh(model, 4)
     for first, second in ((model, spread_out), (spread_out, model)):
         engine = Engine(first, **options)
         request = engine.submit(PROMPTS[0], greedy)

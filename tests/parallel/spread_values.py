@@ -62,8 +62,7 @@ def penalize_seen(logits, rows):
     return jnp.where(seen, jnp.where(logits > 0, logits / 1.6, logits * 1.6), logits)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_hooks_of_an_engine(devices):
+def test_hooks_of_an_engine():
     """A repetition penalty of one's own over edited values, where the pool is small; edits beside drafts."""
     model = model_of()
     edit = {"layers.*.k": bend, "layers.0.gate_up": bend, "logits": lambda x, rows: x * 1.5}
@@ -73,7 +72,7 @@ def test_hooks_of_an_engine(devices):
     few = one_size(2, tokens=6) | {"num_pages": 8}
     drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(2, 6, 2), Bucket(2, 0, 0, 3))}
     for options in (few | {"hooks": Hooks(edit=edit, **penalty)}, few | drafted | {"hooks": Hooks(edit=edit)}):
-        wanted, found = (serve(m, prompts, params, **options) for m in (model, on_mesh(model, devices)))
+        wanted, found = (serve(m, prompts, params, **options) for m in (model, on_mesh(model, 8)))
         assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
         assert [c.token_ids for c in wanted] != [c.token_ids for c in serve(model, prompts, params, **few)]
 

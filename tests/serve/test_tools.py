@@ -12,7 +12,7 @@ from jllm.serve.answers import Answer
 from jllm.serve.errors import HttpError
 from jllm.serve.requests import Served, chat
 from jllm.serve.tool_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, calls_guide, format_of, hidden_tokens
-from jllm.serve.tool_parser import CallParser
+from jllm.serve.tool_parser import CallParser, Nesting
 from tests.serve.conftest import TOOL_TEMPLATE, answer, ask
 from tests.serve.test_app import CHAT, events, message, one_line
 
@@ -130,6 +130,11 @@ def test_however_a_text_is_cut_the_same_is_found():
     check()
     assert found.count(0) > 30
     assert sum(count > 0 for count in found) > 30
+
+
+def test_a_doubled_backslash_escapes_no_quote():
+    call = json.dumps({"path": "C:\\", "quote": '}"'})
+    assert Nesting().read(f"{call} and more}}", 0) == len(call)
 
 
 def test_arguments_that_a_guide_holds_come_as_they_are_made():
