@@ -25,9 +25,9 @@ GONE = {  # removed names -> their successors
     "KVStore": _SNAPSHOTS,
     "StoringEngine": _SNAPSHOTS,
     "LengthPredictorError": "experiments.training.learned_length has it",
-    "checkpoint_saving": "jllm.save",
-    "drafter_files": "jllm.load_drafter",
-    "snapshot": "jllm.load_snapshot and jllm.save_snapshot",
+    "checkpoint_saving": "use jllm.save",
+    "drafter_files": "use jllm.load_drafter",
+    "snapshot": "use jllm.load_snapshot and jllm.save_snapshot",
 }
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 

@@ -44,6 +44,7 @@ from jllm.model.backbone import packed_logits as packed_logits
 from jllm.model.hooks import HookRows as HookRows
 from jllm.model.hooks import Hooks as Hooks
 from jllm.model.model import Model as Model
+from jllm.model.paged import Packed as Packed
 from jllm.model.param_specs import init_params as init_params
 from jllm.model.params import Params as Params
 from jllm.quant.quantize import quantize as quantize

@@ -70,7 +70,6 @@ SCHEMES = (
     "+rotate-kv or +rotate-all"
 )
 DTYPES = "bf16, f16, f32"
-NOT_FIELDS = ("prompt", "messages", "id")  # keys of an input line beside the sampling parameters
 
 
 class Parser(argparse.ArgumentParser):

@@ -154,7 +154,7 @@ class Ledger:
     def end(self, seq: Sequence, reason: str, now: float, tokens: List[int] = ()) -> str:
         """Ends a sample. Returns the reason, which changes where the last bytes complete a stop string.
 
-        now: when its last token was read; tokens: its newest ones, whose text is made now if it could wait."""
+        now: when its last token was read. tokens: its newest ones, whose text is made with the next events."""
         answer = seq.answer
         if reason == "length" and not answer.text_can_be_late:
             answer.finish()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Sequence:
     """Holds all that the host knows of a sample. It is mutable, and compared by identity.
 
-    The first fields say what was asked for. The scheduler alone changes the next ones. The last ones are the client's
+    The first fields say what was asked for. The next ones are the scheduler's half. The last ones are the client's
     half, from which samples.py makes events.
 
     A sequence waits (slot is None), runs (it stands in Scheduler.running) or has ended (finish_reason is set). An ended

@@ -257,7 +257,10 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
         name = f"layers.{i}.{which}"
         values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
         stored = metadata[f"{which}_format"]
-        fmt = own.get(stored) or parse_format(stored, dim_of(stored, values.shape[-1]))
+        try:
+            fmt = own.get(stored) or parse_format(stored, dim_of(stored, values.shape[-1]))
+        except ValueError as error:
+            raise ValueError(f"{error}; a format of your own must be given: load_snapshot(path, [format])") from None
         dim = values.shape[-1] * 8 * fmt.storage_dtype.itemsize // fmt.bits
         scales: Any = arrays[f"{name}.scales"] if fmt.group else None
         used.update({f"{name}.values"} | ({f"{name}.scales"} if fmt.group else set()))

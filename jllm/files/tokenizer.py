@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jllm.errors import TokenizerError
 from jllm.files.chat_template import find_chat_template, read_json, render_chat
@@ -27,9 +27,6 @@ from jllm.files.vocabulary import (
     TokenizersVocabulary,
     Vocabulary,
 )
-
-if TYPE_CHECKING:
-    pass
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHERS = ("extra_special_tokens", "additional_special_tokens")  # each a list, or an object of further roles

@@ -36,8 +36,8 @@ from pallas_kernels.rotary import rotate
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Holds the inputs of attention besides the residual stream and the pages. They depend on positions and lengths
-    alone, so all layers with the same window share them."""
+    """Holds the inputs of attention besides the residual stream and the pages. They are
+    alike in all layers, so all layers with the same window share them."""
 
     cos: jax.Array  # [T, D / 2]
     sin: jax.Array  # [T, D / 2]

@@ -1,4 +1,4 @@
-"""Computes linear(x, w) for each kind of weight: only this module decides how its inputs are quantized, and where.
+"""Computes linear(x, w) for each kind of weight. weight_inputs.py says what inputs a weight takes.
 
 A plain weight and a weight-only format take rows in the model's dtype. So do the formats of block_floats.py: rows are
 rounded here to values that the format can hold. A format with quantized activations takes rows of eight bits. The norm

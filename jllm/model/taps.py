@@ -2,8 +2,8 @@
 
 A name is one of TOP, or `layers.I.` and one of LAYER. `*` matches anything, as in `layers.*.attention`, except
 attention weights: they are large and must be named. If the reader of a value has quantized activations, the value is
-that before the rounding. Rows are those of the step: R decode rows, then C prompt tokens. The head's values have the
-rows that the head runs on.
+that before the rounding. Rows are those of the step: R Q rows of short segments, then C prompt tokens. The head's
+values have the rows that the head runs on.
 
 A layer with a tap or an edit inside its blocks runs one operation at a time (Tap.open). In 16 bits it may round
 differently from the fused operations of a step without taps.

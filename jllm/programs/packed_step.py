@@ -93,7 +93,7 @@ def packed_step(
     part: str = WHOLE,
     **static: Any,
 ) -> tuple[State, Any]:
-    """Runs merge_step.step, or a half of it, on a packed batch, buffer i32[layout.size]. Donates the state.
+    """Runs merge.eager_step, or a half of it, on a packed batch, buffer i32[layout.size]. Donates the state.
 
     The first half returns Logits, which the second half takes. The second half and a whole step return Outputs.
     """

@@ -1,4 +1,4 @@
-"""Runs one merged step: its inputs, its outputs, and the changes of the state between two steps.
+"""Runs one merged step: `jllm.step(params, state, batch, config=...) -> state, outputs` (merge.py).
 
 `jllm.step` is also the library's function. Python binds an imported package to its name in its parent, so this package
 can be called like the function. It also has the function's attributes (`jllm.step.lower`).

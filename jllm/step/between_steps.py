@@ -1,4 +1,4 @@
-"""Changes the state between steps. Each function takes a state and returns a new one."""
+"""Changes the state between steps: pages are copied, masks are put, and tokens are remembered."""
 
 from collections.abc import Sequence
 from dataclasses import replace

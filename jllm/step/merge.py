@@ -1,10 +1,10 @@
 """Runs the merged step: step(params, state, batch) -> state, outputs. One compiled function serves every mix of
 requests.
 
-A step is `forward` and then `sample`. `forward` (forward.py) writes K and V, and computes logits of the rows whose next
-token is due. `sample` (sample.py) draws the tokens. Short segments come first, then prompt chunks. A decoding
-sequence's input is its slot's last sampled token, which never leaves the device. A slot that the device has marked done
-writes nothing. So the host may dispatch step t + 1 before it has read the tokens of step t.
+A step is `forward` and then `sample`. `forward` (forward.py) writes K and V, and computes logits of decode rows and
+of each chunk's last row. `sample` (sample.py) draws the tokens. Short segments come first, then prompt chunks. A
+decoding sequence's input is its slot's last sampled token, which is on the device already. A slot that the device has
+marked done writes nothing. So the host may dispatch step t + 1 before it has read the tokens of step t.
 
 With a drafter a third part follows: `draft` (draft.py) proposes the next tokens. The next step's segments have rows for
 these drafts. `sample` accepts drafts that equal the tokens it draws, so a step may advance a sequence by several
