@@ -27,7 +27,7 @@ from jllm.files.load import load
 from jllm.model.model import Model
 from jllm.model.tree_bytes import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
-from jllm.programs.packed_step import WHOLE
+from jllm.programs.packed_step import WHOLE_STEP
 from jllm.step.state import Outputs
 
 MEMORY = ("kv_policy", "length_predictor", "admission_quantile")  # options of the engine's KV policy
@@ -41,7 +41,7 @@ class HostOnly(Device):
         return None
 
     def run(self, buffer, layout, variant) -> Outputs:
-        self.programs.used.add((layout.bucket, variant, WHOLE))
+        self.programs.used.add((layout.bucket, variant, WHOLE_STEP))
         tokens: Any = np.ones(layout.bucket.decodes * layout.bucket.rows + layout.bucket.chunks, np.int32)
         return Outputs(tokens, None, None, None, None)
 

@@ -25,7 +25,7 @@ from jllm.model.param_specs import init_params, param_specs
 from jllm.model.params import EMBED, HEAD, Params, layer_prefix
 from jllm.model.sampling import Draws
 from jllm.model.shards import random_share
-from jllm.parallel.ranks import WHOLE, place, placed_shapes
+from jllm.parallel.ranks import REPLICATED, place, placed_shapes
 from jllm.programs.packed_step import Layout, pack_chunks, packed_step
 from jllm.quant.quantize import check_shapes, formats_by_weight, quantize
 from jllm.quant.schemes import PLAIN, Formats, Scheme
@@ -187,7 +187,7 @@ class StepTimer:
         filled = filled_slots(self.pool.slots, self.pool.pages_each, context)
         pages = jnp.where((slot < count) & (page < each), slot * each + page, 0)
         slots_now = replace(filled, pages=pages, done=slot[:, 0] >= count)
-        self.state = replace(self.state, slots=place(slots_now, self.config, WHOLE))
+        self.state = replace(self.state, slots=place(slots_now, self.config, REPLICATED))
 
     def run(self, step: Callable[..., Any], buffers: Sequence[jax.Array]) -> jax.Array:
         """Dispatches a step on each buffer. Returns the last one's tokens without waiting for them."""
@@ -200,7 +200,7 @@ class StepTimer:
         `context` tokens at its first call. Later calls continue from the previous one."""
         self.renew()
         self.place(context)
-        buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
+        buffers = [place(jax.device_put(buffer), self.config, REPLICATED)] * steps
         return lambda: self.run(step, buffers)
 
     def seconds(self, step: Callable[..., Any], buffers: Sequence[jax.Array], tokens: int) -> float:
@@ -224,7 +224,7 @@ class StepTimer:
 
     def one(self, step: Callable[..., Any], buffer: np.ndarray, tokens: int, steps: int, repeats: int) -> float:
         """Returns the seconds of one step on the same buffer: the best run after a slower first one."""
-        buffers = [place(jax.device_put(buffer), self.config, WHOLE)] * steps
+        buffers = [place(jax.device_put(buffer), self.config, REPLICATED)] * steps
         self.seconds(step, buffers, tokens)
         return min(self.runs(step, buffers, tokens, repeats)) / steps
 

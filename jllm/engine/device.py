@@ -31,10 +31,9 @@ from jllm.model.paged import NOWHERE
 from jllm.model.params import Params
 from jllm.parallel.memory import Memory
 from jllm.parallel.mesh import free_of, has_processes, rank_config
-from jllm.parallel.ranks import HEADS, place
-from jllm.parallel.ranks import WHOLE as EVERYWHERE
+from jllm.parallel.ranks import HEADS, REPLICATED, place
 from jllm.programs.executables import Executables, jax_cache_is_on
-from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE, Layout
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, Layout
 from jllm.programs.programs import Programs
 from jllm.programs.step_shapes import StepShapes
 from jllm.step import between_steps
@@ -101,7 +100,7 @@ class Device:
         self._options, self._free = options, self._memory()
         drafter = drafter_of(options)
         self._drafter = self._put(drafter, spread_drafter(drafter))
-        self._hooks = self._put(options.hooks, EVERYWHERE)
+        self._hooks = self._put(options.hooks, REPLICATED)
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._state = self.fresh()
         self.shapes = StepShapes(
@@ -149,7 +148,7 @@ class Device:
                 drafter=self._drafter,
             )
             if self._hooks is not None:
-                state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, EVERYWHERE))
+                state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, REPLICATED))
         return state
 
     def free(self) -> None:
@@ -192,7 +191,7 @@ class Device:
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
-        return self._run(WHOLE, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
+        return self._run(WHOLE_STEP, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
 
     def wants_drafts(self, step: InFlight) -> bool:
         """Returns whether the step after a guided one may verify drafts."""

@@ -25,7 +25,7 @@ from jllm.model.params import LayerParams, Params
 from jllm.model.rope import angles
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap, of_layer, resolve_taps
-from jllm.parallel.ranks import HEADS, STACKED, WHOLE, on_mesh
+from jllm.parallel.ranks import HEADS, REPLICATED, STACKED, on_mesh
 from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.formats.numerics import compute_dtype
@@ -62,7 +62,7 @@ def backbone(
     return tapped_backbone(params, config, batch, cache, backend=backend)[:2]
 
 
-@on_mesh({"params": STACKED, "batch": WHOLE, "cache": HEADS, "edits": WHOLE}, (WHOLE, HEADS, WHOLE))
+@on_mesh({"params": STACKED, "batch": REPLICATED, "cache": HEADS, "edits": REPLICATED}, (REPLICATED, HEADS, REPLICATED))
 @shaped
 def tapped_backbone(
     params: Params,
@@ -121,7 +121,7 @@ def run_layers(
     return x, None if cache is None else tuple(pools), found
 
 
-@on_mesh({"params": STACKED, "hidden": WHOLE, "edits": WHOLE}, WHOLE)
+@on_mesh({"params": STACKED, "hidden": REPLICATED, "edits": REPLICATED}, REPLICATED)
 @shaped
 def head(
     params: Params,

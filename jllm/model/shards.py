@@ -23,7 +23,7 @@ from jllm.errors import QuantizationError
 from jllm.model.param_specs import LeafSpec, init_params, param_specs
 from jllm.model.params import Params, WeightEntry
 from jllm.parallel.mesh import SHARED, rank_config
-from jllm.parallel.ranks import STACKED, WHOLE
+from jllm.parallel.ranks import REPLICATED, STACKED
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales, unpacked
 from pallas_kernels.formats.weight_codes import pack4, unpack4
 from pallas_kernels.formats.weight_formats import MULTIPLE, WeightFormat, padded
@@ -66,7 +66,7 @@ def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, 
     run = partial(join, rows=share_indices(entry, config).rows, cut=_columns(entry, config, 0) is not None, shape=shape)
     if _is_abstract(leaf):
         return jax.eval_shape(run, leaf)
-    joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, WHOLE))(leaf)
+    joined = jax.jit(run, out_shardings=NamedSharding(config.mesh, REPLICATED))(leaf)
     return jax.tree.map(lambda x: x.addressable_data(0), joined)
 
 

@@ -17,16 +17,16 @@ from jax.sharding import PartitionSpec as P
 from jllm.config import LlamaConfig
 from jllm.parallel.mesh import AXIS, rank_config
 
-STACKED, HEADS, WHOLE = P(AXIS), P(None, AXIS), P()
+STACKED, HEADS, REPLICATED = P(AXIS), P(None, AXIS), P()
 
 
 def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> Callable[[F], F]:
     """Returns a decorator for a function with the argument `config`. If the config has a mesh, each rank calls the
     function with its own share and config.
 
-    `inputs` maps each argument that holds arrays to its layout on the mesh. A layout is STACKED, HEADS, WHOLE, a tree
-    of these, or a function from the argument to one. `outputs` is the layout of the result. Other arguments go to all
-    ranks alike.
+    `inputs` maps each argument that holds arrays to its layout on the mesh. A layout is STACKED, HEADS or REPLICATED, a
+    tree of these, or a function from the argument to one. `outputs` is the layout of the result. Other arguments go to
+    all ranks alike.
     """
 
     def decorate(function: F) -> F:

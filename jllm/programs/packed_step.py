@@ -77,7 +77,7 @@ def _packing(layout: Layout) -> _Packing:
     return _Packing(buffer, fields, tree)
 
 
-WHOLE, FORWARD, SAMPLE = "whole", "forward", "sample"  # a whole step, and its halves (jllm.step.merge)
+WHOLE_STEP, FORWARD, SAMPLE = "whole", "forward", "sample"  # a whole step, and its halves (jllm.step.merge)
 
 
 @partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
@@ -90,7 +90,7 @@ def packed_step(
     logits: Logits | None = None,
     *,
     layout: Layout,
-    part: str = WHOLE,
+    part: str = WHOLE_STEP,
     **static: Any,
 ) -> tuple[State, Any]:
     """Runs merge.eager_step, or a half of it, on a packed batch, buffer i32[layout.size]. Donates the state.

@@ -17,7 +17,7 @@ import jax
 from jllm.parallel.mesh import has_processes
 from jllm.programs.compiler import Compiled, Compiler, Recipe, most_needed_first
 from jllm.programs.executables import Executables, jax_cache_is_on
-from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE, packed_step
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, packed_step
 from jllm.programs.step_room import check_step
 from jllm.programs.step_shapes import StepShapes
 from jllm.step.buckets import Bucket, choose_bucket
@@ -184,7 +184,7 @@ class Programs:
         self._kept.clear()
         del self._shapes
 
-    def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE) -> Path | None:
+    def path(self, bucket: Bucket, variant: Variant, part: str = WHOLE_STEP) -> Path | None:
         """Returns the path of a program's file; None without files, or without a key."""
         if self._files is None:
             return None
@@ -283,5 +283,5 @@ def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
 
 def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
     """Returns the programs of a step."""
-    parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE,)
+    parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE_STEP,)
     return [(bucket, _narrowed(bucket, variant), part) for part in parts]

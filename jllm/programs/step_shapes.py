@@ -13,10 +13,9 @@ from jllm.config import MAX_LOGIT_BIAS, LlamaConfig
 from jllm.model.cache import COPIES, cache_bytes, jit_copy_pages
 from jllm.model.hooks import Hooks
 from jllm.model.params import Params
-from jllm.parallel.ranks import HEADS, placed_shapes
-from jllm.parallel.ranks import WHOLE as EVERYWHERE
+from jllm.parallel.ranks import HEADS, REPLICATED, placed_shapes
 from jllm.programs.compiler import Recipe
-from jllm.programs.packed_step import FORWARD, WHOLE, Layout, packed_step
+from jllm.programs.packed_step import FORWARD, WHOLE_STEP, Layout, packed_step
 from jllm.programs.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import Tree, chain
@@ -82,24 +81,24 @@ class StepShapes:
         first = self.params, state, buffer
         if part == FORWARD:
             return *first, None, self.hooks
-        if part == WHOLE:
+        if part == WHOLE_STEP:
             return *first, self.drafter_in(bucket), self.hooks
         _, logits = packed_step.eval_shape(*first, None, self.hooks, **self.static(bucket, variant, FORWARD))
-        return *first, self.drafter_in(bucket), self.hooks, self._placed(logits, EVERYWHERE)
+        return *first, self.drafter_in(bucket), self.hooks, self._placed(logits, REPLICATED)
 
     def static(self, bucket: Bucket, variant: Variant, part: str) -> dict[str, Any]:
         """Returns a program's static arguments."""
         layout = self.layout(bucket, variant)
         static = {"config": self.config, "layout": layout, "variant": variant, "backend": self.backend}
         drawing = {} if self.draw is None else {"draw": self.draw}
-        return static | drawing if part == WHOLE else static | drawing | {"part": part}
+        return static | drawing if part == WHOLE_STEP else static | drawing | {"part": part}
 
     def copying(self) -> Recipe:
         """Returns the recipe of the function that copies pages."""
         assert self.state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
         pools, own = between_steps.pools(self.state), len(self.state.cache)
-        pools = self._placed(pools, (HEADS,) * own + (EVERYWHERE,) * (len(pools) - own))
+        pools = self._placed(pools, (HEADS,) * own + (REPLICATED,) * (len(pools) - own))
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def masking(self, variant: Variant) -> list[Recipe]:
@@ -108,7 +107,7 @@ class StepShapes:
         guidance = self._state_of(variant).guidance
         if guidance is None:
             return []
-        guidance, found = self._placed(guidance, EVERYWHERE), []
+        guidance, found = self._placed(guidance, REPLICATED), []
         for size, nodes in product(MASKS, {1, self.tree().size}):
             where, *new = (
                 jax.ShapeDtypeStruct((size, *shape), dtype)

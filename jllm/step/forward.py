@@ -14,7 +14,7 @@ from jllm.model.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model.paged import Paged, chunk_of_row
 from jllm.model.params import Params
 from jllm.model.sampling import TokenCounts, count_tokens, token_logprobs, token_ranks
-from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
+from jllm.parallel.ranks import REPLICATED, STACKED, on_mesh
 from jllm.step.batch import RaggedBatch
 from jllm.step.draws import leaves_parts
 from jllm.step.rows import HeadRows, lay_out
@@ -43,7 +43,7 @@ class Logits:
     hook_rows: HookRows | None = None  # of the values
 
 
-@on_mesh({"params": STACKED, "state": SPREAD, "batch": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
+@on_mesh({"params": STACKED, "state": SPREAD, "batch": REPLICATED, "hooks": REPLICATED}, (SPREAD, REPLICATED))
 def forward(
     params: Params,
     state: State,

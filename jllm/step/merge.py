@@ -22,7 +22,7 @@ from jllm.config import LlamaConfig
 from jllm.model.hooks import Hooks
 from jllm.model.params import Params
 from jllm.model.sampling import sample as draw_tokens
-from jllm.parallel.ranks import STACKED, WHOLE, on_mesh
+from jllm.parallel.ranks import REPLICATED, STACKED, on_mesh
 from jllm.speculative.drafter import Drafter
 from jllm.step.batch import RaggedBatch
 from jllm.step.draft import draft
@@ -32,10 +32,10 @@ from jllm.step.sample import Draw, sample
 from jllm.step.state import SPREAD, Outputs, State, Variant, spread_drafter
 
 STATIC = ("config", "variant", "backend", "draw", "wanted")
-ARRAYS = {"params": STACKED, "state": SPREAD, "batch": WHOLE, "drafter": spread_drafter, "hooks": WHOLE}
+ARRAYS = {"params": STACKED, "state": SPREAD, "batch": REPLICATED, "drafter": spread_drafter, "hooks": REPLICATED}
 
 
-@on_mesh(ARRAYS | {"logits": WHOLE}, (SPREAD, WHOLE))
+@on_mesh(ARRAYS | {"logits": REPLICATED}, (SPREAD, REPLICATED))
 def sample_step(
     params: Params,
     state: State,
@@ -61,7 +61,7 @@ def sample_step(
     return state, outputs
 
 
-@on_mesh(ARRAYS, (SPREAD, WHOLE))
+@on_mesh(ARRAYS, (SPREAD, REPLICATED))
 def eager_step(
     params: Params,
     state: State,

@@ -12,7 +12,7 @@ from jllm.model.backbone import Cache
 from jllm.model.hooks import Hooks
 from jllm.model.sampling import Sampling, constrain, count_tokens, penalize, token_logprobs, top_logprobs
 from jllm.model.sampling import sample as draw_tokens
-from jllm.parallel.ranks import WHOLE, on_mesh
+from jllm.parallel.ranks import REPLICATED, on_mesh
 from jllm.step.forward import Logits
 from jllm.step.rows import HeadRows
 from jllm.step.state import NOT_FINITE, SPREAD, TOP_LOGPROBS, Outputs, Slots, State, Variant
@@ -23,7 +23,7 @@ from pallas_kernels.one_order import fenced
 Draw = Callable[..., tuple[jax.Array, jax.Array]]  # like sampling.sample
 
 
-@on_mesh({"state": SPREAD, "logits": WHOLE, "hooks": WHOLE}, (SPREAD, WHOLE))
+@on_mesh({"state": SPREAD, "logits": REPLICATED, "hooks": REPLICATED}, (SPREAD, REPLICATED))
 def sample(
     state: State,
     logits: Logits,

@@ -11,7 +11,7 @@ from jllm.errors import ConfigError
 from jllm.model.backbone import Cache, Taps
 from jllm.model.cache import KVCache, Tails, make_cache, make_tails, parse_kv_cache
 from jllm.model.sampling import Draws, Sampling, TokenCounts, neutral_sampling
-from jllm.parallel.ranks import HEADS, STACKED, WHOLE, place
+from jllm.parallel.ranks import HEADS, REPLICATED, STACKED, place
 from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
 
@@ -165,13 +165,14 @@ def init_state(
 
 
 # The layout of a State on a mesh: sharded by KV heads, or alike on all devices.
-SPREAD: Any = State(cache=HEADS, slots=WHOLE, counts=WHOLE, guidance=WHOLE, drafts=WHOLE, user=WHOLE, tails=HEADS)  # type: ignore[arg-type]
+_ALIKE = dict.fromkeys(("slots", "counts", "guidance", "drafts", "user"), REPLICATED)
+SPREAD: Any = State(cache=HEADS, tails=HEADS, **_ALIKE)  # type: ignore[arg-type]
 
 
 def spread_drafter(drafter: Drafter | None) -> Any:
     """Returns the layout of a drafter on a mesh. A quantized copy's params are in shares like the target's; all else is
     whole."""
-    return replace(drafter, params=STACKED) if isinstance(drafter, QuantizedCopy) else WHOLE  # type: ignore[arg-type]
+    return replace(drafter, params=STACKED) if isinstance(drafter, QuantizedCopy) else REPLICATED  # type: ignore[arg-type]
 
 
 def place_state(state: State, config: LlamaConfig) -> State:
@@ -191,4 +192,4 @@ def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any)
     cache, memory = drafter.init(config, dtype, **sizes)
     tree = drafter.tree
     none = jnp.zeros((S, tree.size - 1), jnp.int32), jnp.zeros(S, jnp.int32)
-    return place(Drafts(*none, cache, memory, tree), config, WHOLE)
+    return place(Drafts(*none, cache, memory, tree), config, REPLICATED)

@@ -10,7 +10,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.programs.compiler import Compiler, Recipe
-from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP
 from jllm.programs.programs import Programs
 from jllm.programs.sizes import EngineSizes, Limits
 from jllm.programs.step_shapes import StepShapes
@@ -216,8 +216,8 @@ def programs(monkeypatch) -> Programs:
     limits = Limits(4, 16, 12, 4, page_size=8, num_pages=32, max_deltas=16)
     programs = Programs(StepShapes(CONFIG, EngineSizes(limits, 32, (SMALL, MIDDLE, TOP)), None, None))
     programs._open = {PLAIN, PENALTIES, BOTH}
-    programs._made = {(bucket, v, WHOLE) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)}
-    programs._made.add((TOP, BOTH, WHOLE))
+    programs._made = {(bucket, v, WHOLE_STEP) for bucket in (SMALL, MIDDLE, TOP) for v in (PLAIN, PENALTIES)}
+    programs._made.add((TOP, BOTH, WHOLE_STEP))
     programs.asked = []
     monkeypatch.setattr(programs, "_begin", lambda *step: programs.asked.append(step))
     return programs
@@ -231,7 +231,7 @@ def test_a_step_takes_the_narrowest_variant_and_the_smallest_size_that_are_there
     assert programs.choose(LOGPROBS, 2, 0, 0) == (TOP, BOTH)
     assert programs.asked == [(MIDDLE, BOTH)]
     assert not programs.serves(Variant(prompt_logprobs=True))
-    programs._made.add((MIDDLE, BOTH, WHOLE))
+    programs._made.add((MIDDLE, BOTH, WHOLE_STEP))
     assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, BOTH)
 
 
@@ -266,7 +266,11 @@ def test_in_step_programs_nothing_depends_on_what_is_there(programs):
     """As several processes must, of which each has a compiler of its own."""
     programs.in_step = True
     programs.permit(LOGPROBS)
-    for there in (set(), {(TOP, BOTH, WHOLE)}, {(b, v, WHOLE) for b in (SMALL, TOP) for v in (LOGPROBS, BOTH)}):
+    for there in (
+        set(),
+        {(TOP, BOTH, WHOLE_STEP)},
+        {(b, v, WHOLE_STEP) for b in (SMALL, TOP) for v in (LOGPROBS, BOTH)},
+    ):
         programs._made = there
         assert programs.choose(LOGPROBS, 2, 0, 0) == (MIDDLE, LOGPROBS)
         assert programs.choose(Variant(prompt_logprobs=True), 1, 5, 1) == (TOP, Variant(prompt_logprobs=True))

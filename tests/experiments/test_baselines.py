@@ -11,7 +11,7 @@ from jllm.engine.loop import Loop as EngineLoop
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
-from jllm.programs.packed_step import WHOLE, packed_step
+from jllm.programs.packed_step import WHOLE_STEP, packed_step
 from jllm.step.buckets import Bucket
 from jllm.step.state import Variant
 from tests.engine.scheduler_harness import Loop
@@ -67,7 +67,7 @@ def test_a_host_that_waits_reads_a_step_before_it_dispatches_the_next(model, mon
 def test_sorting_sorts_and_thresholds_do_not(model):
     for sampling in BASELINES["sampling"]:
         shapes = engine_with(model, **OPTIONS, sampling=sampling)._device.shapes
-        key = OPTIONS["buckets"][0], Variant(), WHOLE
+        key = OPTIONS["buckets"][0], Variant(), WHOLE_STEP
         text = packed_step.lower(*shapes.arguments(*key), **shapes.static(*key)).as_text()
         assert ("stablehlo.sort" in text) == (sampling == "sort")
 
