@@ -45,7 +45,7 @@ from experiments.steps.floors import step_work
 from experiments.steps.sheets import MEMORY_SHARE, cost_on, kv_token_bytes, triton_shares
 from jllm.errors import InputFileError
 from jllm.model.model import Model
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 from pallas_kernels.bench.command import Parser, add_result_options
 
 MODEL, CONTEXT = "llama-2-7b", 512

@@ -40,7 +40,7 @@ from jllm.files.hf_config import load_config
 from jllm.files.load import BUNDLED
 from jllm.model.model import Model
 from jllm.model.param_specs import init_params
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible

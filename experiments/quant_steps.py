@@ -50,8 +50,7 @@ from experiments.steps.timer import (
 )
 from jllm.config import LlamaConfig
 from jllm.model.cache import parse_kv_cache
-from jllm.model.params import Params
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import Params, tree_bytes
 from jllm.quant.quantize import quantize
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.bars import H200

@@ -54,8 +54,7 @@ from experiments.steps.timer import (
 )
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.model.params import Params
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import Params, tree_bytes
 from jllm.parallel.memory import free_memory, is_host
 from jllm.programs.packed_step import pack_chunks
 from pallas_kernels.backends import OF_MODELS, on_hopper

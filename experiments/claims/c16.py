@@ -29,7 +29,7 @@ from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
 from experiments.steps.floors import make_floor, step_work, token_bytes
 from jllm.model.model import Model
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 
 MODELS = ("llama-2-7b", "llama-3-8b")
 KV = (None, "int8-g8")

@@ -13,7 +13,7 @@ from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, percen
 from experiments.steps.cost_model import model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
 from experiments.steps.floors import token_bytes
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b")
 LARGE = "176B"  # parameters, as BLOOM has

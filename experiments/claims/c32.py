@@ -14,7 +14,7 @@ from experiments.accuracy.measured_speed import source_of
 from experiments.claims.c5 import NOISE
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, interval_of, spread
 from experiments.steps.cost_model import model_shapes
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 
 OURS = ("default", "mosaic")  # backends; on a Hopper GPU the default is mosaic
 WIDE = "bfloat16"

@@ -25,7 +25,7 @@ from jllm.errors import ConfigError
 from jllm.files.hf_config import load_config
 from jllm.files.load import load
 from jllm.model.model import Model
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.programs.packed_step import WHOLE_STEP
 from jllm.step.state import Outputs

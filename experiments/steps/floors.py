@@ -22,9 +22,8 @@ from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence as Sample
 from jllm.model.cache import cache_bytes, make_cache, parse_kv_cache
 from jllm.model.model import Model
-from jllm.model.params import Params, linears
+from jllm.model.params import Params, linears, tree_bytes
 from jllm.model.shards import whole_params
-from jllm.model.tree_bytes import tree_bytes
 from jllm.parallel.mesh import ranks_of
 from jllm.programs.sizes import Limits
 from pallas_kernels.formats.quantized_weights import QuantizedWeight

@@ -25,8 +25,7 @@ from jllm.errors import EngineClosed, SnapshotError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
-from jllm.model.cache import parse_kv_cache
-from jllm.model.kv_heads import distinct, repeated
+from jllm.model.cache import distinct, parse_kv_cache, repeated
 from jllm.model.paged import NOWHERE
 from jllm.model.params import Params
 from jllm.parallel.memory import Memory

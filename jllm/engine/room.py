@@ -12,9 +12,8 @@ from jllm.engine.options import EngineOptions, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.files.fit import SCHEMES, page_bytes, step_bytes, would_fit
 from jllm.model.cache import make_tails, parse_kv_cache
-from jllm.model.params import Params
+from jllm.model.params import Params, tree_bytes
 from jllm.model.sampling import words
-from jllm.model.tree_bytes import tree_bytes
 from jllm.parallel.memory import gib, is_host
 from jllm.programs.sizes import EngineSizes
 from jllm.programs.step_room import largest

@@ -14,8 +14,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
 from jllm.model.cache import KVCache, cache_bytes, make_cache, parse_kv_cache
 from jllm.model.param_specs import abstract_params, weight_specs
-from jllm.model.params import matrix_modules
-from jllm.model.tree_bytes import tree_bytes
+from jllm.model.params import matrix_modules, tree_bytes
 from jllm.parallel.memory import gib
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PLAIN, Scheme, find_scheme

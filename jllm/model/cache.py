@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jllm.config import LlamaConfig
@@ -166,3 +167,15 @@ def copy_pages(cache: Cache, pages: Int32[Array, "n 2"]) -> Cache:
 
 
 jit_copy_pages = partial(jax.jit, donate_argnames="cache")(copy_pages)
+
+
+def distinct(cache: Cache, config: LlamaConfig) -> Cache:
+    """Returns the cache of a mesh with each KV head once: [N, K, ...]."""
+    copies = stored_kv_heads(config) // config.num_kv_heads
+    return cache if copies == 1 else jax.tree.map(lambda x: x[:, ::copies], cache)
+
+
+def repeated(cache: Any, config: LlamaConfig) -> Any:
+    """Returns a cache on the host with each KV head as often as the mesh has it: the inverse of distinct."""
+    copies = stored_kv_heads(config) // config.num_kv_heads
+    return cache if copies == 1 else jax.tree.map(lambda x: np.repeat(x, copies, axis=1), cache)

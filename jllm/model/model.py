@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jllm.config import LlamaConfig
-from jllm.model.params import Params
+from jllm.model.params import Params, tree_bytes
 from jllm.model.shards import share_params
-from jllm.model.tree_bytes import tree_bytes
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 if TYPE_CHECKING:

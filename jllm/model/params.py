@@ -5,6 +5,7 @@ has its entry in the table, a WeightEntry, as metadata. Files, schemes, importer
 all read these entries. A matrix may be a plain array or a QuantizedWeight.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -177,3 +178,8 @@ def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
         return with_matrices(layer, {field: f(names[field], leaf) for field, leaf in matrices(layer).items()})
 
     return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Counts the bytes of a pytree of arrays or jax.ShapeDtypeStruct."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

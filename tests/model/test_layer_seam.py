@@ -17,9 +17,8 @@ from jllm.model.backbone import Packed, packed_logits
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
 from jllm.model.param_specs import init_params, param_specs
-from jllm.model.params import AttentionParams, LayerParams, MLPParams, matrices, matrix_modules
+from jllm.model.params import AttentionParams, LayerParams, MLPParams, matrices, matrix_modules, tree_bytes
 from jllm.model.taps import Tap
-from jllm.model.tree_bytes import tree_bytes
 from jllm.quant import calibration
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import Scheme, find_scheme, scheme_of
