@@ -10,13 +10,11 @@ from typing import Any
 import jax
 
 from experiments.serving.workload import half_interval
-from experiments.steps.devices import REFERENCE, device_sheet
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
 Answer = tuple[str, str]  # direction and size: does it help, and as much as stated
 RESULTS = Path(__file__).parents[1] / "results"
-SHEETS = "data sheets"  # replaces the device for figures computed from data sheets
 NOT_TESTED = "not tested"
 
 
@@ -134,22 +132,6 @@ class Claim:
 def measured_rows(document: Row) -> list[Row]:
     """Returns the rows of a claim's file without failures."""
     return [row for row in document["rows"] if "error" not in row]
-
-
-def devices_of(document: Row) -> list[str]:
-    """Returns the devices behind a file's values. Rows taken from other results name their device. Simulated rows name
-    the device of their step costs, or else have the cost model's reference. Rows computed from data sheets have only
-    these. Others have the file's own device, which also timed the scheduler of simulations with `host_us`."""
-    own: str = document["device"]
-    rows = measured_rows(document)
-    timed = [own] if any("host_us" in row for row in rows) else []
-
-    def device(row: Row) -> str:
-        if row.get("source") == "simulated":
-            return f"simulated {row.get('steps_of', device_sheet(REFERENCE).device_kind)}"
-        return SHEETS if row.get("source") == "data sheet" else str(row.get("measured_on", own))
-
-    return list(dict.fromkeys([*timed, *map(device, rows)]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:

@@ -41,12 +41,6 @@ TITLES = {
 }
 
 
-def claim_named(experiment: object) -> str | None:
-    """Returns C7 for claims-C7, and for claims-C7-few with the label few. Returns None for other experiments."""
-    name = str(experiment).removeprefix("claims-").partition("-")[0]
-    return name if name in TITLES else None
-
-
 def find(name: str) -> Claim:
     """Returns the claim called `name`, in upper or lower case. Raises ValueError for an unknown name, with similar
     ones."""

@@ -8,7 +8,7 @@ bf16 has weights, activations, K and V in bfloat16. fp8 is vLLM's own quantizati
 decode step is the slope between 16 and 256 tokens after prompts of 8, so that prefill cancels. The prefix cache is off,
 as prompts are random. The tokenizer is off, as no one reads the text. Sampling is vLLM's own, as FlashInfer's kernels
 would have to be compiled. All else is the default: compilation, CUDA graphs, chunked prefill, asynchronous scheduling.
-An engine takes 60 to 150 seconds to start, most of it compilation.
+An engine takes a minute or more to start, most of it compilation.
 """
 
 import argparse

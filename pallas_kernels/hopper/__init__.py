@@ -1,1 +1,1 @@
-"""What Mosaic GPU kernels for Hopper share."""
+"""Has what Mosaic GPU kernels for Hopper share."""

@@ -1,1 +1,1 @@
-"""What Triton kernels share: how they are called, and how they read pages, rows and codes."""
+"""Calls Triton kernels, and reads pages, rows and codes in them."""

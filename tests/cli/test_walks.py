@@ -65,7 +65,7 @@ WALKED = ["README.md", "docs/serving.md", "docs/speculation.md", "docs/quantizat
 
 
 def serves(line: str) -> bool:
-    """Whether a command is a server, or asks one."""
+    """Returns whether a command is a server, or asks one."""
     return "jllm.serve" in line or line.startswith("curl ")
 
 

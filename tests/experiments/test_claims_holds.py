@@ -1,4 +1,4 @@
-"""What decides each claim, on planted rows: direction and size; and the committed verdicts, by their own rows."""
+"""Checks direction and size of each claim on planted rows, and committed verdicts on their own rows."""
 
 import json
 
@@ -111,7 +111,7 @@ def c20_rows(small: float, large: float) -> list[dict]:
 
 
 def c21_rows(*found: tuple[float, float], half: float = 0.0) -> list[dict]:
-    """What dequantizing once and ten times takes over the bytes, case by case."""
+    """Returns the times of dequantizing once and ten times over that of the bytes, case by case."""
     row = {"over_bytes_ci": half, "rounds": 5}
     both = [pair for case in found for pair in zip((1, 10), case)]
     return [row | {"dequantized": times, "over_bytes": over} for times, over in both]

@@ -22,7 +22,7 @@ def tiny(monkeypatch) -> None:
 
 
 def count(jaxpr, primitive: str) -> int:
-    """How often an operation is computed, inner functions included."""
+    """Counts how often an operation is computed, inner functions included."""
     inner = [value.jaxpr for eqn in jaxpr.eqns for value in eqn.params.values() if hasattr(value, "jaxpr")]
     return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns) + sum(count(each, primitive) for each in inner)
 

@@ -1,4 +1,4 @@
-"""What steps should cost on devices of which the data sheet alone is known, and what links take."""
+"""Estimates steps from data sheets of devices, and times of links."""
 
 import json
 

@@ -55,7 +55,7 @@ def test_tokens_have_the_target_s_distribution(mode, seed):
 
 @pytest.mark.parametrize("wrong", [lambda weights, p, q: p, lambda weights, p, q: q])
 def test_faults_are_noticed(wrong, monkeypatch):
-    """Where drafts, and what replaces a refused one, are all drawn from one of the two distributions."""
+    """Draws drafts, and what replaces a refused one, from one of the two distributions alone."""
     p, q = distributions(0)
     draw = rejection._draw
 
