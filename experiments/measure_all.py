@@ -1,4 +1,4 @@
-"""Runs everything that is measured on a GPU: first the tests, side by side, then each measurement alone.
+"""Runs everything that needs a GPU: first the tests, side by side, then each measurement alone.
 
     python -m experiments.measure_all --seconds 540                 # what fits, the most important first
     python -m experiments.measure_all --only decode_attention C5    # only these; --list shows all
