@@ -40,15 +40,17 @@ def __getattr__(name: str) -> Any:
 
 
 def _submodule(name: str) -> Any:
-    """Returns a submodule, so that `import jllm; jllm.errors` works whether it was imported before or not."""
+    """Returns a submodule, so that `import jllm; jllm.errors` works whether it was imported before or not. Raises
+    ImportError for a name that is gone: `from jllm import` drops the text of an AttributeError."""
+    if name in GONE:
+        raise ImportError(f"jllm.{name} is gone: {GONE[name]}", name=__name__)
     path = f"{__name__}.{name}"
     try:
         return import_module(path)
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
-    successor = f": {GONE[name]}" if name in GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{successor}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -34,6 +34,9 @@ def quantize(
     Raises QuantizationError for a scheme that does not fit these weights, before anything is done. Also raises it for
     weights that hold NaN or infinity.
     """
+    if not isinstance(params, Params):
+        hint = "take model.params, or jllm.quant.rotation.quantize_model for a whole model"
+        raise QuantizationError(f"quantize takes Params, not {type(params).__name__}: {hint}")
     formats = formats_by_weight(params, scheme)
     specs: dict[str, LeafSpec] = {}
     if config is None:

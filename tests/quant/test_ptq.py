@@ -267,7 +267,7 @@ def test_own_tokens_are_the_models(model):
 
 def test_names_that_are_gone_say_what_does_better():
     for name in ptq.GONE:
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}': use"):
+        with pytest.raises(ImportError, match=f"{name} is gone: use"):
             getattr(ptq, name)
 
 

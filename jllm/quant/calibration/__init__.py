@@ -36,5 +36,6 @@ GONE = {  # removed names -> better successors
 
 
 def __getattr__(name: str) -> NoReturn:
-    successor = f": use {GONE[name]}" if name in GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{successor}")
+    if name in GONE:
+        raise ImportError(f"{__name__}.{name} is gone: use {GONE[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
