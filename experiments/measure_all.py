@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=positive, default=8, help="number of untimed commands that run side by side on a GPU"
     )
-    add_folder(parser, "others' side of those that have one")
+    add_folder(parser, "peers of commands that have some")
     parser.add_argument("--gpus", type=positive, default=1, help="number of GPUs that share the commands")
     add_results_folder(parser)
     parser.add_argument("--list", action="store_true", help="only print the commands with their topics")

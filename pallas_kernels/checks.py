@@ -1,4 +1,4 @@
-"""Checks what shapes and dtypes can tell before anything runs."""
+"""Checks shapes, dtypes and formats of arguments before anything runs."""
 
 import re
 
@@ -15,7 +15,7 @@ from pallas_kernels.formats.weight_formats import STORED as CODES
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-# What kernels over pages take.
+# Sizes that kernels over pages support.
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 
@@ -78,8 +78,8 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_listed(*arguments: tuple[str, object, tuple[object, ...]], backend: str = "mosaic") -> None:
-    """Raises NotImplementedError for the first (what it is, value, those that a kernel supports) whose value is none of
-    them."""
+    """Raises NotImplementedError for the first argument that a backend does not support. Each argument is a name for
+    the message, a value, and the supported values."""
     for what, value, supported in arguments:
         if value not in supported:
             names = ", ".join(map(str, supported))
@@ -87,8 +87,8 @@ def check_listed(*arguments: tuple[str, object, tuple[object, ...]], backend: st
 
 
 def check_paged(dtype: str, head_dim: int, pages: KVPages, stored: tuple[str, ...], backend: str = "mosaic") -> None:
-    """Raises NotImplementedError for queries and pages that a kernel lacks, naming what it does. The kernel reads or
-    writes K and V `stored` so."""
+    """Raises NotImplementedError, which says what is supported, for queries and pages that a kernel lacks. `stored` are
+    the codes of K and V that the kernel reads or writes."""
     check_listed(
         ("dtype", dtype, ("bfloat16", "float16")),
         ("head dim", head_dim, HEAD_DIMS),
@@ -171,8 +171,9 @@ def _check_pool(name: str, pool: Pages, leading: tuple[int, ...], head_dim: int)
 
 
 def check_weight(w: QuantizedWeight) -> None:
-    """Raises ValueError where a weight's arrays are not what its format says, and NotImplementedError for unknown
-    codes. Float scales may be wider than stored ones, as they are while they are learned."""
+    """Raises ValueError if a weight's arrays do not have the shapes and dtypes of its format. Raises
+    NotImplementedError for unknown codes. Float scales may be wider than stored ones, as they are while they are
+    learned."""
     fmt, (rows, columns) = w.format, w.values.shape
     if fmt.codes not in CODES:
         raise NotImplementedError(f"no backend reads codes {fmt.codes!r}; codes: {', '.join(CODES)}")

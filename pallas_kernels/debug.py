@@ -1,5 +1,5 @@
-"""Checks what only values can tell: the debug=True mode of the attention APIs, which names the row that is wrong.
-Kernels trust lengths and page tables. A wrong entry reads another sequence's keys, or memory that is no page."""
+"""Checks the values of lengths, page tables and trees, for debug=True of the attention APIs. Errors name the wrong row.
+Kernels trust these values. A wrong one makes them read another sequence's keys, or memory outside of the pool."""
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def check_decode_values(
                     raise ValueError(
                         f"row {row}: ancestors of its row {i} are {mask:b}, expected bit {i} as the highest"
                     )
-        if used or length < 0:  # of an unused segment nothing is read
+        if used or length < 0:  # nothing of an unused segment is read
             start = 0 if window is None else max(0, length - used + 1 - window)
             _check_sequence(f"row {row}", tables[row], start, length, pages)
 
@@ -42,7 +42,7 @@ def check_prefill_values(
     window: int | None,
     pages: KVPages,
 ) -> None:
-    """Raises ValueError for a chunk that is out of range: arguments as prefill_attention's, num_rows is C."""
+    """Raises ValueError for a chunk that is out of range. Arguments are prefill_attention's, and num_rows is C."""
     tables, cu, ends = _values(page_table, cu_q_lens, kv_lens)
     if cu[0] != 0 or cu[-1] > num_rows:
         raise ValueError(f"cu_q_lens runs from {cu[0]} to {cu[-1]}, expected from 0 to at most {num_rows} rows")

@@ -1,8 +1,8 @@
-"""Adds in one order, whatever the number of rows: what backend "deterministic" is made of.
+"""Makes additions have one order, whatever the number of rows, for the backend "deterministic".
 
-Kernels that add each row in the order of K, whoever computes beside it, may be cut as they like. XLA chooses its own
-matmuls and sums by shape, and each adds in an order of its own. So they get tiles of one shape. On a CPU it also
-chooses by shape what to fuse, and so how a product and a sum are rounded. There all arithmetic of rows is in tiles.
+Kernels that add each row in the order of K may take any number of rows. XLA chooses its matmuls and sums by shape, and
+each adds in an order of its own. So XLA gets tiles of one shape. On a CPU, XLA also decides by shape what to fuse. That
+changes how a product and a sum are rounded, so there all arithmetic of rows runs in tiles.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def plainly[T](run: Callable[..., T], *rows: Any) -> T:
 
 
 def in_tiles[T](run: Callable[..., T], *rows: Any, size: int = ROWS) -> T:
-    """Runs `run` on pytrees of arrays [M, ...] cut into tiles of `size` rows, one after the other; it returns [M, ...]
-    too. It is compiled once, for one tile, and is handed zeros where rows end inside of one. XLA unrolls the loop of a
-    single tile. Barriers keep it from being fused with what is around it, as a product and a sum would be rounded
-    together there."""
+    """Runs `run` on pytrees of arrays [M, ...], in tiles of `size` rows, one after another. Returns arrays [M, ...].
+    `run` is compiled once, for one tile; the last tile is padded with zeros. XLA unrolls the loop if there is a single
+    tile. Barriers then keep `run` from being fused with its surroundings, which would round a product and a sum
+    together."""
     (M,) = {each.shape[0] for each in jax.tree.leaves(rows)}
     tiles = -(-M // size)
 
@@ -42,8 +42,8 @@ def in_tiles[T](run: Callable[..., T], *rows: Any, size: int = ROWS) -> T:
 
 
 def fenced[T](backend: str | None, run: Callable[..., T], *rows: Any) -> T:
-    """Runs `run` on rows, each of which it computes by itself and in plain jnp. It runs in tiles where a deterministic
-    backend has a CPU to compute on. A GPU's thread computes one number, whatever the number of rows."""
+    """Runs `run`, plain jnp that computes each row by itself. It runs in tiles if the backend is deterministic and the
+    device is a CPU. A GPU needs no tiles: a thread computes one number, whatever the number of rows."""
     return in_tiles(run, *rows) if backend == DETERMINISTIC and not on_hopper() else run(*rows)
 
 

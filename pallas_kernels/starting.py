@@ -1,5 +1,5 @@
-"""Does the first things of a command, as `python -m NAME` starts: JAX, which takes seconds to load, comes later. Ctrl-C
-ends it in one line. What needs a GPU, and finds none, says so and ends with status 2."""
+"""Runs first in a command (`python -m NAME`), before JAX, which takes seconds to load. Ctrl-C then ends the command
+with one line. A command that needs a GPU, and finds none, says so and ends with status 2."""
 
 import contextlib
 import os
@@ -10,23 +10,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-INTERRUPTED = 130  # what shells report for SIGINT
+INTERRUPTED = 130  # the exit status of shells for SIGINT
 OURS = ("experiments", "jllm", "pallas_kernels")
 HELP = ("-h", "--help")
 DEVICES, GPU_FILES = Path("/dev"), ("nvidia[0-9]*", "nvhost-ctrl*", "dxg", "kfd")
-PLUGINS = "jax_plugins"  # what lets JAX use other devices than the CPU
+PLUGINS = "jax_plugins"  # the package of JAX's plugins, for all devices but the CPU
 
 
 def command() -> str:
     """Returns the module that this process is about to run as a command, or nothing."""
-    if sys.argv[:1] != ["-m"]:  # as long as Python looks for the module
+    if sys.argv[:1] != ["-m"]:  # Python sets this while it looks for the module
         return ""
     place = next(i for i, word in enumerate(sys.orig_argv) if i and word.startswith("-m"))
     return sys.orig_argv[place].removeprefix("-m") or sys.orig_argv[place + 1]
 
 
 def start() -> None:
-    """Prepares the process where it runs a command of ours."""
+    """Prepares the process if it runs one of our commands."""
     name = command()
     if name.partition(".")[0] in OURS:
         end_at_interrupts()
@@ -42,7 +42,7 @@ def end_at_interrupts() -> None:
 
 
 def raise_interrupts() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, where `end_at_interrupts` changed that."""
+    """Lets Ctrl-C raise KeyboardInterrupt again, if `end_at_interrupts` changed that."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,8 +54,8 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 
 def need_gpu(commands: Mapping[str, Iterable[str]]) -> None:
-    """Ends a command that needs a GPU where there is none. `commands` are modules, or a module and an argument, each
-    with the options that do without a GPU."""
+    """Ends the process if its command needs a GPU and there is none. The keys of `commands` are modules, or a module
+    and an argument. The values are options with which the command needs no GPU."""
     given = {word.partition("=")[0] for word in sys.argv[1:]}
     for line, without in commands.items():
         name, _, argument = line.partition(" ")
@@ -65,7 +65,7 @@ def need_gpu(commands: Mapping[str, Iterable[str]]) -> None:
 
 
 def need_package(package: str, commands: Iterable[str], how: str) -> None:
-    """Ends a command that needs a package which is not installed. `how` says how to install it."""
+    """Ends the process if its command needs a package that is missing. `how` says how to install it."""
     if command() in commands and not {*HELP} & {*sys.argv[1:]}:
         _refuse_unless(_is_there(package), f"{command()} needs {package}: {how}")
 

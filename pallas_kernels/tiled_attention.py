@@ -51,10 +51,10 @@ def attend(
     """Returns attention of W tiles of Q query rows: q [W, Q, H, D] gives [W, Q, H, D].
 
     tables i32[W, M] is the page table of each tile's sequence. positions i32[W, Q] is each row's own position in it, -1
-    for an unused row, which comes out zero. A row sees the keys up to its own position. With trees, it sees those
-    before `start` and of the others those of its ancestors. Reads only pages that hold a key visible to the tile. Pages
-    with a tail need own_row i32[W], a row of the step that is of each tile's sequence. With `moved` keys are read from
-    elsewhere, one by one, of pages without a tail.
+    for an unused row, whose result is zero. A row sees the keys up to its own position. With `trees` it sees the keys
+    before `start`, and behind these only its ancestors' keys and its own. Reads only pages that hold a key visible to
+    the tile. If the pages have a tail, own_row i32[W] is a row of the step that belongs to each tile's sequence. With
+    `moved`, keys are read one by one, from the places that it names; the pages then have no tail.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.k.values.shape[1:3]

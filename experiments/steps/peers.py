@@ -45,7 +45,7 @@ def counts(row: Row) -> bool:
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
     """Adds the options of a command that can also run these peers."""
-    peers.add_options(parser, "others' side of LLaMA-2-7B (experiments/steps/peers.py)", seconds)
+    peers.add_options(parser, "peers on LLaMA-2-7B (experiments/steps/peers.py)", seconds)
     parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="peers to run (default: all)")
 
 

@@ -30,7 +30,7 @@ _lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 @dataclass(frozen=True)
 class LayerError:
-    """The distance of the residual stream after a layer from a reference's."""
+    """Holds the distance of the residual stream after a layer from a reference's."""
 
     layer: int  # from 1; 0 is the embedding
     snr_db: float  # 10 log10(|reference|^2 / |difference|^2), inf if equal

@@ -36,7 +36,7 @@ SCALES = {"perplexity": math.exp, "added": math.expm1}  # for means of nats
 
 @dataclass(frozen=True)
 class Part:
-    """Sums over one text, or over one window if texts are joined."""
+    """Holds sums over one text, or over one window if texts are joined."""
 
     tokens: int  # number of scored tokens
     words: int | None  # None: not counted
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of evaluate. `protocol` is the resolved one."""
+    """Holds the result of evaluate. `protocol` is the resolved one."""
 
     protocol: Protocol
     parts: tuple[Part, ...]
@@ -133,8 +133,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The hidden states of a reference model on some texts, kept on the host. evaluate takes it instead of the model,
-    so a sweep runs the reference once. It has T x E values of the model's dtype."""
+    """Holds the hidden states of a reference model on some texts, kept on the host. evaluate takes it instead of the
+    model, so a sweep runs the reference once. It has T x E values of the model's dtype."""
 
     model: Model  # without its layers
     protocol: Protocol

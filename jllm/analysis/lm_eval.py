@@ -51,7 +51,7 @@ MAX_SLOTS = 32  # default
 
 @register_model("jllm")
 class JllmLM(TemplateLM):
-    """lm-eval's model of the engine.
+    """Is lm-eval's model of the engine.
 
     pretrained, dtype and quantize are jllm.load's options. kv_cache, max_slots, max_step_tokens, page_size, num_pages
     and backend are the engine's. batch_size sets max_slots, unless it is lm-eval's default of 1 or "auto".
@@ -130,13 +130,13 @@ class JllmLM(TemplateLM):
             raise EvaluationError("tasks that begin the answer themselves are not supported with a chat template")
         return self.tokenizer.chat(chat_history)
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """Returns the entries that lm-eval stores with results."""
         leaves = jax.tree.leaves(self._model.params)
         parameters = sum(math.prod(leaf.shape) for leaf in leaves)
         return {"model_num_parameters": parameters, "model_dtype": str(self._model.params.dtype), **self._info}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Returns the token ids of a text. A text that begins with BOS, written out, gets no second BOS."""
         add = self._add_bos if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_bos=add)
@@ -160,7 +160,7 @@ class JllmLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[tuple[object, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
         """Returns the log-probability of each (cache key, context, continuation), and whether greedy decoding gives the
         continuation. Contexts that are too long lose their beginning."""

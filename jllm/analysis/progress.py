@@ -21,7 +21,7 @@ from jllm.files.fingerprint import of_params
 from jllm.model.model import Model
 from pallas_kernels.one_writer import open_alone
 
-Key = dict[str, Any]
+Key = dict[str, object]
 
 SAMPLE = 256  # values per recorded state that identify a reference
 
@@ -82,7 +82,7 @@ def digest_of(ids: Sequence[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _check_key(path: Path, found: Any, key: Key) -> None:
+def _check_key(path: Path, found: object, key: Key) -> None:
     if not isinstance(found, dict) or found.keys() != key.keys():
         raise EvaluationError(f"{path}: is not the progress of an evaluation; name a file that does not exist yet")
     if different := [name for name in key if found[name] != key[name]]:

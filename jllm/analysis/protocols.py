@@ -16,7 +16,7 @@ CHOICES = {"last": ("drop", "short", "full"), "bos": ("tokenizer", "always", "ne
 
 @dataclass(frozen=True)
 class Protocol:
-    """The windows of a text, their scored tokens, and the divisor of the loss. Raises EvaluationError.
+    """Defines the windows of a text, their scored tokens, and the divisor of the loss. Raises EvaluationError.
 
     A window has `lead` + `context` tokens, and begins `stride` after the previous one. Each token is scored once, in
     the first window that has a token before it. With lead 0, a window without overlap does not score its first token.
@@ -108,7 +108,7 @@ def encode(tokenizer: "Tokenizer | None", text: str, protocol: Protocol) -> list
 
 @dataclass(frozen=True)
 class Window:
-    """A window of tokens start .. stop of a text, from position 0. Tokens from `scored` on are scored."""
+    """Is a window of tokens start .. stop of a text, from position 0. Tokens from `scored` on are scored."""
 
     text: int
     start: int

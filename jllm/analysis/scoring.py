@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ lay_out = jax.jit(paged_batch, static_argnames=("num_pages", "page_size"))
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of a step. It has C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
+    """Holds the shapes of a step. It has C tokens in at most B chunks; chunk slot b owns pages b * M .. (b + 1) * M."""
 
     slots: int  # B
     tokens: int  # C
@@ -50,12 +49,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of inputs start .. stop of a window, in a slot of the cache."""
+    """Is a range of inputs begin .. end of a window, in a slot of the cache."""
 
     slot: int
     window: int
-    start: int
-    stop: int
+    begin: int
+    end: int
 
 
 def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
@@ -66,13 +65,13 @@ def plan(windows: Sequence[Window], sizes: Sizes) -> Iterator[list[Chunk]]:
         while waiting and free:
             running.append((free.popleft(), waiting.popleft(), 0))
         room, chunks, left = sizes.tokens, [], []
-        for slot, window, start in running:
-            stop = min(windows[window].inputs, start + room)
-            room -= stop - start
-            if stop > start:
-                chunks.append(Chunk(slot, window, start, stop))
-            if stop < windows[window].inputs:
-                left.append((slot, window, stop))
+        for slot, window, begin in running:
+            end = min(windows[window].inputs, begin + room)
+            room -= end - begin
+            if end > begin:
+                chunks.append(Chunk(slot, window, begin, end))
+            if end < windows[window].inputs:
+                left.append((slot, window, end))
             else:
                 free.append(slot)
         running = left
@@ -89,11 +88,11 @@ def pack(
     slots = np.zeros(B, np.int32)
     at = 0
     for b, chunk in enumerate(chunks):
-        window, n = windows[chunk.window], chunk.stop - chunk.start
+        window, n = windows[chunk.window], chunk.end - chunk.begin
         text = ids[window.text][window.start : window.stop]
-        tokens[at : at + n] = text[chunk.start : chunk.stop]
-        targets[at : at + n] = text[chunk.start + 1 : chunk.stop + 1]
-        start[b], lengths[b], slots[b] = chunk.start, n, chunk.slot
+        tokens[at : at + n] = text[chunk.begin : chunk.end]
+        targets[at : at + n] = text[chunk.begin + 1 : chunk.end + 1]
+        start[b], lengths[b], slots[b] = chunk.begin, n, chunk.slot
         pages[b] = chunk.slot * M + np.arange(M)
         at += n
     rows = Chunks(tokens, start, lengths, pages)  # type: ignore[arg-type]
@@ -149,7 +148,7 @@ def difference(reference: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
 
 @dataclass(frozen=True)
 class Reader:
-    """A model that reads windows step by step, or its recorded `states` by window [inputs, E]."""
+    """Is a model that reads windows step by step, or its recorded `states` by window [inputs, E]."""
 
     model: Model
     kv_cache: KVCache | None = None
@@ -174,7 +173,7 @@ class Reader:
             x, new = backbone(self.model.params, self.model.config, batch, cache, backend=backend)
             assert new is not None
             return x, new
-        known = np.concatenate([self.states[chunk.window][chunk.start : chunk.stop] for chunk in chunks])
+        known = np.concatenate([self.states[chunk.window][chunk.begin : chunk.end] for chunk in chunks])
         return jnp.asarray(np.pad(known, ((0, batch.tokens.shape[0] - len(known)), (0, 0)))), cache
 
     @property
@@ -241,15 +240,15 @@ def _run(readers, make, ids, windows, sizes: Sizes, backend: str | None, desc: s
     def take(chunks: list[Chunk], out: dict[str, jax.Array]) -> None:
         host, at = jax.device_get(out), 0
         for chunk in chunks:
-            n = chunk.stop - chunk.start
+            n = chunk.end - chunk.begin
             pieces[chunk.window].append({key: x[at : at + n] for key, x in host.items()})
             at += n
             bar.update(n)
-            if chunk.stop == windows[chunk.window].inputs:
+            if chunk.end == windows[chunk.window].inputs:
                 finish(chunk.window, pieces[chunk.window])
                 pieces[chunk.window] = []
 
-    in_flight: tuple[list[Chunk], dict[str, Any]] | None = None
+    in_flight: tuple[list[Chunk], dict[str, jax.Array]] | None = None
     total = sum(window.inputs for window in windows)
     with tqdm(total=total, desc=desc, unit="token", delay=2, leave=False, disable=None) as bar:
         for chunks in plan(windows, sizes):

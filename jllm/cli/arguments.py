@@ -95,12 +95,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class Gone(argparse.Action):
-    """A removed flag. Using it is an error with the text in `const`; --help hides it."""
+    """Is a removed flag. Using it is an error with the text in `const`; --help hides it."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest, help=argparse.SUPPRESS, **options)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         parser.error(f"{self.option_strings[0]} is gone: {self.const}")
 
 

@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 from jllm.engine.request import SamplingParams
 
@@ -42,5 +41,5 @@ def warn_of_ignored(folder: Path, sampling: SamplingParams = SamplingParams()) -
         warnings.warn(f"{file} asks for {' and '.join(parts)}: ignored", stacklevel=2)
 
 
-def _listed(raw: dict[str, Any], names: list[str]) -> str:
+def _listed(raw: dict[str, object], names: list[str]) -> str:
     return ", ".join(f"{name} = {json.dumps(raw[name])}" for name in names)

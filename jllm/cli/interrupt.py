@@ -16,7 +16,7 @@ INTERRUPTED = 130  # the exit status of shells for SIGINT
 
 @dataclass
 class Interrupt:
-    """The reaction to Ctrl-C. By default it ends the process at once. If `deferred`, the first Ctrl-C only sets
+    """Reacts to Ctrl-C. By default it ends the process at once. If `deferred`, the first Ctrl-C only sets
     `asked`. The next raises KeyboardInterrupt, unless `patient`."""
 
     deferred: bool = False

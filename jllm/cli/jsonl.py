@@ -30,20 +30,20 @@ RECORD_START = b'{"index": '
 
 @dataclass(frozen=True)
 class Job:
-    """One request: a prompt of the command line or a line of an input file."""
+    """Holds one request: a prompt of the command line or a line of an input file."""
 
     index: int  # prompt or input line, from 0
     given: dict[str, Any]  # the line's GIVEN, unchanged
     sampling: SamplingParams
     where: str = ""  # its place, for errors
-    made_with: Mapping[str, Any] = field(default_factory=dict)  # the given options: model, scheme, formats
+    made_with: Mapping[str, object] = field(default_factory=dict)  # the given options: model, scheme, formats
     run: Mapping[str, str] = field(default_factory=dict)  # jllm.files.run_identity: the contents of these
     open_ended: bool = False  # without max_new_tokens: use the default, or what fits
 
 
 @dataclass(frozen=True)
 class Done:
-    """The results in an existing output file."""
+    """Holds the results in an existing output file."""
 
     seeds: dict[tuple[int, int], int]  # seed of each result, by index and sample
     size: int  # bytes up to the end of the last whole line
@@ -67,7 +67,7 @@ def nth_seed(seed: int | None, index: int) -> int | None:
 def read_jobs(
     path: Path,
     base: SamplingParams,
-    made_with: Mapping[str, Any] = MappingProxyType({}),
+    made_with: Mapping[str, object] = MappingProxyType({}),
     open_ended: bool = False,
 ) -> list[Job]:
     """Returns the requests of an input file, or of standard input (-). Blank lines count, but are skipped. `base` has
@@ -77,21 +77,21 @@ def read_jobs(
 
 
 def jobs_of(
-    lines: Iterable[tuple[int, str, dict[str, Any]]],
+    lines: Iterable[tuple[int, str, dict[str, object]]],
     base: SamplingParams,
-    made_with: Mapping[str, Any],
+    made_with: Mapping[str, object],
     open_ended: bool = False,
 ) -> list[Job]:
     """Returns the requests of lines as read_lines yields them. See read_jobs."""
 
-    def job(index: int, where: str, raw: dict[str, Any]) -> Job:
+    def job(index: int, where: str, raw: dict[str, object]) -> Job:
         free = open_ended and "max_new_tokens" not in raw
         return replace(_job(raw, index, base, where), made_with=made_with, open_ended=free)
 
     return [job(*line) for line in lines]
 
 
-def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, object]]]:
     """Yields the objects of a file of JSON lines, or of standard input (-). Each comes with its index, and its place
     for errors. `what` names the objects. Blank lines count, but are skipped. Raises InputFileError for a broken line,
     or for no lines."""
@@ -112,7 +112,7 @@ def read_lines(path: Path, what: str) -> Iterator[tuple[int, str, dict[str, Any]
         raise InputFileError(f"{name} holds no {what}: give one JSON object a line")
 
 
-def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> Job:
+def _job(raw: dict[str, object], index: int, base: SamplingParams, where: str) -> Job:
     unknown = [key for key in raw if key not in GIVEN and key not in FIELDS]
     if unknown:
         raise InputFileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join((*GIVEN, *FIELDS))}")
@@ -137,7 +137,7 @@ def _job(raw: dict[str, Any], index: int, base: SamplingParams, where: str) -> J
     return Job(index, given, sampling, where)
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str) -> dict[str, object]:
     try:
         raw = json.loads(line, parse_float=read_float, object_pairs_hook=_unique)
     except InputFileError as error:
@@ -151,7 +151,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return raw
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -178,7 +178,7 @@ def _field(name: str, value: Any) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -186,7 +186,7 @@ def _short(value: Any) -> str:
 def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
     """Returns the JSON object of a result. A log-probability that is not finite becomes null."""
     c = completion
-    made: dict[str, Any] = {"index": job.index, **job.given}
+    made: dict[str, object] = {"index": job.index, **job.given}
     if job.sampling.n > 1:
         made["sample"] = sample
     made |= {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "seed": c.seed}
@@ -207,7 +207,7 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def settings_of(job: Job) -> dict[str, Any]:
+def settings_of(job: Job) -> dict[str, object]:
     """Returns what decides a job's results, beside its prompt and seed, in JSON's types. It has the model, its options,
     and sampling parameters that differ from the defaults. It lacks n, since samples may be added later."""
     default = SamplingParams()
@@ -224,7 +224,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     return made
 
 
-def to_json(result: dict[str, Any]) -> str:
+def to_json(result: dict[str, object]) -> str:
     return json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -295,7 +295,7 @@ def _read_result(line: bytes, jobs: dict[int, Job], where: str) -> tuple[tuple[i
 
 
 class ResultsFile:
-    """An output file that only this process writes. It adds whole lines, each at once and unbuffered. Raises
+    """Is an output file that only this process writes. It adds whole lines, each at once and unbuffered. Raises
     OutputError on failure; the file then ends with the last whole line. A new file that stays empty is removed."""
 
     def __init__(self, path: Path):

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jllm.cli.arguments import ENGINE_FLAGS, parse_args, sampling_params
 from jllm.cli.display import Speed, write_stdout
@@ -148,7 +148,7 @@ def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":
     return tokenizer.encode(tokenizer.chat(messages), add_bos=False)
 
 
-def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Prompt]") -> dict[str, Any]:
+def _engine_options(args: Namespace, jobs: Sequence[Job], prompts: "Sequence[Prompt]") -> dict[str, object]:
     """Returns the engine's options: the flags, and sizes that suit the run."""
     from jllm.engine.one_run import options_for_run
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jllm.cli.display import Speed
 from jllm.cli.interrupt import INTERRUPTED, Interrupt
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jllm.engine.request import Event
 
 
-def made_with(args: Namespace) -> dict[str, Any]:
+def made_with(args: Namespace) -> dict[str, object]:
     """Returns the flags that decide results, beside prompts and sampling parameters."""
     asked = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}

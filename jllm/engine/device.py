@@ -1,4 +1,4 @@
-"""The device side of the loop: the state, and the compiled steps that it goes through."""
+"""Owns the device side of the loop: the state, and the compiled steps that take and return it."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ from jllm.step.state import Outputs, State, Variant, init_state, spread_drafter
 
 @dataclass(frozen=True)
 class Halfway:
-    """A guided step of which the first half was dispatched."""
+    """Holds a guided step whose first half was dispatched."""
 
     buffer: np.ndarray
     layout: Layout
@@ -54,15 +54,15 @@ class Halfway:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A dispatched step whose outputs have not been read."""
+    """Holds a dispatched step whose outputs have not been read."""
 
     plan: StepPlan
     bucket: Bucket
     outputs: Outputs | None  # None: its second half waits for masks
-    half: Halfway | None = None  # what that takes
+    half: Halfway | None = None  # the inputs of the second half
 
     def drawn(self, outputs: Outputs) -> Iterator[tuple[Sequence, int, int, tuple[int, ...]]]:
-        """Yields what the step drew of each sequence (ledger.Drawn), its outputs being on the host."""
+        """Yields what the step drew for each sequence, as ledger.Drawn. `outputs` are on the host."""
         plan, bucket = self.plan, self.bucket
         short = len(outputs.tokens) - bucket.chunks  # rows before those of chunks
         most = short // bucket.decodes if bucket.decodes else 1
@@ -75,8 +75,8 @@ class InFlight:
 class Device:
     """Owns the state, which every step takes and returns, and the compiled steps.
 
-    memory tells how many bytes are free once the weights are there; the device is asked by default. draw: what draws
-    tokens, in place of sampling.sample. Raises NoRoomError, before anything is allocated, where the options take more.
+    `memory` returns how many bytes are free beside the weights; by default it asks the device. `draw` replaces
+    sampling.sample. Raises NoRoomError, before anything is allocated, if the options take more than is free.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Device:
         check_model(params, config, options)
         self.formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
-        self._home = None  # the device that has the weights, where it is one, and these are no shapes alone
+        self._home = None  # the device of the weights, if it is a single one and they are arrays, not shapes
         if config.mesh is None and isinstance(params.norm, jax.Array):
             self._home = next(iter(params.norm.devices()))
-        self._chosen = self._home is not None and params.norm.committed  # not by JAX: programs are then of that device
+        self._chosen = self._home is not None and params.norm.committed  # by the caller, so programs are of that device
         self._memory = memory or partial(free_of, config.mesh, self._home)
         self._options, self._free = options, self._memory()
         drafter = drafter_of(options)
@@ -119,9 +119,9 @@ class Device:
         self.programs = Programs(self.shapes, files, options.progress, options.compile_processes)
 
     def renew(self) -> None:
-        """A fresh state: an empty page pool and empty slots. The old pool goes first, as there is room for one only. So
-        do programs and their files: one that was loaded may be what failed. EngineClosed where other processes have a
-        part of it."""
+        """Makes a fresh state: an empty page pool and empty slots. The old pool is dropped first, since there is room
+        for only one. Kept programs and their files are dropped too, since a loaded program may have failed. Raises
+        EngineClosed if several processes share the model."""
         if self._state is not None and has_processes(self._config):
             raise EngineClosed(
                 "a device of this model, or a process that has one, has failed: start all processes anew"
@@ -131,9 +131,9 @@ class Device:
         self._state = self.fresh()
 
     def fresh(self) -> State | None:
-        """Returns the state of an engine that has served nothing. None: the device runs no step."""
+        """Returns the state of an engine that has served nothing, or None on a device that runs no steps."""
         check_room(self._options, rank_config(self._config), self._params, self._free)
-        self._free = None  # later on there is as much as there was, but the device may not know it yet
+        self._free = None  # a later state takes the same room, which the device may not report as free yet
         limits = self.sizes.limits
         with jax.default_device(self._home):
             state = init_state(
@@ -151,7 +151,7 @@ class Device:
         return state
 
     def free(self) -> None:
-        """Gives the memory of the state back. There are no steps until renew()."""
+        """Frees the memory of the state. No step can run until renew()."""
         self._state = None
 
     def close(self) -> None:
@@ -161,8 +161,8 @@ class Device:
         self._state = None
 
     def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
-        """Dispatches a planned step, and before it what the plan copies and loads, without waiting for any of them.
-        Of a guided step it is the first half: complete() dispatches the rest."""
+        """Dispatches the plan's loads and copies, then its step, without waiting for any of them. Of a guided step it
+        dispatches only the first half; complete() dispatches the second."""
         bucket, variant = self.programs.choose(need, *plan.size, plan.most_rows)
         layout = self.shapes.layout(bucket, variant)
         buffer = pack_plan(layout, plan, self._page_size)
@@ -189,7 +189,7 @@ class Device:
         return InFlight(step.plan, step.bucket, self._run(SAMPLE, half.buffer, half.layout, half.variant, *more))
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
-        """Dispatches one step without waiting for it; a copy of the outputs to the host is under way."""
+        """Dispatches one step without waiting for it, and begins to copy its outputs to the host."""
         return self._run(WHOLE_STEP, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
 
     def wants_drafts(self, step: InFlight) -> bool:
@@ -197,8 +197,8 @@ class Device:
         return self._drafter is not None and step.half is not None and step.half.layout.wanted
 
     def guide(self, slots: List[int], allowed: np.ndarray, coming: np.ndarray) -> None:
-        """Before the second half of a step: what its guided slots may draw at the nodes that it has, and what probably
-        comes, as Guidance has them: u32[n, nodes, ceil(V / 32)] and i32[n, F]."""
+        """Puts into the state which tokens these guided slots may draw, and which they probably draw. Call it before
+        the second half of their step. Shapes are u32[n, nodes, ceil(V / 32)] and i32[n, F], as in Guidance."""
         assert self._state is not None
         self._state = between_steps.guide(self._state, slots, allowed, coming)
 
@@ -213,26 +213,26 @@ class Device:
         return found
 
     def copy_pages(self, copies: List[tuple[int, int]]) -> None:
-        """Dispatches copies of pages (from, to), none of them both; they come after all steps dispatched so far."""
+        """Dispatches copies of pages (from, to) after all steps so far. No page is both a source and a target."""
         assert self._state is not None
         self._state = between_steps.copy_pages(self._state, copies)
 
     def read_pages(self, pages: List[int]) -> Cache:
-        """Returns what these pages hold after all steps dispatched so far, on the host; more pages follow them.
-        Waits."""
+        """Waits for all steps dispatched so far. Then returns what these pages hold, on the host. Filler pages follow
+        them."""
         assert self._state is not None
         return distinct(jax.device_get(gather_pages(self._state.cache, padded(pages, 0))), self._config)
 
     def pack(self, pages: List[int], length: int, to: Placement) -> DevicePages:
-        """Sends the first `length` tokens of these pages, after all steps dispatched so far, to an engine's place."""
+        """Sends K and V of `length` tokens in these pages to another engine, after all steps dispatched so far."""
         assert self._state is not None
         arrays = pack_pages(self._state.cache, padded(pages, 0))
         return DevicePages(length, jax.device_put(arrays, on(to, P(None, *HEADS))))
 
     def warm_up(self, tokens: int, to: Placement | None) -> None:
-        """Compiles what moves up to that many tokens: to an engine there, or from one (None)."""
+        """Compiles the functions that move up to `tokens` tokens to an engine at `to`, or from one (None)."""
         assert self._state is not None
-        # As steps will leave it: jit tells apart arrays that are on a device by default and those that were put there.
+        # Places the cache as steps will return it: jit tells placed arrays from those on a device by default.
         self._state = replace(self._state, cache=jax.device_put(self._state.cache, self._home))
         count, most = 1, -(-tokens // self._page_size)
         while True:
@@ -246,7 +246,7 @@ class Device:
             count *= 2
 
     def load(self, pages: List[int], snapshot: Snapshot | DevicePages) -> None:
-        """Dispatches the writing of a snapshot's first tokens to these pages, after all steps dispatched so far."""
+        """Writes a snapshot's first tokens to these pages after all steps dispatched so far, without waiting."""
         assert self._state is not None
         to = padded(pages, NOWHERE)
         if isinstance(snapshot, DevicePages):
@@ -279,20 +279,20 @@ class Device:
             )
 
     def compile_ahead(self, variant: Variant, wait: bool) -> int:
-        """Compiles a variant of every bucket, and what copies pages; returns how many buckets there are, without wait
-        once the one that holds every step is there. Raises NoRoomError for a step that takes more memory than is left.
-        """
+        """Compiles a variant's steps of all buckets, and the functions between them. Returns the number of buckets;
+        without `wait`, as soon as the bucket that holds every step is compiled. Raises NoRoomError for a step that
+        takes more memory than is free."""
         compiles = self.programs.compile_ahead if wait else self.programs.start
         compiles(variant, self._memory())
         return len(self.sizes.buckets)
 
     def _put(self, tree: Any, spec: Any) -> Any:
-        """Arrays that may be elsewhere, where steps want them; spec: as place has it."""
+        """Returns the tree of arrays, placed as steps need it. `spec` is a layout as `place` has it."""
         return jax.device_put(tree, self._home) if self._chosen else place(tree, self._config, spec)
 
 
 def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables:
-    """For the device that has the weights, or the config's mesh."""
+    """Returns the files of compiled steps for the device that has the weights, or for the config's mesh."""
     devices = tuple(params.norm.devices() if config.mesh is None else config.mesh.devices.flat)
     if jax_cache_is_on():
         why = "JAX's own compilation cache is on, and XLA cannot serialize what that has had"

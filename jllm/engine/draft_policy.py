@@ -32,8 +32,8 @@ class DraftCounts:
 class Drafting:
     """Chooses between steps of one row a sequence and steps with drafts.
 
-    With prompts to compute, or more decodes than `most_decodes`, there are no drafts. `always`: drafts wherever
-    possible; otherwise only where they paid lately.
+    A step has no drafts if it computes prompts, or has more decodes than `most_decodes`. With `always`, all other steps
+    have drafts. Without it, they have drafts only while these paid lately.
 
     A step with drafts pays if it makes more tokens a second. That is, its mean of tokens a segment exceeds the ratio of
     its time to a plain step's. Both times are medians over some steps of about as many decodes. The losing choice is
@@ -73,8 +73,8 @@ class Drafting:
         return self._seconds[(decodes - 1).bit_length(), rows]
 
     def observe(self, bucket: Bucket, advanced: list[tuple[int, int]], seconds: float | None) -> None:
-        """Takes in a read step without prompts: for each decode its drafts and the tokens that it advanced by, and the
-        step's time (None: unknown)."""
+        """Takes in a read step without prompts. `advanced` has the numbers of drafts and of new tokens of each decode.
+        `seconds` is the step's time (None: unknown)."""
         if seconds is not None and advanced:
             self._times(len(advanced), bucket.rows).append(seconds)
         begins, self._drafted = not self._drafted, bucket.rows > 1

@@ -19,7 +19,7 @@ from jllm.files.tokenizer import Tokenizer
 from jllm.model.model import end_ids
 from jllm.step.state import NOT_FINITE, Outputs
 
-Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # a sequence, its number of rows in a step, the first, their tokens
+Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # sequence, its rows in a step, the first, their tokens
 CUT = ("abort", "deadline")  # finish reasons of samples that were cut off
 
 
@@ -32,9 +32,9 @@ class Samples:
 
 
 class Ledger:
-    """Keeps an engine's samples from submission to completion: their tokens and ends, and the events that tell of them.
+    """Keeps an engine's samples from submission to completion, and makes the events that tell of them.
 
-    It has the counts and times of metrics too. Slots and pages are the Scheduler's."""
+    It also keeps the counts and times of metrics. The scheduler keeps slots and pages."""
 
     def __init__(self, config: LlamaConfig, tokenizer: Tokenizer | None):
         self._ends, self._tokenizer = end_ids(config, tokenizer), tokenizer
@@ -68,7 +68,7 @@ class Ledger:
         seq.live = True
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Returns the tokens that end a sample, with special tokens that are stop strings: no text shows these."""
+        """Returns the tokens that end a sample. Stop strings that are special tokens count, as no text shows them."""
         found = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
         if isinstance(self._tokenizer, Tokenizer):
             found |= {id for stop in params.stop if (id := self._tokenizer.special_id(stop)) is not None}
@@ -119,9 +119,9 @@ class Ledger:
     ) -> Iterator[tuple[Sequence, int, tuple[int, ...], str | None]]:
         """Takes in what a step drew, read at `now`. What samples go on with is news.
 
-        Yields each sample that had not ended before, its rows, its tokens that count, and the reason of its end. With a
-        reason the caller calls end(). Most of the host's work for a token is in this loop: a call here is one a token.
-        """
+        Yields each sample that had not ended before, its rows, its tokens that count, and the reason of its end. If
+        there is a reason, the caller calls end(). Most of the host's work for a token is here: each call in this loop
+        is made once a token."""
         counts, events = self.counts, self._texts.coming
         lasts: list[float] = []  # read times of previous tokens
         for seq, rows, row, tokens in drawn:
@@ -136,7 +136,7 @@ class Ledger:
                 else:
                     lasts.append(seq.last_token)
                 seq.last_token = now
-                if len(kept) > 1:  # between those of one step there is no time
+                if len(kept) > 1:  # tokens of one step have no time between them
                     lasts += [now] * (len(kept) - 1)
             elif reason is None:
                 raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
@@ -152,9 +152,9 @@ class Ledger:
             self.times.inter_token.add(now - last, times)
 
     def end(self, seq: Sequence, reason: str, now: float, tokens: List[int] = ()) -> str:
-        """Ends a sample. Returns the reason, which changes where the last bytes complete a stop string.
+        """Ends a sample, and returns the reason: "stop" for "length" if its last bytes complete a stop string.
 
-        now: when its last token was read. tokens: its newest ones, whose text is made with the next events."""
+        `now` is when its last token was read. `tokens` are its newest ones, whose text comes with the next events."""
         answer = seq.answer
         if reason == "length" and not answer.text_can_be_late:
             answer.finish()

@@ -75,7 +75,7 @@ class Histogram:
 
 @dataclass
 class RequestCounts:
-    """Counts since the engine was made, or its metrics were reset."""
+    """Counts requests, steps and tokens since the engine was made, or its metrics were reset."""
 
     requests: int = 0  # submitted requests
     requests_finished: int = 0  # without aborted ones
@@ -92,7 +92,7 @@ class RequestCounts:
 
 @dataclass
 class Times:
-    """Times in seconds of all samples so far."""
+    """Holds times in seconds of all samples so far."""
 
     first_token: Histogram = field(default_factory=Histogram)  # from submission
     inter_token: Histogram = field(default_factory=Histogram)  # between reads of a sample's tokens
@@ -101,7 +101,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Metrics:
-    """All metrics of an engine at one moment."""
+    """Holds all metrics of an engine at one moment."""
 
     running: int
     waiting: int

@@ -1,9 +1,9 @@
-"""A request that changes engines while it runs, as a value: its samples as far as they have come, and their K and V.
+"""Defines a request that changes engines while it runs, as a value: its samples so far, and K and V of its prompt.
 
-K and V of the prompt go along, as pages that are copied from device to device, on meshes of one size from each device
-to the one that has the same heads, or as a snapshot on the host, which may go anywhere and to pages of any size. What
-was generated so far is few tokens: the engine that goes on computes their K and V itself, with the next token. So
-nothing is drawn twice, and tokens are those that one engine would have given.
+Between engines whose pages are alike, pages are copied from device to device. Between meshes of one size, each device
+sends to the device that has the same heads. Otherwise a snapshot goes by way of the host, to pages of any size. Few
+tokens are generated so far: the receiving engine computes their K and V itself, with the next token. So nothing is
+drawn twice, and the tokens are those that one engine would have given.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jllm.model.backbone import Cache
 
 
 class Begun(NamedTuple):
-    """An unfinished sample, as far as it has come, by the clock of whoever has it."""
+    """Holds an unfinished sample as far as it has come. Times are on the clock of the process that has it."""
 
     sample: int
     output: tuple[int, ...]
@@ -46,7 +46,7 @@ class DevicePages:
 
 
 class Handover(NamedTuple):
-    """A request that an engine has let go. kv: of the prompt's tokens; None: of none."""
+    """Holds a request that an engine has let go. `kv` is K and V of the prompt's tokens; None: of no token."""
 
     id: int
     prompt: tuple[int, ...]

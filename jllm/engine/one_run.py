@@ -1,4 +1,4 @@
-"""Options for an engine that serves one run: all requests are known when it begins."""
+"""Chooses options for an engine that serves one run, whose requests are all known when it begins."""
 
 from collections.abc import Collection, Mapping
 from numbers import Integral
@@ -10,11 +10,11 @@ from jllm.step.buckets import Bucket
 
 
 def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options given, and sizes that suit one run from its beginning to its end; requests are a prompt's
-    tokens and how it is continued.
+    """Returns the given options, with defaults for sizes that suit one run. A request is the number of its prompt's
+    tokens, and its sampling parameters.
 
-    Nearly always all slots decode, so there is no size with fewer. Where all requests run at once, prompts come in the
-    first steps only: one size for them and one for decoding are all that has to be compiled.
+    Nearly always all slots decode, so there is no size with fewer. If all requests run at once, only the first steps
+    have prompts. Then two sizes are compiled: one with prompts, and one for decoding alone.
     """
     options = {name: value for name, value in given.items() if value is not None}
     samples = sum(sampling.n for _, sampling in requests)
@@ -32,7 +32,7 @@ def options_for_run(requests: Collection[tuple[int, SamplingParams]], given: Map
 
 def _slots_for(samples: int, given: Mapping[str, Any]) -> int:
     """Returns a default for max_slots: enough for all samples at once, at most MAX_SLOTS, and no more than the other
-    options allow. A power of two where it can be, so that few different sizes are ever compiled."""
+    options allow. It is a power of two if possible, so that few different sizes are ever compiled."""
     slots = 1
     while slots < min(samples, MAX_SLOTS):
         slots *= 2

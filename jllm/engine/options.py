@@ -38,7 +38,7 @@ MOST_DRAFT_ROWS = 256  # rows of a step with drafts: with more, a GPU is bound b
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine; None means a default that depends on the model and the device."""
+    """Holds the options of an engine; None means a default that depends on the model and the device."""
 
     max_slots: int = MAX_SLOTS  # sequences that run at once
     page_size: int = 16  # tokens a KV page
@@ -136,7 +136,7 @@ def check_drafts(drafts: object, speculate: str | Drafter | None) -> None:
 
 
 class EngineKeywords(TypedDict, total=False):
-    """EngineOptions as keyword arguments, for editors and type checkers; None stands for the default."""
+    """Lists EngineOptions as keyword arguments, for editors and type checkers; None stands for the default."""
 
     max_slots: int | None
     page_size: int | None

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class OutputText:
-    """The output of one sequence as it grows.
+    """Holds the output of one sequence as it grows.
 
     Text that may turn out to begin a stop string is held back. So are the tokens that produced it.
     """

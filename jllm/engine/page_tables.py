@@ -13,7 +13,7 @@ from jllm.programs.sizes import Limits
 
 
 class PageTables:
-    """The scheduler's half that hands out slots and pages. It makes a new policy with each pool."""
+    """Is the scheduler's half that hands out slots and pages. It makes a new policy with each pool."""
 
     def __init__(self, limits: Limits, policy: Policy, prefix_cache: bool):
         self.limits, self.policy = limits, policy

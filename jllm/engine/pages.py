@@ -25,7 +25,7 @@ class Evictor(Protocol):
 
 
 class FreePages(Protocol):
-    """The free pages of a pool."""
+    """Holds the free pages of a pool."""
 
     def __len__(self) -> int:
         """Returns how many pages are free."""

@@ -1,4 +1,4 @@
-"""Where an engine runs: on one device, or on a mesh of devices that share the model."""
+"""Defines where an engine runs: on one device, or on a mesh of devices that share the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ type Placement = jax.Device | Mesh
 
 
 def find_placements(wanted: int | Sequence[Placement] | None, config: LlamaConfig) -> list[Placement]:
-    """For engines with this model: these placements, or as many as the devices of this process make in their order,
-    each as large as the mesh that the model is on; None for as many as there are. Raises ConfigError for more, for a
-    device that is named twice, for placements of another size, and for a model that several processes share."""
+    """Returns the placements of engines that serve this model. `wanted` has the placements, or their number; None means
+    as many as fit on this process's devices. Each is as large as the model's mesh. Raises ConfigError for too many, for
+    a device named twice, for placements of another size, and for a model that several processes share."""
     if has_processes(config):
         raise ConfigError("several processes share this model: one process has to have all devices of its replicas")
     there, size = jax.local_devices(), ranks_of(config)
@@ -53,12 +53,13 @@ def name_of(where: Placement) -> str:
 
 
 def on(where: Placement, spec: PartitionSpec) -> jax.Device | NamedSharding:
-    """Where jax.device_put is to put arrays that are there; spec: how, if it is a mesh."""
+    """Returns the target for jax.device_put at this placement. `spec` is the layout on a mesh."""
     return NamedSharding(where, spec) if isinstance(where, Mesh) else where
 
 
 def copy_to(where: Placement, model: "Model") -> "Model":
-    """Returns the model there. On a mesh each device gets its share from the device that has the same one, so that none
-    ever holds more; what is there already is not copied. Raises ConfigError for a mesh that does not fit the model."""
+    """Returns the model at this placement. On a mesh each device gets its share from the device that has the same one,
+    so none ever holds more. Arrays that are there already are not copied. Raises ConfigError for a mesh that does not
+    fit the model."""
     config = spread(replace(model.config, mesh=None), where) if isinstance(where, Mesh) else model.config
     return replace(model, config=config, params=jax.device_put(model.params, on(where, STACKED)))

@@ -22,7 +22,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Match:
-    """The cached part of a sequence's beginning."""
+    """Holds the cached part of a sequence's beginning."""
 
     pages: tuple[int, ...] = ()  # full ones, in order
     source: int | None = None  # a page whose first tokens come next: to be copied, not shared
@@ -43,7 +43,7 @@ class PrefixCounts:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A cached page."""
+    """Is a cached page."""
 
     tokens: Tokens
     page: int
@@ -55,7 +55,7 @@ class _Node:
 
 
 class PrefixCache:
-    """A pool's evictor (pages.Evictor). A call costs the number of pages that it looks at, times a logarithm of all
+    """Is a pool's evictor (pages.Evictor). A call costs the number of pages that it looks at, times a logarithm of all
     pages."""
 
     LEAST_PART = 4  # a page is copied if at least 1 / LEAST_PART of its tokens match

@@ -37,7 +37,7 @@ def _suggests_names[C](cls: type[C]) -> type[C]:
 @_suggests_names
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """Says how to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
     seed None draws a seed once a request, and the completion has it. logprobs n asks for log-probabilities of the
     chosen token and the n most likely ones. (They are of the raw logits.) logit_bias maps token ids to addends. guide
@@ -149,7 +149,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds on a monotonic clock, counted from submission."""
+    """Holds seconds on a monotonic clock, counted from submission."""
 
     first_token: float | None  # None if no token came
     total: float  # until its last token was read, or it was aborted
@@ -159,7 +159,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample.
+    """Holds one finished sample.
 
     token_ids have neither the prompt nor the end token, stop id or stop text. If the stop text begins within a token,
     that token is included as a whole.
@@ -178,7 +178,7 @@ class Completion:
 
 
 class Event(NamedTuple):
-    """A step's news of one sample: the new text and tokens, and the completion once it is finished.
+    """Holds a step's news of one sample: the new text and tokens, and the completion once it is finished.
 
     It is a tuple, since each token makes one, and a frozen dataclass takes longer to make.
     """

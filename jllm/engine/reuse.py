@@ -15,7 +15,7 @@ from jllm.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class ReusedPrefix:
-    """The first `tokens` of a sequence, from elsewhere."""
+    """Holds the first `tokens` of a sequence, from elsewhere."""
 
     pages: tuple[int, ...] = ()  # full pages of other holders, to be shared
     source: int | None = None  # another holder's page, to be copied for the next tokens

@@ -30,7 +30,7 @@ KV_FORMATS = ("int8-g8", "int4-g32")  # proposed formats, the more accurate one 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that an engine takes beside the weights."""
+    """Holds the bytes that an engine takes beside the weights."""
 
     pool: int
     slots: int

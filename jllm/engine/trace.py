@@ -1,14 +1,14 @@
 """Records the schedule as a small trace: what each step computed and when. Replays and simulations need no device.
 
-`Engine(trace="run.jsonl")` writes JSON lines as they come, `trace=[]` appends the same dicts to a list. read_trace
-reads either. By "type":
+`Engine(trace="run.jsonl")` writes JSON lines as they come. `trace=[]` appends the same dicts to a list. read_trace
+reads both. The fields depend on the "type":
 
-    engine   once, first: version, limits (sizes.Limits), buckets, and the options that decide about memory
-    request  a sample is added: request, sample, known (tokens that it begins with), max_length, t
-    step     a step was read (or lost with its device: read is null): its number; decodes; keys, the tokens of KV that
-             these read; chunks as [request, sample, start, tokens, final]; bucket as [decode rows, tokens, chunks];
-             pages in use, copies, preempted as [request, sample]; planned, dispatched, read
-    end      a sample is over: request, sample, output (tokens in all), reason, t
+    engine   comes first, once: version, limits (sizes.Limits), ladder (buckets), and options that decide about memory
+    request  a sample was added: request, sample, known (tokens that it begins with), max_length, t
+    step     a step was read, or lost with its device (then read is null): step (its number), decodes, keys (tokens of
+             KV that decodes read), chunks as [request, sample, start, tokens, final], rung (its bucket) as [decodes,
+             tokens, chunks], pages in use, copies, preempted as [request, sample], planned, dispatched, read
+    end      a sample ended: request, sample, output (the number of its tokens), reason, t
 
 Times are seconds since the trace began, on a monotonic clock. Steps are in the order in which they ran.
 """
@@ -83,7 +83,7 @@ class Recorder:
         self._add({"type": "end", **_name(seq), "output": len(seq.output), "reason": reason, "t": self._now()})
 
     def flush(self, mode: str = "a") -> None:
-        """Writes waiting lines to the file. It opens the file only for that: engines are not always closed."""
+        """Writes waiting lines to the file, which is open only meanwhile: engines are not always closed."""
         if isinstance(self._sink, list):
             return
         try:

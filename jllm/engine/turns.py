@@ -10,7 +10,7 @@ from jllm.errors import EngineBusy
 
 
 class Turns:
-    """A fair lock: a thread that steps without a pause keeps others waiting for at most one step.
+    """Is a fair lock: a thread that steps without a pause keeps others waiting for at most one step.
 
     (After a threading.Lock is released, the same thread is the likeliest to get it again.)
     """

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from jllm.errors import TokenizerError
 from jllm.files.messages import Message, check_messages
@@ -28,7 +27,7 @@ def one_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def find_chat_template(directory: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+def find_chat_template(directory: Path, config: Mapping[str, object], name: str = "default") -> str | None:
     """Returns the chat template of a checkpoint directory by its name; None if it has none.
 
     chat_template.jinja wins over chat_template.json, and both win over `chat_template` in tokenizer_config.json
@@ -67,7 +66,7 @@ def render_chat(
     template: str,
     messages: Sequence[Message],
     special_tokens: Mapping[str, str],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
     """Returns the text of a conversation, up to where the assistant's answer begins (add_generation_prompt).
 

@@ -7,11 +7,12 @@ The other is of its norms and biases, which its quantized and float16 copies sha
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jllm.errors import CheckpointError, ConfigError, DrafterError
 from jllm.files.fingerprint import of_norms, of_params
@@ -19,8 +20,8 @@ from jllm.files.safetensors_io import DTYPES, StoredTensor, read_header, read_me
 from jllm.model.params import Params
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.drafter import Drafter
-from jllm.speculative.eagle import Eagle, eagle_shapes
-from jllm.speculative.medusa import Medusa, medusa_shapes
+from jllm.speculative.eagle import Eagle, EagleHead, eagle_shapes
+from jllm.speculative.medusa import Medusa, MedusaHead, medusa_shapes
 from jllm.speculative.tree import Tree, chain
 from jllm.speculative.weights import named
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -47,7 +48,7 @@ def load_drafter(kind: str, path: str | Path, model: "Model", tree: Tree | None 
     return _load_heads(kind, Path(path).expanduser(), model, tree)
 
 
-def save_heads(path: str | Path, drafter: Medusa | Eagle, target: Params, *, dtype: Any = jnp.bfloat16) -> None:
+def save_heads(path: str | Path, drafter: Medusa | Eagle, target: Params, *, dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes heads that were made for a target, rounded to `dtype`. Raises OutputError if the file cannot be
     written."""
     kind, leaves = ("medusa", drafter.heads) if isinstance(drafter, Medusa) else ("eagle", drafter.head)
@@ -76,7 +77,7 @@ def _load_heads(kind: str, path: Path, model: "Model", tree: Tree | None) -> Med
         tree = _tree(path, metadata) if tree is None else tree
         config, dtype = model.config, model.params.dtype
         if kind == "eagle":
-            shapes: Any = eagle_shapes(config, dtype)
+            shapes: EagleHead | tuple[MedusaHead, ...] = eagle_shapes(config, dtype)
         else:
             count = len([name for name in stored if name.endswith(".linear")])
             shapes = medusa_shapes(config, dtype, [f"{i}.head" in stored for i in range(count)])
@@ -99,7 +100,7 @@ def _tree(path: Path, metadata: dict[str, str]) -> Tree:
         raise DrafterError(f"{path}: its metadata have no tree: {error}") from None
 
 
-def _check_shapes(path: Path, shapes: Any, stored: dict[str, StoredTensor]) -> None:
+def _check_shapes(path: Path, shapes: object, stored: dict[str, StoredTensor]) -> None:
     wanted = {name: leaf.shape for name, leaf in named(shapes).items()}
     if odd := [name for name in [*wanted, *stored] if name not in stored or name not in wanted]:
         raise DrafterError(f"{path}: {'lacks' if odd[0] in wanted else 'has no place for'} tensor {odd[0]}")

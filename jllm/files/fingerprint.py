@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,14 +134,14 @@ def of_norms(params: Params) -> str:
     return of_params(jax.tree.unflatten(tree, vectors))
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: tuple[object, ...]) -> str:
     """Returns a leaf's name in fingerprints, without the parts `attention` and `mlp`. Older versions had no such parts,
     and snapshots keep fingerprints of the weights that made them."""
     name = jax.tree_util.keystr(path).replace(".attention.norm", ".attn_norm").replace(".mlp.norm", ".mlp_norm")
     return name.replace(".attention.", ".").replace(".mlp.", ".")
 
 
-def _is_quantized(leaf: Any) -> bool:
+def _is_quantized(leaf: object) -> bool:
     return isinstance(leaf, QuantizedWeight)
 
 

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import NoRoomError, QuantizationError
@@ -28,7 +28,7 @@ def would_fit(found: list[str], otherwise: str) -> str:
     return f"what would fit: {'; '.join(found)}" if found else otherwise
 
 
-def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
+def step_bytes(config: LlamaConfig, dtype: DTypeLike, bucket: Bucket) -> int:
     """Estimates the bytes that a step needs beside weights, cache and slots.
 
     It adds the widest activations of a layer, the residual stream, and the logits of every row that samples. There are
@@ -41,7 +41,7 @@ def step_bytes(config: LlamaConfig, dtype: Any, bucket: Bucket) -> int:
     return bucket.size * (2 * E + widest) * size + logits
 
 
-def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: KVCache | None, page_size: int) -> int:
+def page_bytes(config: LlamaConfig, dtype: DTypeLike, kv_cache: KVCache | None, page_size: int) -> int:
     """Counts the bytes of one KV page in all layers. Raises ConfigError for an unknown format."""
     formats, one = parse_kv_cache(kv_cache, config, dtype), config.one_layer(0)
     return config.num_layers * cache_bytes(jax.eval_shape(lambda: make_cache(one, 1, page_size, formats)))
@@ -49,7 +49,7 @@ def page_bytes(config: LlamaConfig, dtype: Any, kv_cache: KVCache | None, page_s
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """The bytes that loading takes."""
+    """Holds the bytes that loading takes."""
 
     total: int
     passing: int = 0  # temporary bytes on top: the largest weight before it is quantized
@@ -59,7 +59,7 @@ class WeightBytes:
         return self.total + self.passing
 
 
-def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = None) -> WeightBytes:
+def weight_bytes(config: LlamaConfig, dtype: DTypeLike, scheme: str | Scheme | None = None) -> WeightBytes:
     """Counts the bytes of a model's weights in a dtype, or quantized as a scheme asks. Raises QuantizationError for a
     scheme that does not fit the model."""
     plain = abstract_params(config, dtype)
@@ -72,7 +72,12 @@ def weight_bytes(config: LlamaConfig, dtype: Any, scheme: str | Scheme | None = 
 
 
 def check_weights(
-    folder: Path, config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int | None, stored: int | None = None
+    folder: Path,
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    scheme: Scheme | None,
+    free: int | None,
+    stored: int | None = None,
 ) -> None:
     """Raises NoRoomError where the weights of a model directory take more than the `free` bytes of a device. Its
     message names dtypes and schemes that would leave room for a step as well.
@@ -93,12 +98,12 @@ def check_weights(
     )
 
 
-def _described(dtype: Any, scheme: Scheme | None) -> str:
+def _described(dtype: DTypeLike, scheme: Scheme | None) -> str:
     name = jnp.dtype(dtype).name
     return name if scheme is None or scheme.name == PLAIN else f"{name} with scheme {scheme.name}"
 
 
-def _smaller(config: LlamaConfig, dtype: Any, scheme: Scheme | None, free: int) -> list[str]:
+def _smaller(config: LlamaConfig, dtype: DTypeLike, scheme: Scheme | None, free: int) -> list[str]:
     """Returns dtypes and schemes that make the weights fit, with the bytes of each, the fewest changes first."""
     dtype = jnp.dtype(dtype)
     dtypes = [dtype] + [jnp.dtype("bfloat16")] * (dtype.itemsize > 2)

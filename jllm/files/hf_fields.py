@@ -13,7 +13,7 @@ from jllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """The defaults of transformers for an architecture where config.json leaves a field out."""
+    """Holds the defaults of transformers for fields of an architecture that config.json leaves out."""
 
     model_type: str
     context: int

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, QuantizationError, counted
@@ -41,7 +42,7 @@ LONG = 1 << 30  # bytes from which loading shows a progress bar
 def load_params(
     path: str | Path,
     config: LlamaConfig,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     scheme: Scheme | None = None,
     free: int | None = None,
 ) -> Params:

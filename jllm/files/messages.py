@@ -9,7 +9,7 @@ from typing import Any
 
 from jllm.errors import TokenizerError
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 TAKEN: Mapping[str, tuple[str, ...]] = {  # by role, the fields that a template sees beside role and content
     "system": ("name",),
     "developer": ("name",),
@@ -34,7 +34,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: object, where: str) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise TokenizerError(f'{where} must be an object like {{"role": "user", "content": "..."}}')
     if "role" not in message:
@@ -47,7 +47,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return {"role": role, "content": content, **others}
 
 
-def _others(message: Message, role: str, where: str) -> dict[str, Any]:
+def _others(message: Message, role: str, where: str) -> dict[str, object]:
     """Returns the non-empty fields beside role and content."""
     found = {}
     for name, value in message.items():
@@ -67,7 +67,7 @@ def _why(name: Any) -> str:
     }.get(name, "")
 
 
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _calls(value: object, where: str) -> list[dict[str, object]]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise TokenizerError(f"{where} must be a list like [{CALL}]")
     return [_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
@@ -85,7 +85,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(value: Any, where: str) -> dict[str, Any]:
+def _arguments(value: object, where: str) -> dict[str, object]:
     try:
         found = json.loads(value or "{}") if isinstance(value, str) else json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
@@ -104,7 +104,7 @@ def _content(message: Message, where: str) -> str:
     return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: object, where: str) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise TokenizerError(f'{where} must be a part like {{"type": "text", "text": "..."}}')
     if part["type"] != "text":
@@ -114,7 +114,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def check_only(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     taken: Sequence[str],
     where: str,
     left_out: Sequence[str] = (),
@@ -128,13 +128,13 @@ def check_only(
             raise error(f"{where}.{_name(name)} is not served; {served}")
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise TokenizerError(f"{where} must be text, not {shown(value)}")
     return value
 
 
-FIELDS: Mapping[str, Callable[[Any, str], Any]] = {  # the check of each field of TAKEN
+FIELDS: Mapping[str, Callable[[object, str], object]] = {  # the check of each field of TAKEN
     "name": _text,
     "tool_calls": _calls,
     "tool_call_id": _text,
@@ -146,11 +146,11 @@ def _roles() -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def _name(name: Any) -> str:
+def _name(name: object) -> str:
     return str(name)[:60]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value as JSON, cut to 60 letters, or its type if JSON has no such value."""
     try:
         text = json.dumps(value)

@@ -32,7 +32,7 @@ VERSION = 1
 METHOD = "jllm"
 
 
-def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -> dict[str, Any]:
+def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -> dict[str, object]:
     """Makes config.json's description of weights in these formats; `modules` are the model's
     (params.matrix_modules)."""
     scheme = scheme_of(formats, modules)
@@ -47,7 +47,7 @@ def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
 
 
 def stored_weights(
-    raw: Mapping[str, Any], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
+    raw: Mapping[str, object], specs: Mapping[str, LeafSpec], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredWeight]:
     """Returns the quantized weights of a checkpoint in this layout; it is an importer (see importers/)."""
     if raw.get("version") != VERSION:

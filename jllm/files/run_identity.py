@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jllm.quant.schemes import Scheme
@@ -50,7 +50,7 @@ def of_scheme(scheme: "str | Path | Scheme") -> str:
     return digest([json.dumps(found.rules).encode(), *([] if found.rotate is None else [found.rotate.encode()])])
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def differing(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     """Returns the keys that only one of the two has, or whose values differ."""
     return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
 

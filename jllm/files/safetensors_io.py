@@ -42,7 +42,7 @@ _PIECE = 16 << 20  # bytes read at a time for a conversion
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of one tensor: `nbytes` bytes from `offset` of file `path`."""
+    """Holds the place of one tensor: `nbytes` bytes from `offset` of file `path`."""
 
     name: str
     path: Path
@@ -198,7 +198,7 @@ def encode_header(
     tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Returns the header bytes of a file that holds `tensors` (name, dtype, shape) one after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers requires the format
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers wants the format
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -99,7 +99,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Rows start .. start + shape[0] of a leaf, with their name in files."""
+    """Describes rows start .. start + shape[0] of a leaf, with their name in files."""
 
     name: str
     leaf: jax.Array
@@ -119,7 +119,7 @@ class _Tensor:
             file.write(memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8)))
 
 
-def _leaves_to_store(params: Params, config: LlamaConfig) -> tuple[list[tuple[LeafSpec, Any]], np.dtype]:
+def _leaves_to_store(params: Params, config: LlamaConfig) -> tuple[list[tuple[LeafSpec, object]], np.dtype]:
     """Returns the leaves to write, and the dtype of weights that are not quantized."""
     apart = params.head is not None and not weight_formats(params).keys().isdisjoint((EMBED, HEAD))
     wanted = param_specs(replace(config, tie_embeddings=config.tie_embeddings and not apart))

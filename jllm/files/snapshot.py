@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jllm.errors import CheckpointError, SnapshotError, counted
 from jllm.files.safetensors_io import NAMES, read_as_stored, read_header, read_metadata, write_file
@@ -39,7 +40,7 @@ OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # reserv
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Snapshot:
-    """K and V of a sequence's first T tokens, and its L >= T tokens. The newest one has no K and V yet."""
+    """Holds K and V of a sequence's first T tokens, and its L >= T tokens. The newest one has no K and V yet."""
 
     tokens: Any  # i32[L]
     cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
@@ -130,7 +131,7 @@ scatter_pages = jax.jit(_scatter_pages)
 scatter_pages_donated = partial(jax.jit, donate_argnums=0)(_scatter_pages)
 
 
-def join(rows: Cache, tokens: Any, length: int) -> Snapshot:
+def join(rows: Cache, tokens: ArrayLike, length: int) -> Snapshot:
     """Returns a snapshot of the first `length` tokens of all pages of `rows`, one after another."""
 
     def one(pages: Pages) -> Pages:

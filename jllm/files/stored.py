@@ -10,7 +10,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors of one quantized weight in a checkpoint, and the function that builds it.
+    """Names the tensors of one quantized weight in a checkpoint, and the function that builds it.
 
     `tensors` maps names in files to a dtype, as safetensors spells it, and a shape. config.json implies both, and the
     files must agree. `build` makes the weight from these tensors, each an array of exactly that dtype and shape. It may

@@ -52,7 +52,7 @@ def modules_renamed(raw: Any, stored: Mapping[str, StoredTensor]) -> Any:
     return _renamed(raw, names) if names else raw
 
 
-def _renamed(raw: Any, names: Mapping[str, str]) -> Any:
+def _renamed(raw: object, names: Mapping[str, str]) -> object:
     if isinstance(raw, dict):
         return {key: _renamed(value, names) for key, value in raw.items()}
     if isinstance(raw, list):

@@ -81,7 +81,7 @@ def _mark_broken(text: str) -> str:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A checkpoint's tokenizer, made by `load_tokenizer`."""
+    """Is a checkpoint's tokenizer, made by `load_tokenizer`."""
 
     vocabulary: Vocabulary
     bos_id: int | None
@@ -142,7 +142,7 @@ class Tokenizer:
         """
         return StreamDecoder(self.vocabulary, prompt_ids)
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None) -> str:
         """Returns a conversation's prompt text by the checkpoint's chat template; encode it with add_bos=False.
 
         `tools` are functions that the model may call, as in render_chat.
@@ -225,15 +225,15 @@ def _roles(config: Mapping[str, Any]) -> dict[str, AddedToken | None]:
     return {name: None if token is None else _token(token, name) for name, token in found.items()}
 
 
-def _own_roles(config: Mapping[str, Any]) -> dict[str, Any]:
+def _own_roles(config: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in config.items() if name.endswith("_token") and _may_be_token(value)}
 
 
-def _may_be_token(value: Any) -> bool:
+def _may_be_token(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
 
 
-def _list(config: Mapping[str, Any], name: str) -> Iterable[Any]:
+def _list(config: Mapping[str, object], name: str) -> Iterable[object]:
     value = config.get(name) or []
     if not isinstance(value, list | dict):
         raise TokenizerError(f"{name} must be a list of tokens, or an object of them, not {value!r}")

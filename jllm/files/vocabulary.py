@@ -18,7 +18,7 @@ BARE, ROLE, VOCABULARY, DECODER = range(4)
 
 
 class Vocabulary(Protocol):
-    """The protocol of a tokenizer file; each file format has one class."""
+    """Is the protocol of a tokenizer file; each file format has one class."""
 
     size: int  # ids are in [0, size)
     leading_spaces: int  # spaces that decoding drops from the start of a text
@@ -42,8 +42,8 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found literally in text; lstrip and rstrip take the whitespace around it. A special one shows no
-    text."""
+    """Is a token that is found literally in text; lstrip and rstrip take the whitespace around it. A special one shows
+    no text."""
 
     content: str
     special: bool = False
@@ -73,18 +73,18 @@ class Named:
     rows: int | None = None  # rows of the model's embedding; None without a model
 
 
-def with_new_ids(tokens: Iterable[AddedToken], start: int, rows: int | None) -> list[AddedToken]:
-    """Gives tokens ids from `start` on, as far as the model's embedding has rows. A warning names the others, which
+def with_new_ids(tokens: Iterable[AddedToken], first_id: int, rows: int | None) -> list[AddedToken]:
+    """Gives tokens ids from `first_id` on, as far as the model's embedding has rows. A warning names the others, which
     stay plain text."""
     tokens = list(tokens)
-    room = len(tokens) if rows is None else max(0, rows - start)
+    room = len(tokens) if rows is None else max(0, rows - first_id)
     if left := [token.content for token in tokens[room:]]:
         warnings.warn(
             f"the tokenizer's files name {', '.join(left)} without an id, and the model's embedding of {rows} rows has "
             "no room for more tokens: plain text, not special",
             stacklevel=2,
         )
-    return [replace(token, id=id) for id, token in enumerate(tokens[:room], start)]
+    return [replace(token, id=id) for id, token in enumerate(tokens[:room], first_id)]
 
 
 class SentencePieceVocabulary:
@@ -96,7 +96,7 @@ class SentencePieceVocabulary:
 
     errors = "surrogateescape"  # one U+FFFD a byte, as in sentencepiece
 
-    def __init__(self, path: Path, named: Named, config: Mapping[str, Any]):
+    def __init__(self, path: Path, named: Named, config: Mapping[str, object]):
         # Appended to a serialized model: normalizer_spec { add_dummy_prefix: false } (protobuf merges messages).
         bare = b"\x1a\x02\x18\x00"
         try:
@@ -118,8 +118,8 @@ class SentencePieceVocabulary:
                 self._added[id] = own.joined(token)
             elif token.id is not None:  # it gives the id another name
                 self._added[id] = token
-        start = max([self._base - 1, *self._added]) + 1
-        self._added |= {token.id: token for token in with_new_ids(new, start, named.rows) if token.id is not None}
+        first_id = max([self._base - 1, *self._added]) + 1
+        self._added |= {token.id: token for token in with_new_ids(new, first_id, named.rows) if token.id is not None}
         self._ids = {token.content: id for id, token in self._added.items()}
         # Longest first, so that no token hides a longer one that begins with it.
         ordered = sorted(self._added.items(), key=lambda item: -len(item[1].content))
@@ -237,7 +237,7 @@ def _as_ours(token: Any) -> AddedToken:
     return AddedToken(token.content, *flags, source=VOCABULARY)
 
 
-def _as_theirs(token: AddedToken, kind: Callable[..., Any]) -> Any:
+def _as_theirs(token: AddedToken, kind: Callable[..., object]) -> object:
     flags = {name: getattr(token, name) for name in ("special", "lstrip", "rstrip", "single_word")}
     return kind(token.content, normalized=not token.special if token.normalized is None else token.normalized, **flags)
 

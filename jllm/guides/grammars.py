@@ -2,18 +2,20 @@
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jllm.errors import RequestError
 from jllm.guides.guide import Guide
 from jllm.guides.guide_schema import parse, served
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 SPACES = r"[ \n]{0,20}"  # between the parts of JSON: enough to indent, but not endless
 
 
-def make_matcher(words: Any, guide: Guide) -> Any:
-    """Returns an LLMatcher at the guide's beginning. `words` is an LLTokenizer. Raises RequestError for an invalid
-    guide."""
+def make_matcher(words: "LLTokenizer", guide: Guide) -> "LLMatcher":
+    """Returns a matcher at the guide's beginning. Raises RequestError for an invalid guide."""
     from llguidance import LLMatcher, LLParserLimits
 
     # Limits are the library's defaults. Verbose errors would print its whole state.

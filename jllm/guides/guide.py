@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jllm.errors import RequestError
 from jllm.guides import guide_schema
@@ -24,7 +23,7 @@ class Guide:
             raise RequestError(f"a guide is made by Guide.{', Guide.'.join(KINDS)}, not of {self.kind!r}")
 
     @classmethod
-    def parse(cls, value: Any) -> "Guide":
+    def parse(cls, value: object) -> "Guide":
         """Returns a guide from {"json": schema}, {"regex": text}, {"choice": [texts]} or {"grammar": text}."""
         if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in KINDS:
             raise RequestError(
@@ -34,12 +33,12 @@ class Guide:
         made: Guide = getattr(cls, kind)(given)
         return made
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Returns the guide in the form that `parse` takes."""
         return {self.kind: json.loads(self.text) if self.kind in ("json", "choice") else self.text}
 
     @classmethod
-    def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Guide":
+    def json(cls, schema: Mapping[str, object] | str | None = None) -> "Guide":
         """Returns a guide for JSON that a schema accepts. The schema is a mapping or its text; None accepts any
         object."""
         if isinstance(schema, str):

@@ -80,7 +80,7 @@ class _Walk:
         self.bounds, self.open = set[float](), set[float]()
         self.joined = self.merged = False
 
-    def schema(self, given: Any, depth: int) -> Any:
+    def schema(self, given: object, depth: int) -> object:
         if depth > DEEPEST:
             raise _too_deep()
         if isinstance(given, list | tuple):
@@ -142,7 +142,7 @@ def _check_instance(name: str, value: Any, depth: int) -> None:
         _check_number(name, value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

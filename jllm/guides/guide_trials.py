@@ -21,11 +21,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from subprocess import DEVNULL, PIPE
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllm.errors import RequestError
 from jllm.guides.grammars import make_matcher, one_line
 from jllm.guides.guide import Guide
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MOST = 2  # processes, so that a small guide does not wait for one large one
 SECONDS = 5.0  # of processor time to compile a guide, and again to feed it tokens
@@ -130,7 +133,7 @@ class Trials:
         return _end_one(child)
 
 
-def _ask(child: subprocess.Popen, job: Any) -> tuple[str, Verdict | None, bool]:
+def _ask(child: subprocess.Popen, job: object) -> tuple[str, Verdict | None, bool]:
     """Returns a process's last stage, its verdict, and whether it had to be killed. The verdict is None if the process
     ended first."""
     assert child.stdin is not None
@@ -232,7 +235,7 @@ def _timed(job: Job, trial: Callable[[Guide, Begin], Verdict], tell: Begin) -> V
     return found[0]
 
 
-def trial(tokenizer: Any, words: Words, guide: Guide, begin: Begin) -> Verdict:
+def trial(tokenizer: "LLTokenizer", words: Words, guide: Guide, begin: Begin) -> Verdict:
     """Tries a guide on this thread as an engine would use it, and reports each stage when it begins."""
     try:
         begin("compiling it")
@@ -252,7 +255,7 @@ def trial(tokenizer: Any, words: Words, guide: Guide, begin: Begin) -> Verdict:
         return Verdict(f"the guide ({guide.kind}) is refused: {type(error).__name__}: {one_line(str(error))}")
 
 
-def _walk(state: Any, eos_ids: Sequence[int], rng: random.Random) -> str | None:
+def _walk(state: "LLMatcher", eos_ids: Sequence[int], rng: random.Random) -> str | None:
     """Draws some tokens that the masks allow, and returns the problem or None. A dead end is not a problem: the model's
     tokens may not be able to write what the guide requires next."""
     for _ in range(STEPS):
@@ -277,7 +280,7 @@ def _one_of(mask: bytes, eos_ids: Sequence[int], rng: random.Random) -> int | No
     return None
 
 
-def _tokenizer(words: Words) -> Any:
+def _tokenizer(words: Words) -> "LLTokenizer":
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Greedy(words)), n_vocab=len(words.tokens), eos_token=list(words.eos_ids))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,6 +27,8 @@ from jllm.speculative.forced import coming_tokens
 from jllm.speculative.tree import Tree
 
 if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
     from jllm.files.tokenizer import Tokenizer
 
 KEPT = 64  # compiled guides, the most recent ones: clients often ask for the same one
@@ -40,7 +42,7 @@ BEFORE = "\x02"  # texts are encoded behind it, so that no tokenizer adds a spac
 class Matcher:
     """Holds the position of one sample in its guide."""
 
-    state: Any  # llguidance.LLMatcher
+    state: "LLMatcher"
     taken: int = 0  # tokens of the sample that it has seen
 
     def feed(self, tokens: Sequence[int]) -> bool:
@@ -60,13 +62,14 @@ class Guided(NamedTuple):
 class Guides:
     """Owns the guides of one model's engines. Any thread may use it."""
 
+    _words: "LLTokenizer"  # set by prepare, as is the next
+    _threads: "LLExecutor"
+
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._words: Any = None  # llguidance.LLTokenizer
-        self._threads: Any = None
         self._trials: Trials | None = None
-        self._compiled: OrderedDict[Guide, Any] = OrderedDict()  # LLMatcher, or the error
+        self._compiled: OrderedDict[Guide, LLMatcher | str] = OrderedDict()  # or the error
 
     def prepare(self) -> None:
         """Prepares everything that the first guide needs, which takes seconds for a large vocabulary. Raises
@@ -108,7 +111,7 @@ class Guides:
             )
         return found
 
-    def _keep(self, guide: Guide, made: Any) -> Any:
+    def _keep(self, guide: Guide, made: "LLMatcher | str") -> "LLMatcher | str":
         """Keeps a guide as the most recently used, and evicts the least recently used ones. Returns the kept value."""
         made = self._compiled.setdefault(guide, made)
         self._compiled.move_to_end(guide)
@@ -124,7 +127,7 @@ class Guides:
         from llguidance.numpy import fill_next_token_bitmask_par as fill
         from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_drafts
 
-        paths: list[tuple[int, tuple[int, ...], Any]] = []
+        paths: list[tuple[int, tuple[int, ...], LLMatcher]] = []
         short, long = [], []
         for i, (matcher, tokens, drafts) in enumerate(samples):
             if not matcher.feed(tokens):  # tokens drawn by a mask always fit
@@ -178,8 +181,7 @@ class Guides:
         inner = {node for path in paths for node in path[:-1]}
         return [path for path in paths if path[-1] not in inner]
 
-    def _compile(self, guide: Guide) -> Any:
-        """Returns an LLMatcher, or the error of the guide."""
+    def _compile(self, guide: Guide) -> "LLMatcher | str":
         self.prepare()
         assert self._trials is not None
         started = time.perf_counter()
@@ -201,7 +203,7 @@ class Guides:
         return _Words(self._tokenizer, self._vocab_size, self._eos_ids)
 
 
-def _tables(words: "_Words", eos_ids: Sequence[int]) -> tuple[Any, Any]:
+def _tables(words: "_Words", eos_ids: Sequence[int]) -> "tuple[LLTokenizer, LLExecutor]":
     """Returns llguidance's own tokenizer, and the threads that make masks."""
     from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 

@@ -18,7 +18,7 @@ Tokens = tuple[int, ...]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """The scheduler calls it between two steps: it should answer in microseconds, or cache its answers."""
+    """Predicts output lengths between two steps: it should answer in microseconds, or cache its answers."""
 
     def predict(self, prompt: Tokens, params: SamplingParams, quantile: float, produced: int = 0) -> int:
         """Returns a number of output tokens that this request exceeds with a probability of at most 1 - quantile.

@@ -100,7 +100,7 @@ class FreeRuns:
 
 
 class RunPool(PagePool):
-    """A pool that also allocates runs of pages, and measures the fragmentation of its free pages."""
+    """Is a pool that also allocates runs of pages, and measures the fragmentation of its free pages."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.runs = FreeRuns(num_pages)

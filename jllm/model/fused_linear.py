@@ -141,5 +141,4 @@ def norm_swiglu(
 
 
 def _plain_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns RMSNorm of x [T, E] in plain jnp."""
     return norm_quant(x, weight, eps=eps, backend=DIFFERENTIABLE)[0]

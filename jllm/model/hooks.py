@@ -98,7 +98,7 @@ class Edits:
         found = {name.removeprefix(prefix): f for name, f in self.functions.items() if name.startswith(prefix)}
         return Edits(found, self.rows) if found else None
 
-    def apply(self, name: str, value: Any) -> Any:
+    def apply(self, name: str, value: Array) -> Array:
         """Returns the value after its edit. Raises EvaluationError for an edit that changes shape or dtype."""
         if name not in self.functions:
             return value

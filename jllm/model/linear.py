@@ -159,13 +159,13 @@ def _codes_product(
     plain = w.format.group is None and w.zeros is None and w.columns is None
     assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
     (N, K), leading = w.shape, x.values.shape[:-1]
-    rows, columns = w.values.shape[0] - N, w.values.shape[1] - K
-    values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, columns)))
+    more_outputs, more_inputs = w.values.shape[0] - N, w.values.shape[1] - K
+    values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, more_inputs)))
     scales = x.scales.reshape(len(values), *x.scales.shape[len(leading) :])
     if bias is not None:
-        bias = jnp.pad(bias, (0, rows))
+        bias = jnp.pad(bias, (0, more_outputs))
     if residual is not None:
-        residual = jnp.pad(residual.reshape(-1, N), ((0, 0), (0, rows)))
+        residual = jnp.pad(residual.reshape(-1, N), ((0, 0), (0, more_outputs)))
     product = int8_matmul if w.format.codes == "int8" else fp8_matmul
     added = {"bias": bias, "residual": residual}
     if w.format.row_group is not None:

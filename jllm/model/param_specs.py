@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError, NoRoomError
@@ -84,14 +85,14 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
     return {field: leaf(entry) for field, entry in entries(part).items()}
 
 
-def abstract_params(config: LlamaConfig, dtype: Any = None) -> Params:
+def abstract_params(config: LlamaConfig, dtype: DTypeLike | None = None) -> Params:
     """Returns Params of jax.ShapeDtypeStruct, which take no memory: for lowering a step or counting bytes. If dtype
     is None, it is config.dtype."""
     dtype = param_dtype(config, dtype)
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
 
 
-def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = None) -> Params:
+def init_params(config: LlamaConfig, key: jax.Array, dtype: DTypeLike | None = None) -> Params:
     """Returns random Params: weights are normal(0, 0.02), norms one, biases zero. Weights that write to the residual
     stream (o, down) are smaller by 1/sqrt(2 layers) (GPT-2's rule). Values are drawn in float32 at least, then rounded
     to dtype. Raises NoRoomError if the device of `key` has too little free memory for them."""
@@ -132,7 +133,7 @@ def _normals(
     return [draw(k, *spec) for k, spec in zip(jax.random.split(key, len(shapes)), shapes)]
 
 
-def param_dtype(config: LlamaConfig, dtype: Any = None) -> np.dtype:
+def param_dtype(config: LlamaConfig, dtype: DTypeLike | None = None) -> np.dtype:
     """Returns the dtype of all leaves: the given one, or config.dtype. Raises ConfigError for an unsupported dtype."""
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
     if dtype.name not in DTYPES:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
@@ -120,7 +121,7 @@ class Params:
     head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Returns the dtype that the model computes in. Its matrices may be stored in another."""
         return self.norm.dtype
 
@@ -141,7 +142,7 @@ def matrices(layer: LayerParams) -> dict[str, Any]:
     return {name: found[name] for name in matrix_entries(layer)}
 
 
-def with_matrices(layer: LayerParams, changed: Mapping[str, Any]) -> LayerParams:
+def with_matrices(layer: LayerParams, changed: Mapping[str, object]) -> LayerParams:
     """Returns the layer with other matrices in some fields."""
 
     def part(old: Any) -> Any:
@@ -180,6 +181,6 @@ def map_linears(f: Callable[[str, Any], Any], params: Params) -> Params:
     return replace(params, layers=tuple(one(i, layer) for i, layer in enumerate(params.layers)))
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Counts the bytes of a pytree of arrays or jax.ShapeDtypeStruct."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

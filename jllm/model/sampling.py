@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.model.shapes import Array, Bool, Float, Int32, UInt32, shaped
+from jllm.model.shapes import AnyArray, Array, Bool, Float, Int32, UInt32, shaped
 from pallas_kernels import sample as kernels
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.sample import xla
@@ -39,11 +39,11 @@ class Penalties:
     """Holds the parameters that change logits before a draw. Bias ids lie in [0, V) and are distinct within a row; -1
     pads."""
 
-    repetition_penalty: Any  # f32[R]; 1 is off
-    presence_penalty: Any  # f32[R]; 0 is off
-    frequency_penalty: Any  # f32[R]; 0 is off
-    bias_ids: Any  # i32[R, X]
-    bias_values: Any  # f32[R, X]; -inf bans
+    repetition_penalty: AnyArray  # f32[R]; 1 is off
+    presence_penalty: AnyArray  # f32[R]; 0 is off
+    frequency_penalty: AnyArray  # f32[R]; 0 is off
+    bias_ids: AnyArray  # i32[R, X]
+    bias_values: AnyArray  # f32[R, X]; -inf bans
 
 
 @jax.tree_util.register_dataclass
@@ -56,14 +56,14 @@ class Sampling:
     Padding rows may hold anything, zeros included.
     """
 
-    temperature: Any  # f32[R]; 0 is greedy
-    top_k: Any  # i32[R]; 0 is off
-    top_p: Any  # f32[R]; 1 is off
-    min_p: Any  # f32[R]; 0 is off
-    seed: Any  # u32[R]; the request's
-    sample: Any  # i32[R]; the index of the sample within its request
-    stop_ids: Any  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
-    max_length: Any  # i32[R]; prompt and output tokens at which the sequence ends
+    temperature: AnyArray  # f32[R]; 0 is greedy
+    top_k: AnyArray  # i32[R]; 0 is off
+    top_p: AnyArray  # f32[R]; 1 is off
+    min_p: AnyArray  # f32[R]; 0 is off
+    seed: AnyArray  # u32[R]; the request's
+    sample: AnyArray  # i32[R]; the index of the sample within its request
+    stop_ids: AnyArray  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
+    max_length: AnyArray  # i32[R]; prompt and output tokens at which the sequence ends
     penalties: Penalties | None = None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import Array as Array
 
+AnyArray = Any  # an array of NumPy on the host, and of JAX on a device
 CHECKED = bool(os.environ.get("JLLM_CHECK_SHAPES"))
 
 if TYPE_CHECKING or CHECKED:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
@@ -121,7 +122,7 @@ def share_indices(entry: WeightEntry, config: LlamaConfig) -> ShareIndices:
     return ShareIndices(rows, first, np.asarray([0 if c is None else c[0] for c in columns], np.int32))
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: object) -> bool:
     return isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct)
 
 
@@ -236,13 +237,15 @@ def _cuts_groups(fmt: WeightFormat, columns: int, name: str, who: str) -> Quanti
     return QuantizationError(f"{name}: {fmt.name} has groups of {group}, and {who} {columns} inputs; {why}")
 
 
-def random_share(config: LlamaConfig, key: jax.Array, dtype: Any, make: Callable[[int, Params], Params]) -> Params:
+def random_share(
+    config: LlamaConfig, key: jax.Array, dtype: DTypeLike, make: Callable[[int, Params], Params]
+) -> Params:
     """Returns random Params on the config's mesh, as share_params returns them. Each rank's share is made on its
     device, one layer at a time. make(i, params) may quantize layer i, which is a model of its own."""
     assert config.mesh is not None
     n, own = config.mesh.size, replace(rank_config(config), axis=None)
 
-    def layer(i: int, rank: int, device: Any) -> Params:
+    def layer(i: int, rank: int, device: jax.Device) -> Params:
         small = replace(own.one_layer(i), vocab_size=1 if i else -(-config.vocab_size // n))
         return make(i, init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
 

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jllm.errors import EvaluationError
 from jllm.parallel.values import gathered, own_part
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from jllm.config import LlamaConfig
-    from jllm.model.hooks import Edits
+    from jllm.model.hooks import Edits, Function
 
 LAYER = {  # in order of computation
     "input": "[T, E] the residual stream before the layer",
@@ -56,7 +58,7 @@ class Tap:
     names: tuple[str, ...]  # without the layer's prefix
     edits: "Edits | None" = None  # by names without the prefix
     config: "LlamaConfig | None" = None  # that of a device's share of a model on a mesh
-    found: dict[str, Any] = field(default_factory=dict)
+    found: "dict[str, Array]" = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
     @property
@@ -65,13 +67,13 @@ class Tap:
         return any(name not in SEAMS for name in (*self.names, *self._edits))
 
     @property
-    def _edits(self) -> dict[str, Any]:
+    def _edits(self) -> "dict[str, Function]":
         return {} if self.edits is None else self.edits.functions
 
     def wants(self, name: str) -> bool:
         return name in self.names
 
-    def __call__(self, name: str, value: Any) -> Any:
+    def __call__(self, name: str, value: "Array") -> "Array":
         """Returns the value after its edit, and keeps it if it is tapped."""
         if self.edits is not None and name in self._edits:
             whole = self.edits.apply(name, self._whole(name, value))
@@ -87,7 +89,7 @@ class Tap:
             if name not in self.edited:
                 raise EvaluationError(f"edit of layers.*.{name}: one of the layers has no such value")
 
-    def _whole(self, name: str, value: Any) -> Any:
+    def _whole(self, name: str, value: "Array") -> "Array":
         return value if self.config is None else gathered(name, value, self.config)
 
 

@@ -20,7 +20,7 @@ from jllm.parallel.mesh import AXIS, rank_config
 STACKED, HEADS, REPLICATED = P(AXIS), P(None, AXIS), P()
 
 
-def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> Callable[[F], F]:
+def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, object], outputs: object) -> Callable[[F], F]:
     """Returns a decorator for a function with the argument `config`. If the config has a mesh, each rank calls the
     function with its own share and config.
 
@@ -33,7 +33,7 @@ def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> C
         parameters = signature(function)
 
         @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             given = parameters.bind(*args, **kwargs).arguments
             config = given.pop("config", None)
             if config is None or config.mesh is None:
@@ -42,7 +42,7 @@ def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> C
             arrays = [given.pop(name) for name in names]
             specs = [spec(x) if callable(spec) else spec for spec, x in zip((inputs[name] for name in names), arrays)]
 
-            def own(*shares: Any) -> Any:
+            def own(*shares: object) -> object:
                 return function(**dict(zip(names, shares)), **given, config=rank_config(config))
 
             return _per_rank(own, config.mesh, tuple(specs), outputs)(*arrays)
@@ -52,15 +52,15 @@ def on_mesh[F: Callable[..., Any]](inputs: Mapping[str, Any], outputs: Any) -> C
     return decorate
 
 
-def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callable:
+def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: object) -> Callable:
     """Returns a function of whole arrays in which each rank calls `run` with its share."""
 
-    def everywhere(*arguments: Any) -> Any:
+    def everywhere(*arguments: object) -> object:
         leaves, tree = jax.tree.flatten(arguments)
         specs = jax.tree.leaves(jax.tree.broadcast(inputs, arguments))
         some = [i for i, leaf in enumerate(leaves) if leaf.size]  # XLA crashes on empty ones (JAX 0.11.2)
 
-        def one(*given: Any) -> Any:
+        def one(*given: jax.Array) -> object:
             found = dict(zip(some, given))
             every = [found[i] if i in found else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
             own = [x.reshape(x.shape[1:]) if spec == STACKED else x for x, spec in zip(every, specs)]
@@ -74,13 +74,13 @@ def _per_rank(run: Callable, mesh: Mesh, inputs: tuple, outputs: Any) -> Callabl
     return jax.jit(everywhere)  # shard_map would otherwise compile each operation by itself
 
 
-def place(tree: Any, config: LlamaConfig, spec: Any) -> Any:
+def place[T](tree: T, config: LlamaConfig, spec: object) -> T:
     """Returns the tree of arrays, placed as steps on the config's mesh need it. Without a mesh it is unchanged. `spec`
     is a layout as on_mesh has it."""
     return tree if config.mesh is None else jax.device_put(tree, _shardings(tree, config.mesh, spec))
 
 
-def placed_shapes(shapes: Any, config: LlamaConfig, spec: Any) -> Any:
+def placed_shapes[T](shapes: T, config: LlamaConfig, spec: object) -> T:
     """Returns the shapes of the arrays that `place` returns."""
     if config.mesh is None:
         return shapes
@@ -88,5 +88,5 @@ def placed_shapes(shapes: Any, config: LlamaConfig, spec: Any) -> Any:
     return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, where)
 
 
-def _shardings(tree: Any, mesh: Mesh, spec: Any) -> Any:
+def _shardings[T](tree: T, mesh: Mesh, spec: object) -> T:
     return jax.tree.map(lambda one: NamedSharding(mesh, one), jax.tree.broadcast(spec, tree))

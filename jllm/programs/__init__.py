@@ -1,1 +1,1 @@
-"""Compiled steps: how they are traced, compiled, kept in files and found again."""
+"""Traces and compiles steps, keeps them in files, and finds them again."""

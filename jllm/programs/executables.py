@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -58,7 +57,7 @@ class Executables:
             if len(self.devices) > 1:
                 make_calls_known()
 
-    def path(self, arguments: Any, static: Any) -> Path | None:
+    def path(self, arguments: object, static: object) -> Path | None:
         """Returns the path of a program for arguments (a pytree of arrays or shapes) and static arguments.
 
         Returns None, with a warning, if they have no key. Call it in the thread that traces, whose JAX settings count.

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.tree_util import PyTreeDef
 
 from pallas_kernels import LOADED
 
@@ -39,10 +40,10 @@ TOOLS = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice/libdevice.10.bc")
 
 
 class NoKey(Exception):
-    """Something that decides about a program has no content that a key could hold. The message names it."""
+    """Raised when something that decides about a program has no content for a key. The message names it."""
 
 
-def content(value: Any, modules: Collection[str]) -> Any:
+def content(value: Any, modules: Collection[str]) -> object:
     """Returns a value's content as nested tuples of plain values, which have a faithful repr.
 
     Supports plain values, dtypes and meshes, and tuples, lists, dicts and frozensets of them. Supports enums and frozen
@@ -70,7 +71,7 @@ def content(value: Any, modules: Collection[str]) -> Any:
     raise NoKey(f"a {name} has no content that a key could hold")
 
 
-def arguments_content(arguments: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
+def arguments_content(arguments: object, devices: Sequence[jax.Device], modules: Collection[str]) -> object:
     """Returns the content of a function's arguments, a pytree of shapes and of arrays.
 
     The arrays are on this device, or sharded over a mesh of these devices. Raises NoKey for arrays elsewhere, and for
@@ -80,7 +81,7 @@ def arguments_content(arguments: Any, devices: Sequence[jax.Device], modules: Co
     return _tree(tree, modules), tuple(_leaf(leaf, devices, modules) for leaf in leaves)
 
 
-def _tree(tree: Any, modules: Collection[str]) -> Any:
+def _tree(tree: PyTreeDef, modules: Collection[str]) -> object:
     data = tree.node_data()
     if data is None:
         return "leaf"
@@ -91,14 +92,14 @@ def _tree(tree: Any, modules: Collection[str]) -> Any:
     return f"{kind.__module__}.{kind.__qualname__}", content(static, modules), children
 
 
-def _leaf(leaf: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
+def _leaf(leaf: Any, devices: Sequence[jax.Device], modules: Collection[str]) -> object:
     sharding, layout = getattr(leaf, "sharding", None), getattr(getattr(leaf, "format", None), "layout", None)
     place = None if sharding is None else _place(sharding, devices, modules)
     weak = getattr(leaf, "weak_type", False)
     return leaf.shape, content(np.dtype(leaf.dtype), modules), weak, place, None if layout is None else str(layout)
 
 
-def _place(sharding: jax.sharding.Sharding, devices: Sequence[jax.Device], modules: Collection[str]) -> Any:
+def _place(sharding: jax.sharding.Sharding, devices: Sequence[jax.Device], modules: Collection[str]) -> object:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding) and [*sharding.device_set] == [*devices]:
         return sharding.memory_kind
     spread = isinstance(sharding, jax.sharding.NamedSharding) and len(devices) > 1
@@ -176,7 +177,7 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
 # Compilers and devices
 
 
-def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[Any]:
+def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[object]:
     """Yields everything that decides about programs besides the arguments and settings."""
     yield platform.machine(), platform.python_version()
     yield device.platform, device.device_kind, device.client.platform_version

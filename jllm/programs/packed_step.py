@@ -63,7 +63,7 @@ class _Packing(NamedTuple):
 
     empty: np.ndarray  # i32
     fields: list[tuple[int, int, np.dtype, tuple[int, ...]]]  # first, end, dtype and shape of each
-    tree: Any  # pytree structure of the batch
+    tree: jax.tree_util.PyTreeDef  # pytree structure of the batch
 
 
 @cache

@@ -282,6 +282,5 @@ def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
 
 
 def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
-    """Returns the programs of a step."""
     parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE_STEP,)
     return [(bucket, _narrowed(bucket, variant), part) for part in parts]

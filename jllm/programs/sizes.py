@@ -8,7 +8,7 @@ from jllm.step.buckets import FEW_SLOTS, Bucket
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that no plan exceeds.
+    """Holds sizes that no plan exceeds.
 
     In a step each decoding slot has the rows of a short segment. It has at most one new page that is not for drafts.
     Hence max_step_tokens >= max_slots and short_decodes * short_rows, and max_deltas >= max_slots. So the decodes

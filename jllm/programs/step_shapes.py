@@ -129,7 +129,7 @@ class StepShapes:
     def _state_of(self, variant: Variant) -> State:
         return jax.eval_shape(lambda state: self.as_asked(state, variant), self.state)
 
-    def _placed(self, shapes: Any, spec: Any) -> Any:
+    def _placed[T](self, shapes: T, spec: object) -> T:
         """Returns shapes with the placement that steps expect; `spec` is as in placed_shapes."""
         if not self.chosen:
             return placed_shapes(shapes, self.config, spec)

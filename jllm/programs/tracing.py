@@ -42,7 +42,7 @@ SAME = (*PACKAGES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_nam
 
 
 class TracingFailed(Exception):
-    """A step could not be traced in another process. The message has the reason."""
+    """Raised when a step cannot be traced in another process. The message has the reason."""
 
 
 class Tracers:
@@ -126,13 +126,13 @@ class Tracers:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, type | FunctionType) and value.__module__.partition(".")[0] not in SAME:
             raise pickle.PicklingError(f"{value.__module__}.{value.__qualname__} is code that only this process has")
         return NotImplemented
 
 
-def _pickled(job: Any) -> bytes:
+def _pickled(job: object) -> bytes:
     """Returns a pickle of bytes that holds the pickled job: the bytes can always be read whole. Raises PicklingError
     for the caller's own code."""
     inner = io.BytesIO()
@@ -140,14 +140,14 @@ def _pickled(job: Any) -> bytes:
     return pickle.dumps(inner.getvalue())
 
 
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: object) -> object:
     """Returns an argument's shape and dtype, without its device: the compiling process places it."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     return leaf
 
 
-def _platform(arguments: Any) -> str:
+def _platform(arguments: object) -> str:
     """Returns the platform of the arrays among the arguments. With shapes alone, returns JAX's default platform, or the
     GPU that kernels are chosen for."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
@@ -165,7 +165,7 @@ def _settings() -> dict[str, Any]:
 def named(exported: export.Exported) -> Callable[..., Any]:
     """Returns a function that calls `exported` and has the name that profiles show."""
 
-    def packed_step(*arguments: Any) -> Any:
+    def packed_step(*arguments: object) -> object:
         return exported.call(*arguments)
 
     return packed_step

@@ -99,12 +99,12 @@ def group_weight(
         check_shape((N, K), fmt)
     except ValueError as error:
         raise CheckpointError(f"{module}: {error}") from None
-    rows = ((0, padded(N) - N), (0, 0))
-    values = np.pad(codes, rows)
+    pads = ((0, padded(N) - N), (0, 0))
+    values = np.pad(codes, pads)
     if fmt.packed:
         values = np.asarray(pack4(jnp.asarray(values)))
-    half = np.pad(_finite(module, scales, np.float16), rows)
-    zeros = None if zeros is None else np.pad(zeros, rows).T
+    half = np.pad(_finite(module, scales, np.float16), pads)
+    zeros = None if zeros is None else np.pad(zeros, pads).T
     return _assemble(values, half.T, zeros, (N, K), fmt, columns)
 
 
@@ -127,12 +127,12 @@ def block_weight(
         raise CheckpointError(f"{module}: {error}") from None
     if not is_finite(codes) or nan_scales(scales):
         raise CheckpointError(f"{module}: its weight or weight_scale holds NaN")
-    rows = ((0, padded(N) - N), (0, 0))
-    values = np.pad(codes, rows)
+    pads = ((0, padded(N) - N), (0, 0))
+    values = np.pad(codes, pads)
     if fmt.packed:
         values = np.asarray(pack4(jnp.asarray(values)))
     steps = None if tensor is None else np.full(padded(N), tensor[0])
-    return _assemble(values, np.pad(scales, rows).T, None, (N, K), fmt, input_scale=input_scale, steps=steps)
+    return _assemble(values, np.pad(scales, pads).T, None, (N, K), fmt, input_scale=input_scale, steps=steps)
 
 
 def row_weight(
@@ -153,9 +153,9 @@ def row_weight(
     values[:N, :K] = codes
     if zeros is not None:
         values[:N, K:] = zeros[:, None]  # padding stands for zero
-    rows = (0, padded(N) - N)
-    single = np.pad(_finite(module, scales, np.float32), rows)
-    zeros = None if zeros is None else np.pad(zeros, rows)
+    pads = (0, padded(N) - N)
+    single = np.pad(_finite(module, scales, np.float32), pads)
+    zeros = None if zeros is None else np.pad(zeros, pads)
     if input_scale is not None:
         input_scale = positive_scale(f"{module}.input_scale", input_scale)
     return _assemble(values, single, zeros, (N, K), fmt, input_scale=input_scale)
@@ -165,14 +165,14 @@ def scale_rows(w: QuantizedWeight, factors: np.ndarray, inputs: np.float32 | Non
     """Returns a weight with scales times factors float32 [N], and its one input scale times a factor. The weight has
     one scale for each row, or is one of NVFP4. Codes stay. Both are products of float32 scales, rounded once."""
     assert w.format.group is None or w.format.scale_codes == "e4m3", "scales of these groups are not any number"
-    rows: Any = np.pad(factors, (0, w.values.shape[0] - len(factors)), constant_values=1)
+    padded_factors: Any = np.pad(factors, (0, w.values.shape[0] - len(factors)), constant_values=1)
     of_inputs: Any = w.input_scale
     if of_inputs is not None and inputs is not None:
         of_inputs = positive_scale("input_scale", of_inputs * inputs)
     if w.format.group is None:
-        return replace(w, scales=w.scales * rows, input_scale=of_inputs)
+        return replace(w, scales=w.scales * padded_factors, input_scale=of_inputs)
     assert w.scale_steps is not None
-    return replace(w, scale_steps=w.scale_steps * rows, input_scale=of_inputs)
+    return replace(w, scale_steps=w.scale_steps * padded_factors, input_scale=of_inputs)
 
 
 def is_finite(array: np.ndarray) -> bool:
@@ -195,12 +195,12 @@ def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Returns weights stacked along N. They have the same columns in the same order, and one format. Zero points may
     differ: a weight without them gets zeros if others have them. The weights share their inputs, which get the largest
     of their scales, as in vLLM."""
-    first, rows = parts[0], [w.shape[0] for w in parts]
+    first, counts = parts[0], [w.shape[0] for w in parts]
 
     def stack(arrays: Sequence[Any], axis: int) -> np.ndarray:
-        joined = np.concatenate([a[:n] if axis == 0 else a[..., :n] for a, n in zip(arrays, rows, strict=True)], axis)
+        joined = np.concatenate([a[:n] if axis == 0 else a[..., :n] for a, n in zip(arrays, counts, strict=True)], axis)
         pads = [(0, 0)] * joined.ndim
-        pads[axis] = (0, padded(sum(rows)) - sum(rows))
+        pads[axis] = (0, padded(sum(counts)) - sum(counts))
         return np.pad(joined, pads)
 
     zeros = None
@@ -211,7 +211,7 @@ def merge(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     of_inputs = [w.input_scale for w in parts if w.input_scale is not None]
     largest = np.max(of_inputs, axis=0) if of_inputs else None
     steps = None if first.scale_steps is None else stack([w.scale_steps for w in parts], 0)
-    return _assemble(values, scales, zeros, (sum(rows), first.shape[1]), fmt, first.columns, largest, steps)
+    return _assemble(values, scales, zeros, (sum(counts), first.shape[1]), fmt, first.columns, largest, steps)
 
 
 def _assemble(

@@ -145,7 +145,7 @@ def weight_formats(params: Params) -> dict[str, WeightFormat]:
     return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
 
 
-def _delete(leaf: Any) -> None:
+def _delete(leaf: object) -> None:
     if isinstance(leaf, jax.Array):
         leaf.delete()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jllm.errors import QuantizationError
 from jllm.model.param_specs import param_specs
@@ -65,7 +66,7 @@ def check_rotates(model: "Model") -> None:
             raise QuantizationError(f"{type(part).__name__}: this kind of layer cannot be rotated")
 
 
-def _turned(model: "Model", signs: Any) -> "Model":
+def _turned(model: "Model", signs: ArrayLike | None) -> "Model":
     """Rotates each layer's heads, and the stream by signs f64[E] and a Hadamard matrix (None: it stays)."""
     c, p = model.config, model.params
     abstract = isinstance(p.embed, jax.ShapeDtypeStruct)
@@ -91,7 +92,7 @@ def _turned(model: "Model", signs: Any) -> "Model":
 
 
 @partial(jax.jit, static_argnames=("kv_heads", "head_dim"))
-def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: int) -> LayerParams:
+def _rotate_layer(layer: LayerParams, signs: ArrayLike | None, *, kv_heads: int, head_dim: int) -> LayerParams:
     attention, mlp = layer.attention, layer.mlp
     rows = kv_heads * head_dim
 
@@ -126,24 +127,24 @@ def _rotate_layer(layer: LayerParams, signs: Any, *, kv_heads: int, head_dim: in
 
 
 @jax.jit
-def _rotate_ends(p: Params, signs: Any) -> Params:
+def _rotate_ends(p: Params, signs: ArrayLike) -> Params:
     one = jnp.ones_like(p.norm)
     head = p.embed if p.head is None else p.head
     return replace(p, embed=_reads(p.embed, one, signs), head=_reads(head, p.norm, signs), norm=one)
 
 
-def _reads(w: Any, norm: jax.Array, signs: Any) -> jax.Array:
+def _reads(w: Any, norm: jax.Array, signs: ArrayLike) -> jax.Array:
     """Returns w [N, E] that reads the rotated stream after a norm. Rows of an embedding are the stream itself."""
     wide = _wide(w)
     return _times(wide * norm.astype(wide.dtype)[None, :], signs).astype(w.dtype)
 
 
-def _writes(w: Any, signs: Any) -> Any:
+def _writes(w: Any, signs: ArrayLike) -> Any:
     """Returns w [E, K], or a bias [E], that adds to the rotated stream."""
     return None if w is None else _times(_wide(w).T, signs).T.astype(w.dtype)
 
 
-def _times(x: jax.Array, signs: Any) -> jax.Array:
+def _times(x: jax.Array, signs: ArrayLike) -> jax.Array:
     """Returns x [..., n] times signs [n] and then a Hadamard matrix."""
     return turn(x * jnp.asarray(signs).astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,)))
 

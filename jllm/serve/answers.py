@@ -19,7 +19,7 @@ LEAST = -9999.0  # replaces log-probabilities that JSON cannot write, as in vLLM
 
 
 class Answer:
-    """The answer to one body, as a whole or in chunks of the same id."""
+    """Is the answer to one body, as a whole or in chunks of the same id."""
 
     done = b"data: [DONE]\n\n"  # the end of a stream
 
@@ -48,12 +48,12 @@ class Answer:
                 raise HttpError(500, f"the model failed: {why}")
             self._done[event.id, event.sample] = event.completion
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Returns the answer with all samples, once every sample has ended."""
         choices = [self._choice(*key, completion) for key, completion in sorted(self._done.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    def chunks(self, event: Event) -> list[dict[str, Any]]:
+    def chunks(self, event: Event) -> list[dict[str, object]]:
         """Returns the chunks that an event adds to a stream."""
         wanted, key, done = self._wanted, (event.id, event.sample), event.completion
         if wanted.at_once and done:
@@ -77,7 +77,7 @@ class Answer:
         logprobs: Any = None if wanted.sampling.logprobs is None else event.logprobs
         if not (said or first or done or logprobs or wanted.token_ids):
             return []
-        choice: dict[str, Any] = {"index": self._index(*key)}
+        choice: dict[str, object] = {"index": self._index(*key)}
         if wanted.chat:
             deltas = [self._delta(part, key) for part in said] or [{}]
             choice["delta"] = ({"role": "assistant", "content": None} if first else {}) | deltas.pop(0)
@@ -89,18 +89,17 @@ class Answer:
         if wanted.token_ids:
             choice["token_ids"] = tokens
         choices = [choice, *({"index": choice["index"], "delta": delta, "logprobs": None} for delta in deltas)]
-        going: dict[str, Any] = {"finish_reason": None}
+        going: dict[str, object] = {"finish_reason": None}
         ends = [going] * len(deltas) + [ending(self._reason(done, key)) if done else going]
         head = {**self._head, "object": self._chunk_kind}
         return [{**head, "choices": [one | end], **self._chunk_usage()} for one, end in zip(choices, ends)]
 
-    def _chunk_usage(self) -> dict[str, Any]:
-        """Returns the token counts of a chunk."""
+    def _chunk_usage(self) -> dict[str, object]:
         if self._wanted.usage_of_each:
             return {"usage": self._counts(self._streamed)}
         return {"usage": None} if self._wanted.usage else {}
 
-    def _delta(self, part: Part, key: tuple[int, int]) -> dict[str, Any]:
+    def _delta(self, part: Part, key: tuple[int, int]) -> dict[str, object]:
         if part.call is None:
             return {"content": part.text}
         return {"tool_calls": [{"index": part.call, **self._talks[key].call(part)}]}
@@ -109,12 +108,12 @@ class Answer:
         talk = self._talks.get(key)
         return "tool_calls" if talk and talk.calls and done.finish_reason == "stop" else done.finish_reason
 
-    def last_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[dict[str, object]]:
         """Returns the chunk with the usage and no choice, if it was requested."""
         more = {"choices": [], "usage": self.usage()}
         return [{**self._head, "object": self._chunk_kind, **more}] if self._wanted.usage else []
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def failed(self, error: Exception) -> dict[str, object]:
         """Returns the chunk that ends a stream after an error."""
         return http_error(error).body()
 
@@ -134,10 +133,10 @@ class Answer:
     def _index(self, prompt: int, sample: int) -> int:
         return prompt * self._wanted.sampling.n + sample
 
-    def _choice(self, prompt: int, sample: int, done: Completion) -> dict[str, Any]:
+    def _choice(self, prompt: int, sample: int, done: Completion) -> dict[str, object]:
         wanted, tokenizer, ids = self._wanted, self._tokenizer, self._wanted.prompts[prompt]
         text, tokens = (done.text or "", done.token_ids) if wanted.keep else ("", ())
-        choice: dict[str, Any] = {"index": self._index(prompt, sample)}
+        choice: dict[str, object] = {"index": self._index(prompt, sample)}
         logprobs = None if done.logprobs is None else done.logprobs[: len(tokens)]
         if wanted.chat:
             choice["message"] = {"role": "assistant", "refusal": None, **self._message((prompt, sample), text, tokens)}
@@ -155,7 +154,7 @@ class Answer:
             choice["token_ids"] = tokens
         return choice
 
-    def _message(self, key: tuple[int, int], text: str, tokens: Sequence[int]) -> dict[str, Any]:
+    def _message(self, key: tuple[int, int], text: str, tokens: Sequence[int]) -> dict[str, object]:
         """Returns the text and the tool calls of a sample."""
         if self._wanted.tools is None:
             return {"content": text}
@@ -208,10 +207,10 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST) if logprob == logprob else LEAST
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) -> dict[str, object]:
     """Returns log-probabilities in the form of chat completions."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, object]:
         text, data = token_text(tokenizer, token)
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
@@ -219,7 +218,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]) 
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
+def text_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, object]:
     """Returns log-probabilities in the form of completions. `top_logprobs` has the likeliest tokens and the drawn one,
     by text."""
     tops: list[Mapping[str, float] | None] = []

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,7 +16,7 @@ from jllm.serve.metrics import Exporter
 from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, of_guide, parse_json, tokenize
 from jllm.serve.responses import answer_to, response
 
-Parse = Callable[[Mapping[str, Any], Served], Wanted]
+Parse = Callable[[Mapping[str, object], Served], Wanted]
 MODEL = "/v1/models/"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -50,8 +49,8 @@ def make_app(
 
 
 class Generate:
-    """A POST endpoint that generates text. It answers as a whole, or with server-sent events. A client that disconnects
-    ends its request."""
+    """Is a POST endpoint that generates text. It answers as a whole, or with server-sent events. A client that
+    disconnects ends its request."""
 
     def __init__(self, engine: AsyncEngine, served: Served, parse: Parse, deadline: float | None, limits: Limits):
         self._engine, self._served, self._parse = engine, served, parse
@@ -71,7 +70,7 @@ class Generate:
     async def _wanted(self, data: bytes) -> Wanted:
         """Returns the checked request of a body. The guide is checked separately, since that may take long."""
 
-        def parse() -> tuple[dict[str, Any], Wanted]:
+        def parse() -> tuple[dict[str, object], Wanted]:
             body = parse_json(data)
             return body, self._parse(body, self._served)
 
@@ -111,9 +110,9 @@ class Generate:
 
 
 class Get:
-    """A GET endpoint of a small JSON value."""
+    """Is a GET endpoint of a small JSON value."""
 
-    def __init__(self, value: Callable[[], Any]):
+    def __init__(self, value: Callable[[], object]):
         self._value = value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,9 +121,9 @@ class Get:
 
 
 class Post:
-    """A POST endpoint that answers a JSON object with a function's result."""
+    """Is a POST endpoint that answers a JSON object with a function's result."""
 
-    def __init__(self, function: Callable[[Mapping[str, Any]], Any], limits: Limits):
+    def __init__(self, function: Callable[[Mapping[str, object]], object], limits: Limits):
         self._function, self._limits = function, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +132,7 @@ class Post:
 
 
 class Metrics:
-    """A GET endpoint of the metrics, in Prometheus' format."""
+    """Is a GET endpoint of the metrics, in Prometheus' format."""
 
     def __init__(self, exporter: Exporter):
         self._exporter = exporter
@@ -149,27 +148,27 @@ def _check_get(scope: Scope) -> None:
         raise HttpError(405, f"{scope['method']} is not served here; GET is", headers={"Allow": "GET"})
 
 
-def _event(chunk: Mapping[str, Any]) -> bytes:
+def _event(chunk: Mapping[str, object]) -> bytes:
     text = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     kind = f"event: {chunk['type']}\n" if "type" in chunk else ""  # chunks of chats have no type
     return kind.encode() + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-def _model(served: Served) -> dict[str, Any]:
+def _model(served: Served) -> dict[str, object]:
     return {"id": served.name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
 
 
-def _health(engine: AsyncEngine) -> dict[str, Any]:
+def _health(engine: AsyncEngine) -> dict[str, object]:
     if engine.refused is not None:
         raise HttpError(503, f"this server takes no more work: {engine.refused}", code="unavailable")
     return {"status": "ok", "unfinished": engine.unfinished}
 
 
-def _tokens(ids: list[int], served: Served) -> dict[str, Any]:
+def _tokens(ids: list[int], served: Served) -> dict[str, object]:
     return {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
 
-def _tokenizer_info(served: Served) -> dict[str, Any]:
+def _tokenizer_info(served: Served) -> dict[str, object]:
     """Returns special tokens by role, and the chat template, as in tokenizer_config.json."""
     if served.tokenizer is None:
         raise HttpError(404, "this model has no tokenizer")

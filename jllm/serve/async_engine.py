@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from jllm.distributed.replicas import Replicas
 from jllm.engine.checks import Prompt, check_urgency
@@ -21,8 +20,8 @@ Request = tuple[Prompt, SamplingParams]
 
 
 class Stream:
-    """The events of one or several requests that were submitted together. An event's id is the place of its request in
-    that list. The end of each sample is an event too, with its completion.
+    """Yields the events of one or several requests that were submitted together. An event's id is the place of its
+    request in that list. The end of each sample is an event too, with its completion.
 
     Close a stream that you stop reading early; `async with` does so. A task that is cancelled while it waits for an
     event closes the stream too. The pages are free again within two steps.
@@ -315,7 +314,7 @@ class AsyncEngine:
         if some := list(news):
             self._call(lambda: self._deliver(some))
 
-    def _call(self, function: Callable[[], Any]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and no one waits
             self._loop.call_soon_threadsafe(function)
 

@@ -1,7 +1,6 @@
 """Writes each answer of a batch into the file once its request has ended."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jllm.cli.jsonl import ResultsFile
 from jllm.cli.sinks import progress_bar
@@ -16,7 +15,7 @@ PromptKey = tuple[str, int]  # the id of an answer, and the index of a prompt in
 
 
 class Answers:
-    """The Sink (jllm/cli/sinks.py) of a batch."""
+    """Is the Sink (jllm/cli/sinks.py) of a batch."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Answers:
             answer, failed = self._begun.pop(id), self._failed.pop(id, None)
             self.end(id, *((200, answer.whole()) if failed is None else (failed.status, failed.body())))
 
-    def end(self, id: str, status: int, body: Mapping[str, Any]) -> None:
+    def end(self, id: str, status: int, body: Mapping[str, object]) -> None:
         """Writes the answer of a request."""
         self._file.write(answer_line(self._todo[id], id, status, body))
         self._done += 1

@@ -20,14 +20,14 @@ ANSWER_START = b'{"id": "batch_req_'
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the input."""
+    """Holds one line of the input."""
 
     custom_id: str
     method: str
     url: str
-    body: Mapping[str, Any]
+    body: Mapping[str, object]
 
-    def id(self, run: Mapping[str, Any]) -> str:
+    def id(self, run: Mapping[str, object]) -> str:
         """Returns the id of the answer. It depends on the request and on `run`, which has all else that decides the
         answer."""
         parts = ([self.custom_id, self.method, self.url, self.body], run)
@@ -73,7 +73,7 @@ def parse(task: Task, served: "Served") -> "Wanted":
     return wanted
 
 
-def answer_line(task: Task, id: str, status: int, body: Mapping[str, Any]) -> str:
+def answer_line(task: Task, id: str, status: int, body: Mapping[str, object]) -> str:
     response = {"status_code": status, "request_id": id, "body": body}
     answer = {"id": id, "custom_id": task.custom_id, "response": response, "error": None}
     return json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n"

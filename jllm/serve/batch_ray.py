@@ -8,14 +8,15 @@ import pickle
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jllm.cli.process import note
 from jllm.errors import ConfigError, JllmError, OutputError, RemoteError, how_to_install
-from jllm.serve.batch_rows import read_done, read_rows, shards_of, with_ids
+from jllm.serve.batch_rows import Shard, read_done, read_rows, shards_of, with_ids
 from pallas_kernels.one_writer import only_writer
 
 SHARD_ROWS = 256
@@ -53,7 +54,7 @@ def run_on_workers(args: Namespace, started: float) -> int:
     return 0
 
 
-def _asked(args: Namespace) -> dict[str, Any]:
+def _asked(args: Namespace) -> dict[str, object]:
     from jllm.cli.jsonl import NAMES
     from jllm.cli.run import made_with
 
@@ -68,7 +69,7 @@ def _folder(path: Path) -> Path:
     return path.absolute()
 
 
-def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tuple[Any, ...]) -> int:
+def _spread(ray: ModuleType, args: Namespace, shards: Sequence[Shard], kind: type, given: tuple[object, ...]) -> int:
     """Runs a worker of this kind for each place in the cluster. Returns how many rows were wrong."""
     from tqdm import tqdm
 
@@ -88,7 +89,7 @@ def _spread(ray: Any, args: Namespace, shards: list[Any], kind: type, given: tup
 
 
 @contextlib.contextmanager
-def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
+def cluster(address: str, cpus: int | None = None) -> Iterator[ModuleType]:
     """Yields the module ray, connected to the cluster at an address. "local" starts one on this machine, with `cpus`
     CPUs (None: all). Usage statistics are off. Raises ConfigError if Ray is not installed, and RemoteError if the
     cluster is not reachable."""
@@ -118,7 +119,7 @@ def cluster(address: str, cpus: int | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
+def worker_count(ray: ModuleType, wanted: int | None, gpus: int) -> tuple[int, int]:
     """Returns the number of workers and the GPUs of each. A worker has `gpus` GPUs, or 0 if the cluster has none. The
     number is `wanted`, or as many as fit. Raises ConfigError if they do not fit."""
     there = ray.cluster_resources()
@@ -131,7 +132,7 @@ def worker_count(ray: Any, wanted: int | None, gpus: int) -> tuple[int, int]:
 
 
 def mapped(
-    ray: Any, items: list[dict[str, Any]], kind: type, given: tuple[Any, ...], workers: int, gpus: int
+    ray: ModuleType, items: list[dict[str, Any]], kind: type, given: tuple[object, ...], workers: int, gpus: int
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of items as they arrive. `workers` workers of this kind run on `gpus` GPUs each, and take
     tables of one item. A lost worker is replaced, and its item runs again. Raises RemoteError if a worker fails without
@@ -172,7 +173,7 @@ class Mapped:
         return next(self._found, None)
 
 
-def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
+def called[T](ray: ModuleType, function: Callable[..., T], *given: object, gpus: int = 0) -> T:
     """Returns the result of a function that runs in a worker with `gpus` GPUs. Raises RemoteError if it fails."""
     try:
         return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
@@ -180,7 +181,7 @@ def called(ray: Any, function: Any, *given: Any, gpus: int = 0) -> Any:
         raise _failed(error) from None
 
 
-def _failed(error: Any) -> RemoteError:
+def _failed(error: BaseException) -> RemoteError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, RemoteError):  # from the process that spread the work
         return cause

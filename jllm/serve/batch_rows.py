@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from jllm.cli.jsonl import Job, jobs_of, read_lines, settings_of
 from jllm.engine.request import SamplingParams
@@ -33,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows that one worker does together."""
+    """Holds rows that one worker answers together."""
 
     rows: tuple[Row, ...]
 
@@ -43,7 +42,7 @@ class Shard:
         return f"part-{digest(row.id.encode() for row in self.rows)[:16]}.jsonl"
 
 
-def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
+def read_rows(path: Path, made_with: Mapping[str, object]) -> list[Job | Task]:
     """Returns the rows of a file of JSON lines (- is standard input) or of a .parquet file. Raises InputFileError, with
     the line or row, for a broken row and for a repeated id."""
     lines = list(_parquet(path) if path.suffix == ".parquet" else read_lines(path, "rows"))
@@ -59,7 +58,7 @@ def read_rows(path: Path, made_with: Mapping[str, Any]) -> list[Job | Task]:
     return list(jobs)
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, object]]]:
     if find_spec("pyarrow") is None:
         raise ConfigError(f"a .parquet file needs pyarrow: {how_to_install('ray')}")
     import pyarrow
@@ -75,7 +74,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         yield index, f"{path}, row {index + 1}", {name: value for name, value in row.items() if value is not None}
 
 
-def with_ids(asked: Sequence[Job | Task], run: Mapping[str, str], made_with: Mapping[str, Any]) -> list[Row]:
+def with_ids(asked: Sequence[Job | Task], run: Mapping[str, str], made_with: Mapping[str, object]) -> list[Row]:
     """Returns each row with its id. run: the model's identity and package versions; made_with: the options that were
     given."""
 

@@ -39,7 +39,7 @@ def identify(args: Namespace) -> dict[str, str]:
 
 
 class Worker:
-    """A worker with one engine. It writes shards into `folder`, and `run` into each result."""
+    """Is a worker with one engine. It writes shards into `folder`, and `run` into each result."""
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
         from jllm.cli.process import compile_cache, load_model
@@ -139,7 +139,7 @@ class Worker:
         check_request(ids, sampling, self._model.config, self._model.tokenizer is not None)
         return ids
 
-    def _engine_for(self, ready: Iterable[tuple[Row, Prompts, Any]]) -> "Engine":
+    def _engine_for(self, ready: Iterable[tuple[Row, Prompts, object]]) -> "Engine":
         """Returns the engine, whose sizes suit the first shard that runs."""
         from jllm.cli.arguments import ENGINE_FLAGS
         from jllm.engine.engine import Engine
@@ -178,8 +178,8 @@ def _error_line(row: Row, error: JllmError) -> str:
 
 
 class ShardsOfTable:
-    """A Worker with the interface of Ray Data. It takes tables of pickled shards, and returns a row per shard: counts,
-    or the worker's error."""
+    """Is a Worker with the interface of Ray Data. It takes tables of pickled shards, and returns a row per shard:
+    counts, or the worker's error."""
 
     def __init__(self, args: Namespace, run: dict[str, str], folder: Path):
         self._worker: Worker | str

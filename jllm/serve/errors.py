@@ -1,7 +1,6 @@
 """Writes errors as the OpenAI API has them: a status, and a body with one line of explanation."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from jllm.errors import EngineBusy, EngineClosed, JllmError, QueueFull, RequestError, TokenizerError, TooLongError
 
@@ -12,7 +11,7 @@ RETRY = {"Retry-After": "1"}  # seconds
 
 
 class HttpError(JllmError):
-    """An error with its HTTP status. param: the field of the body that is wrong."""
+    """Is an error with its HTTP status. `param` is the field of the body that is wrong."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class HttpError(JllmError):
         super().__init__(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
         self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jllm.files.messages import shown
 from jllm.serve.errors import HttpError, bad
@@ -11,13 +10,13 @@ from jllm.serve.errors import HttpError, bad
 
 @dataclass(frozen=True)
 class Neutral:
-    """The values of a field that have no effect."""
+    """Holds the values of a field that have no effect."""
 
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
     right: str  # description of the accepted values, for the error
 
 
-def one_of(*values: Any, why: str = "") -> Neutral:
+def one_of(*values: object, why: str = "") -> Neutral:
     """Accepts only the given values. Types must match: 1 is not true."""
     right = " or ".join(map(json.dumps, values)) + (f" ({why})" if why else "")
     return Neutral(lambda value: any(type(value) is type(each) and value == each for each in values), right)
@@ -63,7 +62,7 @@ CHAT: Mapping[str, Neutral] = {
 }
 
 
-def check_fields(body: Mapping[str, Any], served: set[str], neutral: Mapping[str, Neutral]) -> None:
+def check_fields(body: Mapping[str, object], served: set[str], neutral: Mapping[str, Neutral]) -> None:
     """Raises HttpError for a field that is not served, unless `neutral` lists its value. The error names the field."""
     for name, value in body.items():
         if name in served:

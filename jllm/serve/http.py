@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +20,7 @@ OPEN = ("/health",)  # paths that need no key
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request, so that no client can harm the others."""
+    """Holds limits of a request, so that no client can harm the others."""
 
     body: int = 8 << 20  # bytes
     header: int = 16 << 10  # bytes of a request line and all headers
@@ -83,7 +82,7 @@ class Guard:
             raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
 
 
-async def send_json(send: Send, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+async def send_json(send: Send, body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
     data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     await send_bytes(send, data, "application/json", status, headers)
 

@@ -13,9 +13,9 @@ PREFIX = "jllm_"
 
 
 class Exporter:
-    """A collector with its own registry, so that several servers may run in one process."""
+    """Is a collector with its own registry, so that several servers may run in one process."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]]):
+    def __init__(self, read: Callable[[], Mapping[str, object]]):
         self._read, self._registry = read, CollectorRegistry()
         text = "Requests that were answered, by path and status"
         self._answers = Counter(f"{PREFIX}http_requests", text, ("path", "status"), registry=self._registry)

@@ -26,7 +26,7 @@ Check = Callable[[Prompt, SamplingParams], list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """The model and limits that requests are checked against."""
+    """Holds the model and limits that requests are checked against."""
 
     name: str  # the model's name in requests
     tokenizer: Tokenizer | None
@@ -38,7 +38,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One parsed body."""
+    """Holds one parsed body."""
 
     prompts: tuple[list[int], ...]
     sampling: SamplingParams
@@ -100,7 +100,7 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 NAMES = {int: "an integer", bool: "true or false", str: "text", list: "a list", dict: "an object", float: "a number"}
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
+def parse_json(data: bytes) -> dict[str, object]:
     """Returns the object in a body. Fields that are null count as missing."""
     try:
         body = json.loads(data, parse_constant=_no_constant, parse_float=read_float, object_pairs_hook=_each_once)
@@ -113,7 +113,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def completion(body: Mapping[str, Any], served: Served) -> Wanted:
+def completion(body: Mapping[str, object], served: Served) -> Wanted:
     """Parses the body of POST /v1/completions."""
     check_fields(body, COMPLETION, fields.COMPLETION)
     _check_model(body, served)
@@ -141,7 +141,7 @@ def completion(body: Mapping[str, Any], served: Served) -> Wanted:
     return _checked(wanted, prompts, body, "prompt", served)
 
 
-def chat(body: Mapping[str, Any], served: Served) -> Wanted:
+def chat(body: Mapping[str, object], served: Served) -> Wanted:
     """Parses the body of POST /v1/chat/completions."""
     check_fields(body, CHAT, fields.CHAT)
     _check_model(body, served)
@@ -169,7 +169,7 @@ def chat(body: Mapping[str, Any], served: Served) -> Wanted:
     return _checked(Wanted((), sampling, True, stream, usage, each, **more), [ids], body, "messages", served)
 
 
-def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
+def tokenize(body: Mapping[str, object], served: Served) -> list[int]:
     """Returns the token ids for POST /tokenize, as in vLLM. BOS is added unless add_special_tokens is false."""
     check_fields(body, {"model", "prompt", "add_special_tokens"}, {})
     text = _take(body, "prompt", str, None)
@@ -178,7 +178,7 @@ def tokenize(body: Mapping[str, Any], served: Served) -> list[int]:
     return _tokenizer(served).encode(text, _take(body, "add_special_tokens", bool, True))
 
 
-def detokenize(body: Mapping[str, Any], served: Served) -> str:
+def detokenize(body: Mapping[str, object], served: Served) -> str:
     """Returns the text for POST /detokenize, as in vLLM."""
     check_fields(body, {"model", "tokens"}, {})
     tokens = _take(body, "tokens", list, [])
@@ -207,7 +207,7 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)  # Python reads NaN and Infinity, but JSON has neither
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -216,7 +216,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
@@ -229,14 +229,14 @@ def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     return value
 
 
-def _check_model(body: Mapping[str, Any], served: Served) -> None:
+def _check_model(body: Mapping[str, object], served: Served) -> None:
     name = _take(body, "model", str, served.name)
     if name != served.name:
         text = f"the model {shown(name)} is not served here, but {shown(served.name)} is"
         raise HttpError(404, text, param="model", code="model_not_found")
 
 
-def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+def _streaming(body: Mapping[str, object]) -> tuple[bool, bool, bool]:
     """Returns whether to stream, and whether to send usage at the end and in each chunk."""
     stream, given = _take(body, "stream", bool, False), _take(body, "stream_options", dict, {})
     asked = {name: value for name, value in given.items() if value is not None}
@@ -253,7 +253,6 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) -> SamplingParams:
-    """Returns the body's sampling parameters, with `more`."""
     given = {ours: _take(body, name, kind, None) for name, (ours, kind) in SAMPLING.items() if name in body}
     tokens = given["max_new_tokens"] = more.pop("max_new_tokens")
     if tokens < 1:
@@ -283,7 +282,9 @@ def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) 
         raise _of_field(error, body, None) from None
 
 
-def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any], field: str, served: Served) -> Wanted:
+def _checked(
+    wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, object], field: str, served: Served
+) -> Wanted:
     """Returns the request with the prompts' ids, after the engine's checks. The guide is left out, since that takes
     longer. `field` is the name of the prompts' field."""
     try:
@@ -300,21 +301,21 @@ def _checked(wanted: Wanted, prompts: Sequence[Prompt], body: Mapping[str, Any],
     return wanted
 
 
-def of_guide(error: RequestError, wanted: Wanted, body: Mapping[str, Any]) -> HttpError:
+def of_guide(error: RequestError, wanted: Wanted, body: Mapping[str, object]) -> HttpError:
     """Returns the error of a guide, with the field that defined it."""
     names = (*GUIDES, "response_format", "structured_outputs", "text")
     given = ["tools"] if wanted.tools and wanted.tools.held else [name for name in names if name in body]
     return HttpError(400, str(error), param=next(iter(given), None))
 
 
-def _of_field(error: JllmError, body: Mapping[str, Any], field: str | None) -> HttpError:
+def _of_field(error: JllmError, body: Mapping[str, object], field: str | None) -> HttpError:
     """Returns an engine's error with the body's field that caused it, or else `field`."""
     first = str(error).partition(" ")[0].rstrip(":")
     names = [name for name, (ours, _) in SAMPLING.items() if ours == first] + [first]
     return HttpError(400, str(error), param=next((name for name in names if name in body), field))
 
 
-def _guides(body: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Guide]]]:
+def _guides(body: Mapping[str, object]) -> Iterator[tuple[str, Callable[[], Guide]]]:
     """Yields the fields that constrain the text, each with a function that makes its guide."""
     asked = _take(body, "response_format", dict, {"type": "text"})
     kind, schema = asked.get("type"), asked.get("json_schema")
@@ -357,7 +358,7 @@ def _bias(given: Mapping[str, Any]) -> dict[int, float]:
     return {int(key): value for key, value in given.items()}
 
 
-def _prompts(given: Any) -> list[Prompt]:
+def _prompts(given: object) -> list[Prompt]:
     """Returns the prompts of a text, a list of token ids, or a list of either."""
     if isinstance(given, str):
         return [given]

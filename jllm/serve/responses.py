@@ -37,7 +37,7 @@ ITEMS = ("message", "function_call", "function_call_output")
 LEFT_OUT_OF_ITEMS = ("id", "status", "parsed_arguments")  # of returned items: accepted, and ignored
 
 
-def response(body: Mapping[str, Any], served: Served) -> Wanted:
+def response(body: Mapping[str, object], served: Served) -> Wanted:
     """Parses the body as a chat. Errors have the body's own field names."""
     if "previous_response_id" in body:
         why = "is not served, since nothing is stored: send the items of earlier answers in input"
@@ -61,7 +61,7 @@ def response(body: Mapping[str, Any], served: Served) -> Wanted:
         raise HttpError(error.status, text, param=param, code=error.code, headers=error.headers) from None
 
 
-def _messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+def _messages(body: Mapping[str, object]) -> tuple[list[dict[str, object]], list[str]]:
     """Returns the messages of a chat, and the place of each in the body."""
     given, messages, places = body.get("input"), list[dict[str, Any]](), list[str]()
     if (said := body.get("instructions")) is not None:
@@ -101,7 +101,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     raise bad("input", f"{where} must be an item of the type {', '.join(ITEMS)}, not {shown(item)}")
 
 
-def _content(content: Any, where: str) -> Any:
+def _content(content: object, where: str) -> object:
     """Returns content in the form of chats, which check it further."""
     if not isinstance(content, list):
         return content
@@ -111,7 +111,7 @@ def _content(content: Any, where: str) -> Any:
     return [{"type": "text", "text": part.get("text")} for part in content]
 
 
-def _format(text: Any) -> dict[str, Any]:
+def _format(text: object) -> dict[str, object]:
     """Returns the equivalent response_format of a chat."""
     if not isinstance(text, dict):
         raise bad("text", f"must be an object, not {shown(text)}")
@@ -124,13 +124,13 @@ def _format(text: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}
 
 
-def _tools(tools: Any) -> Any:
+def _tools(tools: object) -> object:
     if not isinstance(tools, list):
         return tools
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: object, where: str) -> dict[str, object]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         example = '{"type": "function", "name": "...", "parameters": {...}}'
         raise bad("tools", f"{where} must be an object like {example}: only tools of the type function are served")
@@ -138,14 +138,14 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 class Response(Answer):
-    """The answer to one body, as a whole or in typed events. It has the items of one sample."""
+    """Is the answer to one body, as a whole or in typed events. It has the items of one sample."""
 
     done = b""
 
     def __init__(self, wanted: Wanted, served: Served):
         super().__init__(wanted, served)
         asked, sampling = wanted.response or {}, wanted.sampling
-        repeated: dict[str, Any] = {
+        repeated: dict[str, object] = {
             "instructions": None,
             "max_output_tokens": None,
             "metadata": {},
@@ -176,15 +176,15 @@ class Response(Answer):
         self._items: list[dict[str, Any]] = []
         self._sent = 0  # events sent
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Returns the response, once its sample has ended."""
         (done,) = self._done.values()
         self.chunks(Event(0, 0, done.text or "", done.token_ids, done))
         return self._response
 
-    def chunks(self, event: Event) -> list[dict[str, Any]]:
+    def chunks(self, event: Event) -> list[dict[str, object]]:
         """Returns the stream's events for one of the engine's."""
-        done, found = event.completion, list[dict[str, Any]]()
+        done, found = event.completion, list[dict[str, object]]()
         if not self._sent:
             found += [self._event("created"), self._event("in_progress")]
         talk, text = self._talk, [Part(event.text)] if event.text else []
@@ -194,25 +194,25 @@ class Response(Answer):
             found += self._end(done)
         return found
 
-    def last_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[dict[str, object]]:
         return []
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def failed(self, error: Exception) -> dict[str, object]:
         code = "server_error"
         self._response |= {"status": "failed", "error": {"code": code, "message": str(http_error(error))}}
         return self._event("failed")
 
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **more: object) -> dict[str, object]:
         self._sent += 1
         if not more:
             more = {"response": dict(self._response)}
         return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **more}
 
-    def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _of_item(self, kind: str, **more: object) -> dict[str, object]:
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return self._event(kind, **place, **more)
 
-    def _more(self, part: Part) -> list[dict[str, Any]]:
+    def _more(self, part: Part) -> list[dict[str, object]]:
         """Returns the events that begin or extend an item."""
         found = []
         item: dict[str, Any] = self._items[-1] if self._items else {"type": None}
@@ -228,9 +228,9 @@ class Response(Answer):
             found.append(self._of_item("function_call_arguments.delta", delta=part.arguments))
         return found
 
-    def _open(self, name: str | None) -> list[dict[str, Any]]:
+    def _open(self, name: str | None) -> list[dict[str, object]]:
         """Begins a function call, or a message."""
-        item: dict[str, Any]
+        item: dict[str, object]
         if name is not None and self._talk:
             call = {"call_id": self._talk.new_id(), "name": name, "arguments": ""}
             item = {"id": _id("fc"), "type": "function_call", "status": "in_progress", **call}
@@ -243,7 +243,7 @@ class Response(Answer):
         item["content"] = [part]
         return [added, self._of_item("content_part.added", content_index=0, part=dict(part))]
 
-    def _close(self, status: str) -> list[dict[str, Any]]:
+    def _close(self, status: str) -> list[dict[str, object]]:
         """Ends the open item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
@@ -260,7 +260,7 @@ class Response(Answer):
             found = [self._of_item("function_call_arguments.done", **more)]
         return [*found, self._event("output_item.done", output_index=len(self._items) - 1, item=item)]
 
-    def _end(self, done: Completion) -> list[dict[str, Any]]:
+    def _end(self, done: Completion) -> list[dict[str, object]]:
         end = ending(self._reason(done, (0, 0)))
         cut = end.pop("finish_reason") == "length"
         status = "incomplete" if cut else "completed"
@@ -271,7 +271,7 @@ class Response(Answer):
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*found, self._event(status)]
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         usage = self.usage()
         return {
             "input_tokens": usage["prompt_tokens"],

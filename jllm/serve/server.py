@@ -20,7 +20,7 @@ POLL = 0.05  # seconds between checks for a second Ctrl-C
 
 
 class Server(uvicorn.Server):
-    """A server that ends the engine's requests before it closes connections. So requests that are cut are answered
+    """Is a server that ends the engine's requests before it closes connections. So requests that are cut are answered
     too."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace: float, ready: Callable[[], None]):

@@ -11,7 +11,7 @@ from jllm.serve.tools import Tools
 
 
 class Talk:
-    """The text and tool calls of one sample, from its events or all at once."""
+    """Holds the text and tool calls of one sample, from its events or all at once."""
 
     def __init__(self, tools: Tools, tokenizer: Tokenizer | None, prompt: Sequence[int]):
         self._shown, self._parser = Shown(tools.hidden, tokenizer, prompt), tools.parser()
@@ -24,7 +24,7 @@ class Talk:
         self.calls += sum(part.name is not None for part in parts)
         return parts
 
-    def call(self, part: Part) -> dict[str, Any]:
+    def call(self, part: Part) -> dict[str, object]:
         """Returns the beginning or the next piece of a call, in the form of chats."""
         if part.name is None:
             return {"function": {"arguments": part.arguments}}
@@ -34,7 +34,7 @@ class Talk:
         """Returns a new call id. Mistral's templates require exactly nine letters and digits."""
         return secrets.token_hex(12)[:9] if self._short else f"call_{secrets.token_hex(12)}"
 
-    def whole(self, tokens: Sequence[int], text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    def whole(self, tokens: Sequence[int], text: str) -> tuple[str | None, list[dict[str, object]]]:
         """Returns the text and the calls of a sample. Empty text beside calls becomes None."""
         said, calls = "", list[dict[str, Any]]()
         for part in self.say(tokens, text, last=True):

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from jllm.files.chat_template import variables_of
 from jllm.files.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ NO_CALL = r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"  # a text that does not begin wit
 
 @dataclass(frozen=True)
 class Format:
-    """The format of calls: a mark, then calls. Each call is `before`, a name, `after`, arguments and `tail`."""
+    """Describes the format of calls: a mark, then calls. A call is `before`, a name, `after`, arguments and `tail`."""
 
     mark: str | None  # None: an answer has either text or calls
     before: str
@@ -140,7 +139,7 @@ def _call_or_answer(schemas: Mapping[str, str], answer: str) -> Guide:
     return Guide.json({"anyOf": [*calls, {"$ref": places[-1]}], "$defs": inner})
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: object, place: str) -> object:
     """Returns a schema with references that hold inside another one."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]

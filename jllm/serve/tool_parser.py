@@ -19,7 +19,7 @@ type Waits[T] = Generator[None, None, T]  # yields if it needs more text
 
 
 class Part(NamedTuple):
-    """A piece of an answer. It is text, the beginning of a call (with its name), or more of a call's arguments."""
+    """Is a piece of an answer: text, the beginning of a call (with its name), or more of a call's arguments."""
 
     text: str = ""
     call: int | None = None  # index from 0
@@ -45,12 +45,12 @@ class Shown:
                 self._due.append((self._made, self._marks[token]))
             else:
                 self._made += len(self._decoder.push(token))
-        parts, at, start = [], 0, self._given
+        parts, at, before = [], 0, self._given
         self._given += len(text)
         while self._due and self._due[0][0] <= self._given:
             place, mark = self._due.popleft()
-            parts += [text[at : max(at, place - start)], mark]
-            at = max(at, place - start)
+            parts += [text[at : max(at, place - before)], mark]
+            at = max(at, place - before)
         return "".join([*parts, text[at:]])
 
 
@@ -231,7 +231,6 @@ class CallParser:
         return True
 
     def _arguments(self, name: str, at: int) -> Waits[None]:
-        """Reads the arguments of a call whose name is known."""
         if self._held:
             yield from self._stream(name, at)
         elif end := (yield from self._object(at)):
@@ -242,7 +241,6 @@ class CallParser:
                 self._rest = self._rest[end:]
 
     def _stream(self, name: str, at: int) -> Waits[None]:
-        """Emits arguments as they arrive."""
         self._begin(name)
         self._rest = self._rest[at:]
         nesting, end = Nesting(), None

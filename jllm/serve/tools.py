@@ -29,7 +29,7 @@ Asked = tuple[str, Callable[[], Guide]]  # a field that asks for a guide, and a 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that a model may call in one chat."""
+    """Holds the tools that a model may call in one chat."""
 
     form: Format
     hidden: Mapping[str, int]  # tokens of the form that text does not show
@@ -101,8 +101,7 @@ def read_tools(body: Mapping[str, Any], tokenizer: Tokenizer, parser: str | None
     )
 
 
-def _functions(given: Any) -> list[dict[str, Any]]:
-    """Returns tools in the form that templates read."""
+def _functions(given: object) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         raise bad("tools", f"must be a list like [{FUNCTION}], not {shown(given)}")
     found = [_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]

@@ -1,11 +1,11 @@
 """Drafts with a smaller LLaMA (Leviathan et al., arXiv 2211.17192) that has K and V of its own."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
@@ -38,7 +38,7 @@ class DraftModel:
     target_ids: jax.Array | None = None
 
     def init(
-        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+        self, config: LlamaConfig, dtype: DTypeLike, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, jax.Array]:
         """Returns page pools for its own config, in its params' dtype, and its memory. Raises DrafterError for a model
         of another vocabulary."""

@@ -13,10 +13,10 @@ heads do not take.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.model.backbone import head, run_layers
@@ -67,7 +67,7 @@ class Eagle:
     tree: Tree = field(default=chain(4), metadata={"static": True})
 
     def init(
-        self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
+        self, config: LlamaConfig, dtype: DTypeLike, *, slots: int, num_pages: int, page_size: int, max_tokens: int
     ) -> tuple[Cache, EagleMemory]:
         """Returns page pools of one layer, and a memory. Raises DrafterError for weights of another model's shapes or
         dtype."""
@@ -171,13 +171,13 @@ def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> Llama
     return replace(own, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=layer.mlp.down.shape[1])
 
 
-def eagle_shapes(config: LlamaConfig, dtype: Any) -> EagleHead:
+def eagle_shapes(config: LlamaConfig, dtype: DTypeLike) -> EagleHead:
     """Returns a head of jax.ShapeDtypeStruct for a target of this config and dtype."""
     E = config.hidden_size
     return EagleHead(jax.ShapeDtypeStruct((E, 2 * E), dtype), abstract_params(eagle_config(config), dtype).layers[0])  # type: ignore[arg-type]
 
 
-def init_eagle(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any) -> Eagle:
+def init_eagle(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: DTypeLike) -> Eagle:
     """Returns a drafter with a head of random weights."""
     fc, layer = jax.random.split(key)
     own = replace(eagle_config(config), vocab_size=1)  # the embedding is not used

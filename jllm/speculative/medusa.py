@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
@@ -90,7 +91,7 @@ def head_logits(p: MedusaHead, normed: jax.Array, params: Params, *, backend: st
     return linear(normed + residual, head, out_dtype=compute_dtype(normed.dtype), backend=backend)
 
 
-def medusa_shapes(config: LlamaConfig, dtype: Any, own: list[bool]) -> tuple[MedusaHead, ...]:
+def medusa_shapes(config: LlamaConfig, dtype: DTypeLike, own: list[bool]) -> tuple[MedusaHead, ...]:
     """Returns heads of jax.ShapeDtypeStruct for a target of this config and dtype, one for each entry of `own`. An
     entry is whether the head has a projection of its own. Otherwise it takes the target's."""
     E, V = config.hidden_size, config.vocab_size
@@ -101,7 +102,7 @@ def medusa_shapes(config: LlamaConfig, dtype: Any, own: list[bool]) -> tuple[Med
     return tuple(MedusaHead(array(E, E), array(E), array(V, E) if o else None) for o in own)
 
 
-def init_medusa(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: Any, *, own: bool = False) -> Medusa:
+def init_medusa(config: LlamaConfig, key: jax.Array, tree: Tree, dtype: DTypeLike, *, own: bool = False) -> Medusa:
     """Returns a drafter with one random head for each level of the tree. Heads share the target's projection unless
     `own`."""
     return Medusa(random_weights(medusa_shapes(config, dtype, [own] * tree.depth), key), tree)

@@ -9,13 +9,13 @@ from jllm.errors import DrafterError
 from pallas_kernels.formats.numerics import compute_dtype
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: object) -> dict[str, Any]:
     """Returns the leaves of a pytree by their names in files and errors, such as "layer.mlp.down"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def check_weights(found: Any, wanted: Any) -> None:
+def check_weights(found: object, wanted: object) -> None:
     """Raises DrafterError unless the leaves of two pytrees have the same names, shapes and dtypes. `wanted` has leaves
     of jax.ShapeDtypeStruct."""
     there, right = named(found), named(wanted)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jllm.model.paged import NOWHERE
 from jllm.model.sampling import Sampling, neutral_sampling, write_row
+from jllm.model.shapes import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -41,18 +42,18 @@ class RaggedBatch:
     [1, 0]
     """
 
-    decode_slot: Any  # [R] decoding slots
-    decode_rows: Any  # [R] the most rows of each, 1 .. Q: its newest token, then drafts
-    decode_room: Any  # [R] tokens that the slot's pages have room for, for a drafter's K and V
-    tokens: Any  # [C] prompt tokens of all chunks, head to tail
-    targets: Any  # [C] the prompt token after each, or -1, for prompt logprobs
-    deltas: Any  # [L, 3] page table changes: slot, index, page
-    chunk_slot: Any  # [B]
-    chunk_start: Any  # [B] cache index of the chunk's first token
-    chunk_len: Any  # [B] tokens in the chunk
-    chunk_final: Any  # [B] 1: it has the sequence's last known token, so a token is sampled
-    chunk_room: Any  # [B] as decode_room
-    prompt_len: Any  # [B] tokens of the original prompt (later ones were generated)
+    decode_slot: AnyArray  # [R] decoding slots
+    decode_rows: AnyArray  # [R] the most rows of each, 1 .. Q: its newest token, then drafts
+    decode_room: AnyArray  # [R] tokens that the slot's pages have room for, for a drafter's K and V
+    tokens: AnyArray  # [C] prompt tokens of all chunks, head to tail
+    targets: AnyArray  # [C] the prompt token after each, or -1, for prompt logprobs
+    deltas: AnyArray  # [L, 3] page table changes: slot, index, page
+    chunk_slot: AnyArray  # [B]
+    chunk_start: AnyArray  # [B] cache index of the chunk's first token
+    chunk_len: AnyArray  # [B] tokens in the chunk
+    chunk_final: AnyArray  # [B] 1: it has the sequence's last known token, so a token is sampled
+    chunk_room: AnyArray  # [B] as decode_room
+    prompt_len: AnyArray  # [B] tokens of the original prompt (later ones were generated)
     sampling: Sampling  # a row a chunk
     width: int = field(default=1, metadata={"static": True})  # Q: rows of a short segment
 

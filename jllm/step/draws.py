@@ -10,6 +10,7 @@ The choice is compiled in (Variant.draws). XLA would have the host read a condit
 could never run ahead.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,13 +29,13 @@ def leaves_parts(config: LlamaConfig, rows: int, draws: Draws) -> bool:
     return config.axis is not None and (draws < Draws.FILTERED or rows * config.vocab_size * 4 >= LEAST)
 
 
-def draw_apart(config: LlamaConfig, draws: Draws) -> Any:
+def draw_apart(config: LlamaConfig, draws: Draws) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns a function that each device calls like sampling.sample, with its part f[R, ceil(V / ranks)] of the rows.
     Rows without filters are drawn in plain jnp whatever `backend` is, since no other backend takes parts."""
     assert config.axis is not None
     axis, vocabulary = config.axis.name, config.vocab_size
 
-    def best(logits: jax.Array, sampling: Sampling, index: jax.Array, **_: Any) -> tuple[jax.Array, jax.Array]:
+    def best(logits: jax.Array, sampling: Sampling, index: jax.Array, **_: object) -> tuple[jax.Array, jax.Array]:
         return sample_parts(logits, sampling, index, axis=axis, vocabulary=vocabulary, draws=draws)
 
     def whole(logits: jax.Array, sampling: Sampling, index: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:

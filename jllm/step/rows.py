@@ -6,7 +6,6 @@ and W are 1.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +38,11 @@ class HeadRows:
         """Returns W, the most tokens that a short segment may draw."""
         return self.tree.depth + 1
 
-    def of_slots(self, values: Any) -> Any:
+    def of_slots[T](self, values: T) -> T:
         """Returns values of slots [S, ...] as a row for each sequence [R + B, ...]."""
         return jax.tree.map(lambda x: x[self.slot], values)
 
-    def spread(self, values: Any) -> Any:
+    def spread[T](self, values: T) -> T:
         """Returns values of sequences [R + B, ...] for each of the head's rows [R Q + B, ...]."""
         if self.tree.size == 1:
             return values
@@ -116,7 +115,7 @@ def lay_out(
     in_use = batch.decode_slot < S
     decode_slot = jnp.where(in_use, batch.decode_slot, 0)
     live = in_use & ~slots.done[decode_slot]
-    start = jnp.where(live, slots.length[decode_slot], 0)
+    committed = jnp.where(live, slots.length[decode_slot], 0)
     tree, ancestors = chain(0), None
     tokens, used = slots.token[decode_slot][:, None], live.astype(jnp.int32)
     if Q > 1:
@@ -126,14 +125,14 @@ def lay_out(
             raise ValueError(f"the batch has segments of {Q} rows, and the drafter's tree has {tree.size} nodes")
         tokens = jnp.concatenate([tokens, drafts.tokens[decode_slot]], axis=1)
         last = slots.sampling.max_length[decode_slot] - 1  # a sequence's last token never gets K and V
-        most = jnp.minimum(batch.decode_rows, last - start)
+        most = jnp.minimum(batch.decode_rows, last - committed)
         used = jnp.where(live, jnp.minimum(most, 1 + drafts.count[decode_slot]), 0)
         if not tree.is_chain:
             masks = tree.ancestors()
             ancestors = jnp.broadcast_to(masks[None], (tokens.shape[0], *masks.shape))
     chunk_slot = jnp.where(batch.chunk_slot < S, batch.chunk_slot, 0)
     paged = paged_batch(
-        ShortSegments(tokens, start, used, slots.pages[decode_slot], ancestors),
+        ShortSegments(tokens, committed, used, slots.pages[decode_slot], ancestors),
         Chunks(batch.tokens, batch.chunk_start, batch.chunk_len, slots.pages[chunk_slot]),
         num_pages=num_pages,
         page_size=page_size,
@@ -146,7 +145,7 @@ def lay_out(
         target_slot=jnp.where(valid, slot, S),
         valid=valid,
         written=jnp.concatenate([live, batch.chunk_len > 0]),
-        start=jnp.concatenate([start + 1, batch.chunk_start + batch.chunk_len]),
+        start=jnp.concatenate([committed + 1, batch.chunk_start + batch.chunk_len]),
         tokens=tokens,
         used=used,
         tree=tree,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """Holds the axis's name for collectives inside shard_map, and what else an exchange needs to know."""
+    """Holds the name of a mesh axis, for collectives in shard_map, and its GPUs, for exchanges over their memory."""
 
     name: str
-    gpus: tuple[int, ...] | None = None  # local hardware ids of its devices in order; None: not all are this process's
+    gpus: tuple[int, ...] | None = None  # local hardware ids in order; None: this process lacks some

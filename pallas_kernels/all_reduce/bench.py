@@ -38,10 +38,10 @@ from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.numbers import positive, positive_number
 
 AXIS = "model"
-CHAINS = (64, 256)  # exchanges in one jit: their difference leaves out what the host does for a call
+CHAINS = (64, 256)  # exchanges in one jit; the difference leaves out the host's work for a call
 REPLAYED_ROWS = 128  # the most
 LINKS = 8  # exchanges in a step of the replays
-SMALL, SMALL_US = 64 * 4096, 6.0  # the bar: values of a sum, and what it may take between two ranks
+SMALL, SMALL_US = 64 * 4096, 6.0  # the bar: a sum of so many values between two ranks, and its most microseconds
 DTYPES = ("bfloat16", "float16", "float32")
 VARIANTS = ("peer", "two-shot", "xla")  # two-shot: peer, of any size
 

@@ -24,14 +24,14 @@ SOURCE = Path(__file__).with_name("peer.cu")
 TARGET = "pallas_kernels_peer_all_reduce"
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_RANKS = 8
-PACK = 16  # bytes, of which a row has whole ones
-ONE_SHOT = 1 << 20  # bytes, the most that are exchanged in one shot
-FASTER = 8 << 20  # bytes, the most for which the exchange is taken unasked
-WAIT_S = 60.0  # for the others, before the program is stopped
+PACK = 16  # bytes; a row has a whole number of packs
+ONE_SHOT = 1 << 20  # bytes; larger arrays take two shots
+FASTER = 8 << 20  # bytes; for larger arrays, this exchange runs only if named
+WAIT_S = 60.0  # how long a device waits for the others before it stops the program
 
 
 def check(x: jax.Array, axis: MeshAxis) -> None:
-    """Raises NotImplementedError for what the exchange over peer memory lacks."""
+    """Raises NotImplementedError for devices and arrays that the exchange over peer memory does not take."""
     if axis.gpus is None:
         raise NotImplementedError("the exchange over peer memory is for GPUs of one host that one process has")
     if not 2 <= len(axis.gpus) <= MOST_RANKS:
@@ -45,7 +45,7 @@ def check(x: jax.Array, axis: MeshAxis) -> None:
 
 
 def check_unasked(x: jax.Array, axis: MeshAxis) -> None:
-    """Raises NotImplementedError for what `check` refuses, and for what XLA's exchange does faster."""
+    """Raises NotImplementedError as `check` does, and for arrays that XLA exchanges faster."""
     check(x, axis)
     if x.size * x.dtype.itemsize > FASTER:
         raise NotImplementedError(f"{x.size * x.dtype.itemsize} bytes: XLA's exchange of that much is faster")
@@ -60,7 +60,7 @@ def all_reduce(
     once: bool | None = None,
     wait_s: float = WAIT_S,
 ) -> jax.Array:
-    """Returns the sum of x [T, E], bias [E] and residual [T, E]; see api.py. once: in one shot (None: if best)."""
+    """Returns the sum of x [T, E], bias [E] and residual [T, E]; see api.py. `once`: in one shot (None: by size)."""
     register()
     assert axis.gpus is not None
     if once is None:
@@ -79,7 +79,7 @@ def all_reduce(
 
 @functools.cache
 def refusal(gpus: tuple[int, ...]) -> str | None:
-    """Returns why these GPUs cannot exchange this way; None if they can."""
+    """Returns why these GPUs cannot exchange over peer memory, or None if they can."""
     try:
         library = register()
     except RuntimeError as error:
@@ -91,8 +91,8 @@ def refusal(gpus: tuple[int, ...]) -> str | None:
 
 @functools.cache
 def register() -> ctypes.CDLL:
-    """Makes XLA know the call, and returns its library. Raises RuntimeError where there is no nvcc, or where it refuses
-    the source, and for a library that is damaged."""
+    """Registers the call with XLA, and returns its library. Raises RuntimeError without nvcc, if nvcc refuses the
+    source, and for a damaged library."""
     path = compiled(capability().replace(".", ""))
     try:
         library = ctypes.CDLL(str(path))
@@ -104,7 +104,7 @@ def register() -> ctypes.CDLL:
 
 
 def compiled(arch: str) -> Path:
-    """Returns the library for a compute capability ("90"), compiled unless it is there. Raises RuntimeError."""
+    """Returns the library for a compute capability ("90"). Compiles it if it is missing. Raises RuntimeError."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if nvcc is None:
@@ -127,7 +127,7 @@ def compiled(arch: str) -> Path:
                 said = [line for line in lines if "error" in line or "fatal" in line]
                 why = said[0] if said else f"it ended with {done.returncode}"
                 raise RuntimeError(f"nvcc cannot compile {SOURCE.name}: {why}")
-            os.replace(made, path)  # whole, whoever else compiles
+            os.replace(made, path)  # a whole file, even if other processes compile it too
     except OSError as error:
         raise RuntimeError(f"{cache}: cannot be written: {error.strerror}") from None
     return path

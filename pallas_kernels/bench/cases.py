@@ -26,8 +26,8 @@ HEAD_DIMS = (64, 128)
 
 
 def pairwise() -> list[dict[str, Any]]:
-    """Yields attention settings in which every two values of different axes meet. All page sizes with all formats come
-    first."""
+    """Returns attention settings in which every two values of different axes meet. Each page size occurs with each pair
+    of formats."""
 
     def pick(axis: Sequence[Any], at: int) -> Any:
         return axis[at % len(axis)]
@@ -55,7 +55,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.
 def random_pages(
     rng: np.random.Generator, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, formats: tuple[str, str]
 ) -> KVPages:
-    """Returns full pages of K and V as their formats store them, every code in use: zero mean, and near unit
+    """Returns full pages of K and V as their formats store them. Values use every code, with zero mean and nearly unit
     variance."""
 
     def pool(fmt: KVFormat) -> Pages:

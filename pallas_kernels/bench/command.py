@@ -19,13 +19,13 @@ from pallas_kernels.starting import raise_interrupts
 
 Row = dict[str, Any]
 LOCAL = Path("results")  # in the working directory
-RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # what is committed and shown by the results page
-UNREAD = 141  # what shells report for SIGPIPE
+RECORDED = Path(__file__).parents[2] / "experiments" / "results"  # committed, and shown by the results page
+UNREAD = 141  # the exit status of shells for SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints the description as it is written, and each option's default. `given` holds what the command line that was
-    parsed last gives, also where its value is the default."""
+    """Prints the description as it is written, and each option's default. `given` has the arguments of the command line
+    that was parsed last, even those that give a default."""
 
     def __init__(self, description: str | None = None, **options: Any):
         super().__init__(description=description, formatter_class=_Help, **options)
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def refuse(self, among: Collection[str], why: str) -> None:
-        """Ends the command where the command line gives one of these options; `why` has a place for it."""
+        """Ends the command with the error `why` if one of these options was given. `{}` in `why` becomes its name."""
         for action in self.given:
             if action.option_strings and action.dest in among:
                 self.error(why.format(action.option_strings[0]))
@@ -59,14 +59,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def add_results_folder(parser: argparse.ArgumentParser) -> None:
     """Adds --results, and in a checkout of the repository --record."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--results", type=Path, default=LOCAL, metavar="DIR", help="of results (default: %(default)s)")
+    where.add_argument("--results", type=Path, default=LOCAL, metavar="DIR", help="their folder (default: %(default)s)")
     if RECORDED.is_dir():
         text = "keep results in experiments/results, which are committed"
         where.add_argument(RECORD, dest="results", action="store_const", const=RECORDED, help=text)
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where the result file goes, what it is called, and --json."""
+    """Adds the options for the result file's folder and name, and --json."""
     add_results_folder(parser)
     parser.add_argument("--label", type=label, help="to tell runs apart: a part of the result's name")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
@@ -75,19 +75,19 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 def add_rows(parser: argparse.ArgumentParser, cases: Iterable[Any]) -> None:
     """Adds --rows, which chooses the measured cases by their rows."""
     rows = sorted({case.rows for case in cases})
-    parser.add_argument("--rows", type=int, nargs="+", choices=rows, default=rows, help="those of cases (default: all)")
+    parser.add_argument("--rows", type=int, nargs="+", choices=rows, default=rows, help="rows of cases (default: all)")
 
 
 def label(text: str) -> str:
-    """Returns a part of a file's name. Raises argparse's error for another text."""
+    """Returns a text that may be a part of a file's name. Raises argparse's error for any other text."""
     if not re.fullmatch(r"\w[\w.-]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, '.', '_' and '-' alone")
     return text
 
 
 def interruptible(main: Callable[..., int]) -> Callable[..., int]:
-    """Wraps a command so that Ctrl-C ends it with a line that says what is left and how to go on. The exception's notes
-    say it. The command ends quietly where the reader of its output has ended, like `head`."""
+    """Wraps a command so that Ctrl-C ends it with one line, which has the notes of the exception: what was kept, and
+    how to go on. The command ends quietly if the reader of its output has ended, as `head` does."""
 
     @functools.wraps(main)
     def wrapped(*args: Any, **options: Any) -> int:
@@ -96,12 +96,12 @@ def interruptible(main: Callable[..., int]) -> Callable[..., int]:
             try:
                 return main(*args, **options)
             finally:
-                print(end="", flush=True)  # nothing is left for Python to say of it at its exit
+                print(end="", flush=True)  # a broken pipe is raised here, not at Python's exit
         except KeyboardInterrupt as error:
             print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops the rest of the output
             return UNREAD
 
     return wrapped
@@ -122,8 +122,8 @@ def record(
     rows: Iterable[Row],
     summarize: Callable[[list[Row]], Iterable[Row]],
 ) -> int:
-    """Measures `rows` one by one; `summarize` may complete them and gives the bars. A row with "error" makes the
-    result incomplete. Returns the exit status."""
+    """Writes each of `rows` once it is measured. `summarize` may complete the rows, and returns the bars. A row with
+    "error" makes the result incomplete. Returns the exit status."""
     command = ["python", "-m", f"pallas_kernels.{operation}.bench", *(sys.argv[1:] if argv is None else argv)]
     try:
         with ResultFile(args.results, operation, command, args.label) as result:
@@ -145,19 +145,19 @@ def record(
 
 def add_triton(parser: argparse.ArgumentParser, config: type) -> None:
     """Adds --triton, and an option for each number of backend triton's configuration, such as --triton-warps."""
-    parser.add_argument("--triton", action="store_true", help="backend triton too, as configured")
+    parser.add_argument("--triton", action="store_true", help="measure backend triton too")
     for each in fields(config):
         option = f"--triton-{each.name.replace('_', '-')}"
-        parser.add_argument(option, type=positive, nargs="+", default=[], help="all combinations of such numbers, too")
+        parser.add_argument(option, type=positive, nargs="+", default=[], help="and all combinations of such numbers")
 
 
 def triton_changes(args: argparse.Namespace, config: type) -> list[dict[str, int]]:
-    """Returns what is to be changed in backend triton's configuration, for each run of it that was asked for."""
+    """Returns the changes of backend triton's configuration, by field, for each of the runs that were asked for."""
     asked = {each.name: values for each in fields(config) if (values := getattr(args, f"triton_{each.name}"))}
     changed = [dict(zip(asked, values)) for values in product(*asked.values())] if asked else []
     return [{}] * args.triton + changed
 
 
 def triton_name(changes: dict[str, int]) -> str:
-    """Returns what a run of backend triton is called."""
+    """Returns the name of a run of backend triton."""
     return " ".join(["triton", *(f"{name}={value}" for name, value in changes.items())])

@@ -12,12 +12,12 @@ import jax
 from pallas_kernels.bench.command import Row
 from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
 
-CACHES = 256 << 20  # bytes, and more than any has
+CACHES = 256 << 20  # bytes: more than the caches of any GPU hold
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Describes what is timed: run(x, w) for each of several w. moved_bytes and flops are of one layer."""
+    """Describes a timed function: run(x, w) for each of several w. moved_bytes and flops are of one layer."""
 
     labels: Row
     x: jax.ShapeDtypeStruct
@@ -28,14 +28,14 @@ class Subject:
 
 
 def layers_for(w: jax.ShapeDtypeStruct) -> int:
-    """Returns how many weights are more than caches hold."""
+    """Returns a number of weights that caches cannot hold together."""
     return max(3, -(-CACHES // (w.size * w.dtype.itemsize)))
 
 
 def table(subjects: Sequence[Subject]) -> Iterator[Row]:
     """Yields the rate of a copy, then one row a subject: "us", "tflop_s" and "gb_s"; or "error" of one that fails."""
     yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
-    with ThreadPoolExecutor(8) as pool:  # all before any is timed: XLA tries its own candidates on the device
+    with ThreadPoolExecutor(8) as pool:  # before any is timed, since XLA tries its candidates on the device
         pending = [(subject, pool.submit(_compile, subject)) for subject in subjects]
     for w in dict.fromkeys(subject.w for subject in subjects):
         yield from _rows_of_weights(w, [(subject, future) for subject, future in pending if subject.w == w])
@@ -60,7 +60,7 @@ def _rows_of_weights(w: jax.ShapeDtypeStruct, pending: list[tuple[Subject, Futur
 
 def _compile(subject: Subject) -> Any:
     def layers(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> list[jax.Array]:
-        return [subject.run(x, w) for x, w in zip(xs, ws)]  # of one x, XLA would join small products into one
+        return [subject.run(x, w) for x, w in zip(xs, ws)]  # with a single x, XLA would join small products into one
 
     count = layers_for(subject.w)
     return jax.jit(layers).lower([subject.x] * count, [subject.w] * count).compile()

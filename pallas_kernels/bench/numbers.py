@@ -3,7 +3,7 @@
 import argparse
 import math
 
-SEEDS = 1 << 32  # a key of JAX keeps no more bits of a seed
+SEEDS = 1 << 32  # a key of JAX keeps 32 bits of a seed
 MOST_GIB = 1 << 33  # 2^63 bytes
 
 
@@ -15,7 +15,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """Parses a number of what there may be none of."""
+    """Parses a number of things that may be zero."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
@@ -64,7 +64,7 @@ def portion(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Returns nan for what is no number, of which no comparison holds."""
+    """Returns nan for a text that is no number: all comparisons with nan are false."""
     try:
         return float(text)
     except ValueError:

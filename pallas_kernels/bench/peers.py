@@ -6,10 +6,10 @@ They must run before JAX takes the device's memory.
     peer_kernels.py --parts gemm --budget-s S --out FILE         torch's matmuls
 
 `--peers` asks for them, `--peers DIR` for scripts of the same names in another folder. Each writes a JSON object with
-"rows", what it measured, and "versions", the peer's. Where one is missing or fails, its row says why. Every variant is
-kept: a row's peer is who made it, its `variant` which of its own ways. `best` returns the fastest. A row names its
-`script` and, as its `version`, the packages that ran. Times are of CUDA graphs by CUDA events, which include the gaps
-between kernels. Ours are the profiler's.
+its "rows" and the peer's "versions". If a script is missing or fails, its row says why. All variants are kept: `peer`
+names the maker of a kernel, and `variant` one of the maker's kernels. `best` returns the fastest. A row also has the
+`script`, and the packages that ran as its `version`. Times are of CUDA graphs by CUDA events, which include the gaps
+between kernels. Our own times are the profiler's.
 """
 
 import argparse
@@ -31,8 +31,8 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "experiments" / "peers"
 FLASHINFER = "FlashInfer"
-OF_PEERS = ("peer_names", "peer_seconds")  # options that --peers alone gives a meaning
-PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
+OF_PEERS = ("peer_names", "peer_seconds")  # options that mean something only with --peers
+PRODUCTS = {  # peer and variant of each kind of product of peer_kernels.py
     "bf16": ("torch bf16", "mm"),
     "int8": ("torch int8", "_int_mm"),
     "fp8t": ("torch fp8", "a scale a tensor"),
@@ -41,24 +41,24 @@ PRODUCTS = {  # kinds of peer_kernels' products: whose, and which of its ways
 
 
 def add_options(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
-    """Adds options to a command that can show others' figures beside its own."""
+    """Adds the options of a command that can measure peers beside our own kernels."""
     add_folder(parser, what)
-    parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="for each of its runs")
+    parser.add_argument("--peer-seconds", type=positive_number, default=seconds, help="seconds for each run of a peer")
 
 
 def add_folder(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds --peers, alone or with the folder of the scripts."""
-    about = f"{what} beside ours, by scripts in DIR (default: experiments/peers)"
+    about = f"also measure {what}, by scripts in DIR (default: experiments/peers)"
     parser.add_argument("--peers", type=Path, nargs="?", const=SCRIPTS, metavar="DIR", help=about)
 
 
 def asked(parser: Parser, args: argparse.Namespace) -> bool:
-    """Returns whether others are to be measured. Ends the command where their folder is not there, and where one of
-    OF_PEERS is given without --peers."""
+    """Returns whether to measure peers. Ends the command if their folder is missing, or if one of OF_PEERS is given
+    without --peers."""
     if args.peers is not None and not args.peers.is_dir():
         parser.error(f"--peers {args.peers} is not a folder")
     if args.peers is None:
-        parser.refuse(OF_PEERS, "{} is about others' side: give --peers, too")
+        parser.refuse(OF_PEERS, "{} needs --peers")
     return args.peers is not None
 
 
@@ -118,7 +118,7 @@ def _figures(row: Row, theirs: str, ours: str, digits: int) -> Row:
 
 
 def made_by(row: Row) -> Row:
-    """Returns what a row of ours keeps of a peer's: its script, and the versions that it ran."""
+    """Returns the fields of a peer's row that our row keeps: its script, and the versions that it ran."""
     return {key: row[key] for key in ("script", "version") if key in row}
 
 
@@ -133,8 +133,8 @@ def best(rows: Iterable[Row], peer: str, shape: Sequence[str]) -> dict[tuple[Any
 
 
 def run_script(script: Path, options: Sequence[str], seconds: float) -> list[Row]:
-    """Returns what a script wrote, each row with the script and its versions; then why, where it failed or wrote
-    nothing. Ends all processes that it began."""
+    """Runs a script, and returns its rows, each with the script and its versions. The last row has the error if the
+    script failed or wrote nothing. Ends all processes that the script started."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out.json"
         command = [sys.executable, str(script), *options, "--out", str(out)]

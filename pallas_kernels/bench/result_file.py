@@ -17,16 +17,16 @@ from pallas_kernels.bench.bars import asked_of
 from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.one_writer import only_writer
 
-OUTPUTS = ("--results", "--out")  # flags that say where their files go
-RECORD = "--record"  # that they go where results are committed
-QUOTED = ("error", "report")  # values of rows that quote what other programs said
+OUTPUTS = ("--results", "--out")  # flags that name the place of a command's files
+RECORD = "--record"  # the flag that puts results where they are committed
+QUOTED = ("error", "report")  # fields of rows that quote other programs
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":]+/)+")  # of an absolute path, not of an address
 
 
 class ResultFile(contextlib.AbstractContextManager):
     """Writes `{experiment}[-{label}]-{YYYYMMDD}-{device}.json` in a directory. Within its `with` block the file is
-    incomplete, rewritten with every row, and written by no other process. Raises `error`, an OSError, where it cannot
-    be written or another process writes it."""
+    incomplete, rewritten with every row, and written by no other process. Raises `error`, an OSError, if it cannot be
+    written, or if another process writes it."""
 
     packages: ClassVar[tuple[str, ...]] = ("jax", "jaxlib", "numpy")  # whose versions are kept
     error: ClassVar[type[OSError]] = OSError
@@ -76,13 +76,13 @@ class ResultFile(contextlib.AbstractContextManager):
         self._open.close()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds one table row, a flat dict. What it quotes names files without the folders of this machine."""
+        """Adds one table row, a flat dict. Its quotes lose the folders of this machine's paths."""
         quoted = {key: FOLDERS.sub("", row[key]) for key in QUOTED if isinstance(row.get(key), str)}
         self.document["rows"].append(row | quoted if quoted else row)
         self._write()
 
     def finish(self, *, bars: list[dict[str, Any]], complete: bool, **extra: Any) -> None:
-        """Writes `bars`, entries of bars.bar without other devices' ones, and `extra`, further figures of the run."""
+        """Writes the bars of this device, out of `bars` (bars.bar), and `extra`, further figures of the run."""
         rows = self.document.pop("rows")  # last, as they are long
         self.document |= gpu_of(self.document["device"])  # clocks are those of a device that was at work
         self.document["host"]["load_after"] = host_now()["load"]
@@ -106,7 +106,7 @@ class ResultFile(contextlib.AbstractContextManager):
 
 
 def commit_of(checkout: Path) -> str | None:
-    """Returns the commit of a checkout's sources, with a + where they were changed; None outside of one."""
+    """Returns the commit of a checkout, with a + if its sources were changed, or None outside of a checkout."""
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
@@ -117,8 +117,8 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def gpu_of(device: str) -> dict[str, Any]:
-    """Returns the driver and the clocks in MHz, now and at most, of the first GPU of this process. Returns nothing
-    where nvidia-smi does not tell."""
+    """Returns the driver and the clocks in MHz, now and at most, of the first GPU of this process. The dict is
+    empty if nvidia-smi reports nothing."""
     found = [] if device == "cpu" else ask_gpus("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
     if not found:
         return {}
@@ -141,8 +141,8 @@ def labelled(experiment: str, label: str | None) -> str:
 
 
 def portable(command: Sequence[str]) -> list[str]:
-    """Returns a command without what only one machine knows. Where output went is left out; other absolute paths are
-    named by their last part."""
+    """Returns a command without the folders of this machine. It leaves out where output went, and cuts other absolute
+    paths to their last part."""
     kept: list[str] = []
     words = iter(command)
     for word in words:
@@ -160,7 +160,7 @@ def portable(command: Sequence[str]) -> list[str]:
 
 
 def _layout(value: Any) -> str:
-    """Writes one row a line, so that changes show well."""
+    """Returns JSON with one row a line, so that diffs are easy to read."""
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"

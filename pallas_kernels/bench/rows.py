@@ -16,7 +16,7 @@ COMPILERS = 12  # threads
 
 
 class Case(Protocol):
-    """Describes what a case of either operation has."""
+    """Describes the properties that cases of both operations have."""
 
     @property
     def dtype(self) -> str: ...
@@ -27,7 +27,7 @@ class Case(Protocol):
 
 
 def prepare(case: Case, shapes: Sequence[tuple[int, ...]], run: Callable[..., Any]) -> Callable[[], float]:
-    """Compiles run(*inputs), where inputs are standard normal arrays of `shapes` -> a function that measures its
+    """Compiles run(*inputs) for standard normal inputs of `shapes`. Returns a function that measures its
     microseconds."""
     layers = max(4, min(16, -(-(256 << 20) // case.moved_bytes)))
     dtype = jnp.dtype(case.dtype)

@@ -39,8 +39,8 @@ def decode_attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v [R Q, H, D] of Q queries a sequence, over K and V as stored.
 
-    `rows` is Q where q has further rows than R Q. The result has as many, and another operation writes what they hold
-    (prefill_attention's `into`).
+    If q has more than R Q rows, `rows` is Q. The result then has as many rows as q, and another operation writes the
+    rest (prefill_attention's `into`).
 
     With Q = 1, lengths i32[R] counts a row's visible keys, its own included: the query is at position length - 1. A row
     of length 0 is unused and comes out zero. With a larger Q, a segment's own keys are the last of these. `segments`
@@ -82,9 +82,9 @@ def plan(
     segments: Segments | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """Returns the work list of decode_attention with these arguments, where the chosen backend has one. It depends on
-    lengths i32[R], segments, sizes and dtypes alone, so that the layers of a step share it. Shapes and dtypes of q [R
-    Q, H, D] and pages are enough."""
+    """Returns the work list of decode_attention with these arguments, or None if the chosen backend has none. It
+    depends on lengths i32[R], segments, sizes and dtypes alone, so all layers of a step share it. Of q [R Q, H, D] and
+    pages, shapes and dtypes are enough."""
     make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths)).plan
     return None if make is None else make(q, pages, lengths, window, segments)
 

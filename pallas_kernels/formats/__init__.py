@@ -1,1 +1,1 @@
-"""Formats of KV pages and weights, and the plain jnp that encodes, decodes and checks them."""
+"""Defines formats of KV pages and weights, and encodes, decodes and checks them in plain jnp."""

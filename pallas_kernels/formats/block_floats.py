@@ -29,7 +29,7 @@ LARGEST = {"e2m1": 6.0, "fp8": 448.0, "e5m2": 57344.0}
 FLOATS = {"fp8": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _EXPONENT = {"e2m1": 2, "fp8": 8, "e5m2": 15}  # of the largest element
 _BIAS = 127
-_TINY = 2.0**-126  # asked for by a block of zeros
+_TINY = 2.0**-126  # the wanted scale of a block of zeros
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def round_elements(x: jax.Array, codes: str) -> jax.Array:
 
 
 def element_values(codes: jax.Array, kind: str, dtype: DTypeLike) -> jax.Array:
-    """Returns what codes stand for, in units of scales."""
+    """Returns the values of codes, in units of scales."""
     return jnp.asarray((*E2M1, *(-x for x in E2M1)), dtype)[codes] if kind == "e2m1" else codes.astype(dtype)
 
 
 def mx_scales(absmax: jax.Array, codes: str) -> jax.Array:
-    """Returns the powers of two of blocks with these largest magnitudes, in their dtype."""
+    """Returns MX scales, powers of two, of blocks with these largest magnitudes, in the magnitudes' dtype."""
     exponent = jnp.frexp(absmax)[1] - 1 - _EXPONENT[codes]  # frexp's fraction is in [0.5, 1)
     exponent = jnp.where(absmax > 0, exponent, -126)
     return jnp.ldexp(jnp.ones_like(absmax), jnp.clip(exponent, -126, 127))
@@ -89,13 +89,13 @@ def decode_e8m0(stored: jax.Array) -> jax.Array:
 
 
 def wanted_scales(absmax: jax.Array) -> jax.Array:
-    """Returns what blocks of E2M1 with these largest magnitudes ask for, in their dtype."""
+    """Returns NVFP4's scales, not yet rounded, of blocks with these largest magnitudes, in the magnitudes' dtype."""
     return jnp.maximum(absmax * jnp.asarray(1 / 6, absmax.dtype), jnp.asarray(_TINY, absmax.dtype))
 
 
 def split_scales(scales: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns scales as E4M3 and the float32 that is their unit. The float32 makes `largest` of them (broadcast to
-    them) 448."""
+    """Returns scales as E4M3, and the float32 that is their unit. In this unit `largest`, which broadcasts to the
+    scales, is 448."""
     f32 = jnp.finfo(jnp.float32)
     unit = jnp.asarray(1 / 448, largest.dtype)
     tensor = jnp.clip(largest * unit, float(f32.tiny), float(f32.max)).astype(jnp.float32)
@@ -103,15 +103,14 @@ def split_scales(scales: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.
 
 
 def to_e4m3(scales: jax.Array, tensor: jax.Array) -> jax.Array:
-    """Returns scales in units of that float32, which broadcasts to them."""
+    """Returns scales as E4M3, in units of the float32 `tensor`, which broadcasts to them."""
     return to_float8(jnp.clip(scales / tensor.astype(scales.dtype), 2.0**-9, 448), FLOATS["fp8"])
 
 
 def round_blocks(x: jax.Array, kind: str, scale: jax.Array | None = None, *, axis: str | None = None) -> jax.Array:
-    """Returns x [..., K] as that kind would hold it, in x's float dtype: activations, with what rounding loses. K is a
-    multiple of the block. NVFP4's float32 is each row's own, so that a token does not depend on others. Or it is
-    `scale` [1] of all. With `axis` a row's columns are sharded over that mesh axis, and its float32 is that of the
-    whole row."""
+    """Returns activations x [..., K] rounded to the values that a kind can hold, in x's float dtype. K is a multiple of
+    the block. NVFP4 has a float32 for each row, so that a token does not depend on others, or `scale` [1] for all
+    rows. With `axis`, a row's columns are sharded over that mesh axis, and its float32 is the whole row's."""
     fmt = KINDS[kind]
     blocks = x.astype(compute_dtype(x.dtype)).reshape(*x.shape[:-1], -1, fmt.block)
     absmax = jnp.max(jnp.abs(blocks), axis=-1)

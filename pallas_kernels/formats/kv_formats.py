@@ -25,23 +25,24 @@ from pallas_kernels.formats.rounding import to_float8
 
 FP8 = "float8_e4m3fn"
 FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": FP8}
-# Symmetric: -128, -8 and -2 are written with zero points only, and int2 has no other codes.
+# The largest codes of symmetric groups. Only groups with zero points have -128, -8 and -2; int2 always has them.
 LARGEST_CODE = {"int8": 127, "int4": 7, "int2": 1}
 RESIDUAL = 128  # tokens: the paper's
-LARGEST_PAGE = 128  # tokens, that any backend reads
+LARGEST_PAGE = 128  # tokens of the largest page that any backend reads
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Says how K or V is stored: a float type, or "int8"/"int4"/"int2" with one scale per `group` values along D. A
-    format of one's own is a frozen dataclass that inherits from this one. It has its own `bits`, `encode` and `decode`,
-    and what of the rest differs: `dtype` is then that of the values array. Plain jnp stores and reads it. Kernels list
-    the formats that they know, and refuse it."""
+    """Says how K or V is stored: a float type, or "int8"/"int4"/"int2" with one scale per `group` values along D.
+
+    A format of the caller's own is a frozen dataclass that inherits from this one. It defines `bits`, `encode` and
+    `decode`, and overrides other members that differ. Its `dtype` is that of the values array. Plain jnp stores and
+    reads it. Kernels refuse it, since each lists the formats that it knows."""
 
     dtype: str
     group: int | None = None
     zero_point: bool = False  # a group has its least value beside its scale, and all 256, 16 or 4 codes
-    hadamard: bool = False  # what is stored is rotated
+    hadamard: bool = False  # stored values are rotated
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ class KVFormat:
 
     @property
     def codes(self) -> str:
-        """Returns what kernels list: the name less its group's size."""
+        """Returns the name without the group's size, as kernels list it."""
         return self._kind + self._suffix
 
     @property

@@ -45,13 +45,13 @@ class QuantizedWeight:
 
 
 def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
-    """Rounds w [N, K], finite, to the nearest of what the format holds.
+    """Rounds w [N, K], which is finite, to the nearest values that the format holds.
 
     No format holds NaN or infinity, which callers refuse. Symmetric int8 steps are absmax / 127 and symmetric int4 ones
     absmax / 7.5 (all 16 codes: -absmax and absmax are half a step away). With a zero point, the range of w and 0 is cut
     into 255 or 15 steps. fp8: absmax / 448. Scales of groups are rounded up to float16 within its normal range. So
-    nothing is clipped by more than half a step. Values are divided by the rounded scale. What block_floats.py defines
-    is as it says there. Raises ValueError where the shape does not fit.
+    nothing is clipped by more than half a step. Values are divided by the rounded scale. Formats of block_floats.py
+    are as defined there. Raises ValueError where the shape does not fit.
     """
     return encode_with(w, *fit_scales(rotate_groups(grouped(w, fmt), fmt), fmt), fmt)
 
@@ -168,8 +168,8 @@ def group_scales(w: QuantizedWeight) -> jax.Array:
 
 
 def unpacked(w: QuantizedWeight) -> QuantizedWeight:
-    """Returns a weight without packing and padding, so that it is alike wherever it is cut. Scales that are int8
-    themselves are as kernels take them."""
+    """Returns a weight without packing and padding, so that it may be cut anywhere. Scales that are stored as int8 are
+    decoded."""
     (N, K), fmt = w.shape, w.format
     codes = unpack4(w.values, signed=False) if fmt.packed else w.values
     scales = group_scales(w) if fmt.double_quant else w.scales

@@ -13,10 +13,13 @@ WORD = 32  # bits of a word of a mask of ancestors
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Says which rows of R segments of Q rows are in use, and what these see of their own segment. Of a segment whose
-    sequence has `length` keys, the last `rows` are its own and those before are committed. Row i's key is at cache
-    index length - rows + i, after those of its ancestors. Its position is length - rows plus the number of its
-    ancestors, itself left out. A chain's is its cache index, and siblings in a tree share one."""
+    """Says which rows of R segments of Q rows are in use, and which rows of its own segment each row sees.
+
+    If a segment's sequence has `length` keys, the last `rows` keys are the segment's own. The keys before are
+    committed. Row i's key is at cache index length - rows + i, behind its ancestors' keys. Row i's position is length -
+    rows plus its number of ancestors, without itself. In a chain it equals the cache index. Siblings in a tree share a
+    position.
+    """
 
     rows: jax.Array  # i32[R], 0 .. Q; the first ones are in use
     # u32[R, Q, ceil(Q / 32)], bit j % 32 of word j // 32 of row i: row j is i itself or its ancestor; None: a chain
@@ -30,14 +33,14 @@ def depths(ancestors: jax.Array) -> jax.Array:
 
 
 def related(ancestors: jax.Array) -> jax.Array:
-    """Returns which rows each row is or comes after: u32[R, Q, words] gives bool[R, Q, Q]."""
+    """Returns whether row j is row i or its ancestor: u32[R, Q, words] gives bool[R, Q, Q], by i and j."""
     bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
     bits = ((ancestors[..., None] >> bit) & jnp.uint32(1)).reshape(*ancestors.shape[:2], -1)
     return bits[:, :, : ancestors.shape[1]] == 1
 
 
 def within(ancestors: jax.Array, window: int) -> jax.Array:
-    """Returns the masks u32[R, Q, words] without the ancestors whose positions a window of `window` does not hold."""
+    """Returns the masks u32[R, Q, words] without ancestors whose positions lie outside of a row's window."""
     R, Q, words = ancestors.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)[None, None, None, :]
     related = (ancestors[..., None] >> bit) & jnp.uint32(1)  # [R, Q, words, WORD]
@@ -48,7 +51,7 @@ def within(ancestors: jax.Array, window: int) -> jax.Array:
 
 
 def words_of(rows: int) -> int:
-    """Counts the words of a mask of the ancestors among `rows` rows."""
+    """Counts the words of a mask over `rows` rows."""
     return -(-rows // WORD)
 
 

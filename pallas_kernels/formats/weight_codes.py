@@ -34,7 +34,7 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
 
 
 def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
-    """Returns scales in their own dtype, rounded to what holds them: never zero, float16 ones never down."""
+    """Returns scales in their own dtype, rounded as they will be stored: never to zero, and float16 never down."""
     dtype = jnp.finfo(jnp.float32 if fmt.group is None else jnp.float16)
     scales = jnp.clip(scales, jnp.asarray(dtype.tiny, scales.dtype), jnp.asarray(dtype.max, scales.dtype))
     if fmt.group is None:
@@ -64,7 +64,7 @@ def round_codes(x: jax.Array, zeros: jax.Array | None, fmt: WeightFormat) -> jax
 
 
 def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dtype: DTypeLike) -> jax.Array:
-    """Returns what codes stand for in units of scales; zeros as round_codes takes them, in `dtype`."""
+    """Returns the values of codes in units of scales, in `dtype`. Zeros are as round_codes takes them."""
     if fmt.codes in ("e2m1", "e5m2"):
         return element_values(codes, fmt.codes, dtype)
     x = jnp.asarray(TABLES[fmt.codes], dtype)[codes] if fmt.codes in TABLES else codes.astype(dtype)
@@ -72,8 +72,8 @@ def code_values(codes: jax.Array, zeros: jax.Array | None, fmt: WeightFormat, dt
 
 
 def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns, of storable scales [N', groups], what will be decoded, what is stored, and the steps of quantized
-    scales. What will be decoded is in their dtype."""
+    """Returns storable scales [N', groups] as they will be decoded, in their dtype, and as they are stored. The third
+    result is QuantizedWeight.scale_steps."""
     if fmt.scale_codes == "e8m0":
         return scales, encode_e8m0(scales), None
     if fmt.scale_codes == "e4m3":

@@ -48,14 +48,14 @@ THRESHOLD = 6.0  # of LLM.int8's outliers, where none is given (arXiv 2208.07339
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Says how a weight is stored, and what its inputs are quantized to when they meet it."""
+    """Says how a weight is stored, and how its inputs are quantized before the product."""
 
     codes: str  # "int8", "fp8", "int4", "nf4", "fp4", "e2m1" or "e5m2"
     group: int | None = None  # values along K that share a scale; None: a row's
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
-    activations: str | None = None  # "int8" or "fp8", one scale a token as it comes, or input_scale; None: 16 bits.
-    # Or a kind of block_floats.py: rounded to it, and multiplied as numbers
+    activations: str | None = None  # "int8" or "fp8", with a scale for each token, or input_scale; None: 16 bits.
+    # Or a kind of block_floats.py, to which inputs are rounded before they are multiplied as numbers
     per_tensor: bool = False  # one activation scale for all tokens, for experiments: not batch-invariant
     scale_codes: str | None = None  # "e8m0" or "e4m3", as block_floats.py has them
     outliers: float | None = None  # inputs of this magnitude or more stay in 16 bits, token by token (LLM.int8)
@@ -64,18 +64,18 @@ class WeightFormat:
 
     @property
     def block_kind(self) -> str | None:
-        """Returns the name in block_floats.KINDS of what is stored so."""
+        """Returns the name in block_floats.KINDS of a format with these codes, groups and scales, or None."""
         own = self.codes, self.group, self.scale_codes
         return next((name for name, k in KINDS.items() if (k.codes, k.block, k.scale) == own), None)
 
     @property
     def row_codes(self) -> str | None:
-        """Returns what inputs are quantized to with a scale a row, if they are: the matmul then takes them as codes."""
+        """Returns "int8" or "fp8" if the matmul takes its inputs as codes with scales of rows, else None."""
         return None if self.activations in KINDS else self.activations
 
     @property
     def scales_together(self) -> bool:
-        """Tells whether what a scale is stored as depends on the others."""
+        """Tells whether the stored form of a scale depends on other scales."""
         return self.double_quant or self.scale_codes == "e4m3"
 
     @property

@@ -1,5 +1,5 @@
-"""Runs a ring of buffers in shared memory: the n-th copy of a CTA goes to slot n modulo their number. Its readers must
-have said (`free`, a barrier a slot) that they are done with what was there."""
+"""Runs a ring of buffers in shared memory: the n-th copy of a CTA goes to slot n modulo the number of slots. A slot is
+filled again once its readers have arrived at its barrier `free`."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def free_slot(number: jax.Array, free: Any) -> jax.Array:
 
 
 def drain(copies: jax.Array, *barriers: Any) -> None:
-    """Waits until the last ones of all copies have been read. So no barrier is left in the middle of a phase, and no
+    """Waits until the last copy in each slot has been read. So no barrier is left in the middle of a phase, and no
     CTA leaves while another still signals it. `barriers` are the `free` ones of rings with the same number of slots."""
     stages = barriers[0].shape[0]
 

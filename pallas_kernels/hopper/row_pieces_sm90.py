@@ -81,14 +81,14 @@ class Part:
     def norm(
         self, row: Sequence[jax.Array], gains: Sequence[jax.Array], eps: float, scratch: Any, barrier: Any
     ) -> list[jax.Array]:
-        """Returns RMSNorm of the whole row, by its pieces in 16 bits, and those of the gains. That is over the root
-        mean square, rounded, times the gains, rounded. scratch is `sum`'s."""
+        """Returns RMSNorm of the whole row, from pieces of the row and of the gains in 16 bits. The quotient by the
+        root mean square is rounded, and so is its product with the gains. `scratch` is as in `sum`."""
         total = self.sum([jnp.square(widen(y)) for y in row], scratch, barrier)
         return _normed(row, gains, total * float(np.float32(1 / (scratch.shape[0] * VECTOR))), eps)
 
     def peak(self, values: Sequence[jax.Array], scratch: Any, barrier: Any) -> jax.Array:
-        """Returns the largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Any full
-        piece may stand for others, as their maximum."""
+        """Returns the largest magnitude of the whole row, float32, by scratch f32[parts * num_peaks(cut)]. Full pieces
+        are first reduced to one, their maximum."""
         start = self.index * num_peaks(self.cut)
         for value in _fold_full([jnp.abs(value) for value in values]):
             scratch[pl.ds(start, len(value))] = jnp.max(value, axis=1).astype(jnp.float32)

@@ -24,13 +24,13 @@ def matmul(
 ) -> jax.Array:
     """Returns x [..., K] times w [N, K] transposed, plus bias [N] and residual [..., N]: [..., N].
 
-    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
-    of one row takes that along, to the same bits; before others it is an operation of its own.
+    With norm [K], in x's dtype, RMSNorm(x) * norm replaces x, as norm_quant computes it with `eps`. The mosaic kernel
+    of one row includes this norm, with the same bits. Before other kernels it is an operation of its own.
 
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision. bias and residual are
     added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
-    takes up to 512 rows in 16 bits, and N and K in multiples of 16. Its residual has `out_dtype`. Unnamed, it runs
-    where it was measured to be the faster one. Raises ValueError where shapes or dtypes disagree, and
+    takes up to 512 rows in 16 bits, and N and K in multiples of 16. Its residual has `out_dtype`. If no backend is
+    named, it runs where it was measured to be faster. Raises ValueError where shapes or dtypes disagree, and
     NotImplementedError for what a named backend doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:

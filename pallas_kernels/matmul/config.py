@@ -1,4 +1,4 @@
-"""Says what matmul's Mosaic kernel supports, and where it is the faster one. Imports no Pallas."""
+"""Says what matmul's Mosaic kernel supports, and where it is faster than XLA. Imports no Pallas."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ def check_one_order(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_
         check_result(out_dtype, residual)
 
 
-# By N and K, from M to M: where the kernel was the faster one in bfloat16 on an H200 (experiments/LOG.md). At one row
-# that holds in a whole step. XLA's matmul is faster alone, but rounding and the norm before it take that time again.
-# For a residual, too, XLA takes a pass of its own, so the kernel is the faster one for longer.
+# By N and K: the range of M in which the kernel was faster in bfloat16 on an H200 (experiments/LOG.md). At one row this
+# holds in a whole step. There XLA's matmul alone is faster, but its rounding and the norm before it take that time
+# again. XLA also adds a residual in a pass of its own, so with a residual the range is longer.
 FASTER = {
     (12288, 4096): (1, 128), (4096, 4096): (1, 512), (4096, 11008): (1, 384),
     (6144, 4096): (1, 512), (4096, 14336): (1, 256),
@@ -35,7 +35,7 @@ TO_WITH_RESIDUAL = {(4096, 11008): 512, (4096, 14336): 512}
 
 
 def check_faster(x: jax.Array, w: jax.Array, residual: jax.Array | None, out_dtype: jnp.dtype) -> None:
-    """Raises NotImplementedError where XLA's own product was as fast, or nothing was measured."""
+    """Raises NotImplementedError if XLA's own product was as fast, or if nothing was measured."""
     check_supported(x, w, residual, out_dtype)
     shape = w.shape[0], w.shape[1]
     rows = FASTER.get(shape)

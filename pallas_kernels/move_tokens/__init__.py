@@ -1,4 +1,4 @@
-"""Moves of tokens within their sequences' pages: compaction after a tree of drafts was verified."""
+"""Moves tokens within their sequences' pages, to compact them after a tree of drafts was verified."""
 
 from pallas_kernels.move_tokens.api import move_tokens
 

@@ -46,7 +46,7 @@ def prefill_attention(
     iff 0 <= i - j < window.
 
     With `into` [F + C, H, D] the C rows are those of q [F + C, H, D] from F = `first` on. The result is `into` with
-    these rows replaced, in place where it may be: so the rows before may be another operation's.
+    these rows replaced, in place if possible. So the rows before may come from another operation.
 
     `work` is `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own.
     `debug` reads the values first, outside of jit only. It raises ValueError for a chunk whose rows, length or pages
@@ -84,8 +84,8 @@ def plan(
     window: int | None = None,
     backend: str | None = None,
 ) -> Work | None:
-    """Returns the work list of prefill_attention with these arguments, where the chosen backend has one. It depends on
-    lengths, sizes and dtypes alone, so that the layers of a step share it. Of q and pages the shapes and dtypes are
+    """Returns the work list of prefill_attention with these arguments, or None if the chosen backend has none. It
+    depends on lengths, sizes and dtypes alone, so all layers of a step share it. Of q and pages, shapes and dtypes are
     enough."""
     make = choose(BACKENDS, backend, q, pages, scale).plan
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)

@@ -1,4 +1,4 @@
-"""Samples one token a row of logits by temperature, top-k, top-p and min-p, with Gumbel noise by keys a row."""
+"""Samples a token for each row of logits by temperature, top-k, top-p and min-p, with Gumbel noise by its keys."""
 
 from functools import partial
 
@@ -27,18 +27,19 @@ def sample(
 
     Takes temperature, top_p, min_p [R] (floats), top_k i32[R] and keys u32[R, 4]. A row takes the token with the
     largest (logit - the row's largest) / temperature + noise, the lowest id at ties. A temperature of 0 (or less, or
-    NaN) adds no noise; more than 1e30 counts as that. noise.py says how Gumbel noise follows from keys and a token's
+    NaN) adds no noise; one above 1e30 counts as 1e30. noise.py says how Gumbel noise follows from keys and a token's
     id. Equal keys give equal noise, in rows, calls and models.
 
-    - top-k (0: off) keeps what reaches the k-th largest logit.
+    - top-k (0: off) keeps the logits that reach the k-th largest.
     - top-p (1: off) keeps the smallest set of the most likely tokens whose probability, renormalized after top-k,
       reaches p.
-    - min-p (0: off) keeps what is at least min_p times as likely as the most likely token.
+    - min-p (0: off) keeps tokens that are at least min_p times as likely as the most likely one.
 
     Ties at a threshold are kept together, and the most likely token always. NaN counts as -inf, which is never drawn.
     Where a whole row is -inf, the token is 0. +inf counts as the largest number. A row's token depends on its own
-    numbers alone, and on one backend is the same in any batch. Backends share the noise's bits. Between them a token
-    may differ where the best two are within rounding of each other. Whatever a row holds, its token is in [0, V).
+    numbers alone, and on one backend is the same in any batch. Backends share the noise's bits. Between backends a
+    token may differ if the best two scores are within rounding of each other. Whatever a row holds, its token is in [0,
+    V).
 
     Computes in promote_types(logits.dtype, float32). Raises ValueError for shapes or dtypes that don't fit, and
     NotImplementedError for what a named backend doesn't do.

@@ -8,9 +8,9 @@ from pallas_kernels.triton.triton_call import check_installed
 VECTOR = 4  # logits that a thread loads at once
 THREADS = 128  # of a warpgroup
 PIECE = VECTOR * THREADS  # logits that a warpgroup loads at once
-LARGEST = 1 << 24  # vocabulary; token ids are exact in float32
-PART, MOST_PARTS = 4, 16  # chunks at least, and parts at most, of a row that blocks share
-HOTTEST = 1e30  # that a temperature counts for on all backends: over an infinite one a ban would be NaN
+LARGEST = 1 << 24  # the largest vocabulary: its token ids are exact in float32
+PART, MOST_PARTS = 4, 16  # least chunks of a part, and most parts of a row
+HOTTEST = 1e30  # larger temperatures count as this one: divided by infinity, a ban would be NaN
 
 
 def check_supported(dtype: str, rows: int, vocabulary: int) -> None:
@@ -24,17 +24,17 @@ def check_supported(dtype: str, rows: int, vocabulary: int) -> None:
 
 
 def padded(vocabulary: int) -> int:
-    """Returns the logits of a row as the kernels read it: whole vectors, and one piece at least."""
+    """Returns the number of logits that the kernels read of a row: whole vectors, and at least one piece."""
     return max(-(-vocabulary // VECTOR) * VECTOR, PIECE)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Says how a row is cut, and what of it is held."""
+    """Says how a row is cut, and how much of it is held in registers."""
 
     warpgroups: int = 4  # that share a row
     pieces: int = 4  # of 512 logits that a warpgroup loads before it waits
-    held: int = 16  # pieces that it may hold in registers; rows of more are searched in what their parts keep
+    held: int = 16  # pieces that it may hold in registers; of longer rows it searches what their parts keep
     kept: int = 4  # pieces that each part of such a row keeps; 0: none, the row is read again for each pass
 
     def __post_init__(self) -> None:
@@ -51,13 +51,13 @@ class Config:
         return self.warpgroups * self.pieces * PIECE
 
     def parts(self, vocabulary: int) -> tuple[int, int]:
-        """Returns how many parts a row is cut into, and of how many chunks each is: a row's length alone decides it."""
+        """Returns the number of a row's parts, and the chunks of each part. The row's length alone decides both."""
         chunks = -(-vocabulary // self.chunk)
         each = max(PART, -(-chunks // MOST_PARTS))
         return -(-chunks // each), each
 
     def cuts(self, vocabulary: int) -> bool:
-        """Returns whether a row with filters is searched in what its parts keep: again, its length alone decides."""
+        """Returns whether filters search only what a row's parts keep. The row's length alone decides it."""
         return self.kept > 0 and -(-vocabulary // self.chunk) * self.pieces > self.held
 
     def check(self, vocabulary: int) -> None:

@@ -108,7 +108,7 @@ class Weights:
 
 
 class Streamed:
-    """Sums over a row that is read anew each time: three pivots a pass, as memory bounds it."""
+    """Sums over a row that each pass reads again. Memory bounds a pass, so it takes three pivots at once."""
 
     pivots = 3
 
@@ -116,14 +116,14 @@ class Streamed:
         self.row, self.weights = row, weights
 
     def counts(self, lowest: Sequence[jax.Array]) -> Pieces:
-        """Returns a piece for each of `lowest`, which adds up to how many logits reach it."""
+        """Returns a piece for each of `lowest`. It adds up to the number of logits that reach it."""
         return self._add(lowest, lambda x: 1.0)
 
     def prepare(self) -> None:
-        """Prepares masses; call it before them."""
+        """Prepares the weights that masses() reads. Call it first."""
 
     def masses(self, lowest: Sequence[jax.Array]) -> Pieces:
-        """Returns a piece for each of `lowest`, which adds up to the weights of the logits that reach it."""
+        """Returns a piece for each of `lowest`. It adds up to the weights of the logits that reach it."""
         return self._add(lowest, self.weights.of)
 
     def _add(self, lowest: Sequence[jax.Array], weigh: Callable[[jax.Array], Any]) -> Pieces:

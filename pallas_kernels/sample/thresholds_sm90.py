@@ -36,7 +36,7 @@ class Asked:
 
 
 def counted(block: Block, sums: Any, asked: Asked) -> Probe:
-    """Returns whether as many logits as top-k asks for reach a threshold."""
+    """Returns a probe of thresholds: whether at least as many logits as top-k asks for reach each."""
     k = asked.top_k.astype(jnp.float32)
 
     def probe(at: Any, area: Any) -> tuple[list[Any], list[Any]]:
@@ -47,7 +47,7 @@ def counted(block: Block, sums: Any, asked: Asked) -> Probe:
 
 
 def weighed(block: Block, sums: Any, target: jax.Array) -> Probe:
-    """Returns whether the mass of what reaches a threshold is that much."""
+    """Returns a probe of thresholds: whether the logits that reach each have at least the weight `target`."""
 
     def probe(at: Any, area: Any) -> tuple[list[Any], None]:
         return [found >= target for found in block.sums(sums.masses([number(i) for i in at]), area)], None
@@ -56,7 +56,7 @@ def weighed(block: Block, sums: Any, target: jax.Array) -> Probe:
 
 
 def threshold(block: Block, source: tuple[Any, ...], top: jax.Array, asked: Asked) -> jax.Array:
-    """Returns a number that as many logits reach as reach top-k's and top-p's thresholds."""
+    """Returns a number that exactly those logits reach that reach both thresholds, of top-k and top-p."""
     sums = Streamed(*source) if len(source) == 2 else Held(*source)
     off, high = jnp.float32(-INFINITY), image(top) + 1
 

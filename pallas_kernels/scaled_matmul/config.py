@@ -31,8 +31,8 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
 
 
 def choose_config(m: int, n: int, k: int) -> Config:
-    """Returns the configuration for x [M, K] and w [N, K], both of eight bits. It is as tuned for (K, N), by the
-    largest M of each; else what a count of clocks likes best."""
+    """Returns the configuration for x [M, K] and w [N, K], both of eight bits. It is the tuned one
+    for (K, N) and M, or else the one with the fewest clocks by `estimate`."""
     if m <= FEW_ROWS:
         return skinny_config.choose_config(m, n, k, 1)
     return next((config for most, config in TUNED.get((k, n), ()) if m <= most), estimate(m, n, k))
@@ -50,15 +50,15 @@ def estimate(m: int, n: int, k: int) -> tall_config.Config:
     return min(TILES, key=clocks)
 
 
-FEW_ROWS = 64  # up to which the product is bound by the bytes of w, and skinny's
+FEW_ROWS = 64  # up to so many rows the bytes of w bound the product, and skinny.py computes it
 ALL = 1 << 30
 _tall = tall_config.Config
 TILES = tuple(
     _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
 )
 
-# By (K, N): the largest M, and what was best with int8 on an H200 (experiments/LOG.md). Tiles are as wide as one wave
-# allows. float8 takes the same.
+# By (K, N): the largest M of each configuration, the best one with int8 on an H200 (experiments/LOG.md). Tiles are as
+# wide as one wave allows. float8 takes the same configurations.
 TUNED: dict[tuple[int, int], tuple[tuple[int, Config], ...]] = {
     (4096, 12288): (
         (128, _tall(128, 96, 7)), (256, _tall(128, 192, 5)), (512, _tall(256, 192, 3)), (1024, _tall(256, 128)),

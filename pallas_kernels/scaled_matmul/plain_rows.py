@@ -33,10 +33,10 @@ def of_plain_rows(
     """Returns x [M, K], quantized with a scale a row, times w int8 or e4m3[N, K] transposed: [M, N] of `out_dtype`.
 
     int8_matmul and fp8_matmul make it with w_scale [N], bias [N] and residual [M, N]. `out_dtype` is x's by default.
-    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. gated: SiLU of
-    the product with w's first half, times that with its second half, as silu_mul_quant makes it: [M, N / 2]. Nothing is
-    added. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't
-    do.
+    With norm [K], in x's dtype, RMSNorm(x) * norm replaces x, as norm_quant computes it with `eps`. If `gated`, the
+    result is SiLU of the product with w's first half, times the product with its second half: [M, N / 2]. It has the
+    bits of silu_mul_quant, and nothing is added. Raises ValueError where shapes or dtypes disagree, and
+    NotImplementedError for what a named backend doesn't do.
     """
     sizes = bind_shapes(x=(x, "M K"), w=(w, "N K"), w_scale=(w_scale, "N"))
     check_floats(x=x)

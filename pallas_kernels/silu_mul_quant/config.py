@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pallas_kernels.checks import check_whole_rows
 from pallas_kernels.triton.triton_call import check_rows
 
-# The kinds that a Hopper GPU gives the kernel by default. The number of rows must not show in a row's bits, so it does
-# not count. The kernel is faster than XLA at quantizing to int8. In 16 bits XLA makes one pass too, over more blocks,
-# and is the faster one.
+# The kinds for which the kernel runs by default on Hopper, whatever the number of rows: that must not show in a row's
+# bits. The kernel is faster than XLA at quantizing to int8. In 16 bits XLA makes one pass too, over more blocks, and is
+# faster.
 DEFAULT_KINDS = ("int8", "fp8")
 
 LARGEST_WIDTH = 32768
@@ -20,13 +20,13 @@ def check_supported(dtype: str, rows: int, width: int) -> None:
 
 
 def check_triton(kind: str | None, dtype: str, rows: int, width: int) -> None:
-    """Raises NotImplementedError for what the Triton kernel, which does every kind, does not do, naming what it
-    does."""
+    """Raises NotImplementedError, which says what is supported, for rows that the Triton kernel lacks. It does every
+    kind."""
     check_rows("F", dtype, rows, width, LARGEST_WIDTH)
 
 
 def check_faster(kind: str | None, dtype: str, rows: int, width: int) -> None:
-    """Raises NotImplementedError where XLA's own pass was as fast."""
+    """Raises NotImplementedError for kinds that XLA's own pass does as fast."""
     check_supported(dtype, rows, width)
     if kind not in DEFAULT_KINDS:
         raise NotImplementedError(f"the mosaic kernel was not seen to be faster for rows of {kind or dtype}")

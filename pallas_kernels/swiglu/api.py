@@ -14,11 +14,12 @@ def swiglu(
 ) -> jax.Array:
     """Returns SiLU(x gate^T) * (x up^T) (arXiv:2002.05202) of x [..., K] and w [2F, K]: [..., F] in x's dtype.
 
-    Gate's rows come first in w. norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as matmul has it.
-    Products accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded.
-    xla makes the matmul and the rest one after the other, and rounds products to x's dtype in between. The kernel takes
-    up to 512 rows in 16 bits, K and F in multiples of 16. Unnamed, it runs where it was measured to be the faster one.
-    Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't do.
+    Gate's rows come first in w. With norm [K], in x's dtype, RMSNorm(x) * norm replaces x, as in matmul. Products
+    accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded. xla
+    makes the matmul and the rest one after the other, and rounds products to x's dtype in between. The kernel takes up
+    to 512 rows in 16 bits, K and F in multiples of 16. If no backend is named, it runs where it was measured to be
+    faster. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't
+    do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")

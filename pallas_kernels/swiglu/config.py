@@ -6,7 +6,7 @@ from pallas_kernels.backends import on_hopper
 from pallas_kernels.hopper.gemm_sm90.support import check_16_bits, check_few_rows, check_measured_faster
 from pallas_kernels.one_order import check_device
 
-# Where the kernel was the faster one in bfloat16 on an H200, by F and K: from M, to M (experiments/LOG.md).
+# By F and K: the range of M in which the kernel was faster in bfloat16 on an H200 (experiments/LOG.md).
 FASTER = {
     (11008, 4096): (1, 512), (14336, 4096): (1, 256), (13824, 5120): (2, 256),
     (5504, 4096): (16, 128),  # on an H100

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from pallas_kernels.formats.quantized_rows import KINDS, LARGEST, QuantizedRows
 
-# The least block of each number of warps: at most 32 numbers of a row in a thread. By compute capability nothing
-# differs: what is bound by memory has enough loads in flight.
+# The least block for each number of warps: a thread has at most 32 numbers of a row. All compute capabilities share
+# this table: memory bounds the kernels, and they have enough loads in flight.
 WARPS = ((16384, 16), (8192, 8), (0, 4))
 
 
@@ -27,7 +27,7 @@ def outputs(rows: int, width: int, dtype: jnp.dtype, kind: str | None) -> tuple[
 
 
 def quantized(codes: jax.Array, scales: jax.Array, kind: str) -> QuantizedRows:
-    """Returns codes in bytes as what they stand for."""
+    """Returns quantized rows of codes in bytes, in the codes' own dtype."""
     return QuantizedRows(jax.lax.bitcast_convert_type(codes, KINDS[kind]), scales)
 
 

@@ -1,6 +1,6 @@
-"""Launches every Triton kernel from one description. A device runs it through jax_triton, tests in Triton's
-interpreter. Triton's own compiler turns it into PTX for GPUs that are not there. jax_triton and Triton come with the
-extras cuda12 and cuda13. Nothing of them is imported before a kernel runs."""
+"""Launches Triton kernels, each from one description. A device runs a launch through jax_triton, and tests run it in
+Triton's interpreter. Triton's own compiler turns it into PTX for GPUs that are not there. jax_triton and Triton come
+with the extras cuda12 and cuda13. Neither is imported before a kernel runs."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ class Launch:
     constants: Mapping[str, Any]  # the kernel's tl.constexpr parameters
     num_warps: int = 4
     num_stages: int = 2
-    aliases: Mapping[int, int] = field(default_factory=dict)  # an input's position -> that of the output in its place
+    aliases: Mapping[int, int] = field(default_factory=dict)  # an input's position -> its output's position
 
 
 def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the outputs of a launch on the device that computes. Raises NotImplementedError for one that runs no
-    Triton kernel of ours."""
+    """Returns the outputs of a launch on the device that computes. Raises NotImplementedError for a device that
+    backend triton does not support."""
     of = capability()  # jax_triton would ask a device, and a process that traces for another one sees none
     if not of or int(of.partition(".")[0]) < 8:
         raise NotImplementedError(
@@ -54,7 +54,7 @@ def call(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def typed_call(operation: ir.Operation) -> None:
-    """Makes jaxlib's untyped launch of a Triton kernel its typed one, which runs the same from the same description."""
+    """Changes jaxlib's untyped launch of a Triton kernel to its typed one, which takes the same description."""
     with operation.context:
         described = ir.StringAttr(operation.attributes["backend_config"])
         operation.attributes["call_target_name"] = ir.StringAttr.get("triton_kernel_call_ffi")

@@ -38,19 +38,20 @@ def weight_only_matmul(
 ) -> jax.Array:
     """Returns x [..., K] times a quantized weight [N, K] transposed, plus bias [N] and residual [..., N]: [..., N].
 
-    norm [K], in x's dtype: RMSNorm(x) * norm takes the place of x, as norm_quant makes it with `eps`. The mosaic kernel
-    of one row takes that along, to the same bits; before others it is an operation of its own. K is the logical size:
-    padding, the weight's order of columns and rotated groups are seen to here. `w.format.activations` is ignored. x is
-    multiplied as it is, in its own dtype, and whether to quantize it is the caller's choice.
+    With norm [K], in x's dtype, RMSNorm(x) * norm replaces x, as norm_quant computes it with `eps`. The mosaic kernel
+    of one row includes this norm, with the same bits. Before other kernels it is an operation of its own. K is the
+    logical size: this function handles padding, the weight's order of columns and rotated groups. It ignores
+    `w.format.activations`: x is multiplied as it is, in its own dtype.
 
     The result has `out_dtype` (x's by default), rounded once from a float32 sum (float64 for float64 inputs). The
-    mosaic kernel and xla on a GPU round the decoded weight to x's dtype. The kernel also rounds its scales, except
-    scales of sums, as few rows mostly have them. A row's bits do not depend on the other rows within one configuration.
+    mosaic kernel and xla on a GPU round the decoded weight to x's dtype. The kernel also rounds scales that multiply
+    weights. With few rows, scales mostly multiply sums. A row's bits do not depend on the other rows within one
+    configuration.
 
     The mosaic backend takes bf16 and f16, groups of 32, 64 and 128, and K a multiple of 256 (128 for codes of eight
-    bits). Chosen by itself, it runs where it was measured to be the faster one. The triton backend takes bf16 and f16,
-    groups of 32, 64 and 128 and any K. It rounds tables alone, and scales sums. Raises ValueError where shapes or
-    dtypes disagree.
+    bits). If no backend is named, it runs where it was measured to be faster. The triton backend takes bf16 and f16,
+    groups of 32, 64 and 128 and any K. It rounds only the values of tables, and its scales multiply sums. Raises
+    ValueError where shapes or dtypes disagree.
     """
     N, K = w.shape
     if x.ndim < 1 or x.shape[-1] != K:

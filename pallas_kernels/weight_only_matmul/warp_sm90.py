@@ -175,19 +175,19 @@ class Warp(Codes):
                 self.add_group(total, r, runs[0] // self.group, products, sum_x)
 
     def load_x(self, n: int, column: int) -> list[Any]:
-        """Loads of the n-th 8 rows of x the lane's four pairs of 32 columns, in the order of pairs of codes."""
+        """Loads the lane's four pairs of 32 columns of the n-th 8 rows of x, in the order of pairs of codes."""
         block = n * (self.plan.step // 64) + column // 64
         pairs = self.emit.matrices("x", self.x[column // RUN % 2], block * BLOCK)
         return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
 
     def load_codes(self, r: int, column: int) -> list[tuple[int, list[Any]]]:
-        """Loads of 64 columns of a row tile first columns, and the lane's words of these in rows l and l + 8."""
+        """Loads codes of 64 columns of a row tile: first columns, each with the lane's words of rows l and l + 8."""
         more = r * (WARP_ROWS // 8) * self.plan.config.fold * BLOCK
         words = self.emit.matrices("w", self.w[column // PIECE % 2], more)
         return [(column, words[:2]), (column + RUN, words[2:])]
 
     def sum_x(self, x: list[list[Any]]) -> list[Any]:
-        """Sums a group of the lane's two rows of x, where codes are too large."""
+        """Sums a group of the lane's two rows of x. The sums are zero if no offset is taken from codes."""
         emit = self.emit
         sums = [emit.zero()] * 4
         for pairs in x if self.biased else ():
@@ -196,7 +196,7 @@ class Warp(Codes):
         return sums[:2]
 
     def add_group(self, total: list[Any], r: int, group: int, products: list[list[Any]], sums: list[Any]) -> None:
-        """Adds a group's products with a row tile, less the offset as often as `sums` say, and scaled, to the sums."""
+        """Adds a group's products with a row tile to `total`: less the codes' offset times `sums`, then scaled."""
         emit = self.emit
         for lower in range(2):
             scale = self.vector("scales", r, lower, group)

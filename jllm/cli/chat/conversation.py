@@ -23,7 +23,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a conversation, and the token ids that the model has seen: the last prompt and its answer."""
+    """Holds a conversation's messages, and the token ids that the model has seen: the last prompt and its answer."""
 
     messages: tuple[Message, ...] = ()
     ids: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 
 class Lines:
-    """A reader of messages. Ctrl-C drops the line on a terminal, and ends the process in a pipe."""
+    """Reads messages. Ctrl-C drops the line on a terminal, and ends the process in a pipe."""
 
     def __init__(self, interrupt: Interrupt):
         self._interrupt = interrupt

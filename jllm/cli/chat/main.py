@@ -120,7 +120,6 @@ class Chat:
         return INTERRUPTED if self.interrupt.asked and not self.lines.terminal else 0
 
     def _take(self, conversation: Conversation, line: str) -> Conversation:
-        """Returns the conversation after a line."""
         if not line.startswith("/"):
             text = line.strip()
             return self._answer(conversation.ask(text)) if text else conversation

@@ -23,7 +23,7 @@ KEY = "conversation"  # a key of a snapshot's metadata
 
 @dataclass(frozen=True)
 class Session:
-    """An engine that serves one conversation, with its sampling parameters."""
+    """Holds an engine that serves one conversation, with its sampling parameters."""
 
     engine: Engine
     tokenizer: "Tokenizer"

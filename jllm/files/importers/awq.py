@@ -33,7 +33,7 @@ _KEYS = {"w_bit": "bits", "q_group_size": "group_size", "checkpoint_format": "ve
 
 @dataclass(frozen=True)
 class AWQ:
-    """The layout that quantization_config in config.json, or quant_config.json, describes."""
+    """Is the layout that quantization_config in config.json, or quant_config.json, describes."""
 
     group: int  # -1: one group of all inputs
     zero_point: bool

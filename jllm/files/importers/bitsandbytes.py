@@ -44,7 +44,7 @@ _STORAGE = {"uint8": "U8", "float16": "F16", "bfloat16": "BF16", "float32": "F32
 
 @dataclass(frozen=True)
 class FourBitLayout:
-    """The layout of a quantization_config with load_in_4bit."""
+    """Is the layout of a quantization_config with load_in_4bit."""
 
     codes: str  # a key of quantized_weights.TABLES
     double_quant: bool
@@ -96,7 +96,7 @@ class FourBitLayout:
 
 @dataclass(frozen=True)
 class Int8Layout:
-    """The layout of a quantization_config with load_in_8bit."""
+    """Is the layout of a quantization_config with load_in_8bit."""
 
     skip: tuple[str, ...]
     outliers: float | None  # the threshold of outliers

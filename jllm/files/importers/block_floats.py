@@ -31,7 +31,7 @@ FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mx
 
 @dataclass(frozen=True)
 class Names:
-    """A project's names of the tensors of a module."""
+    """Holds a project's names of the tensors of a module."""
 
     packed: str
     tensor: str  # the float32 of weights

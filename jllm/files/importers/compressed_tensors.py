@@ -56,7 +56,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The layout that quantization_config describes."""
+    """Is the layout that quantization_config describes."""
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
@@ -98,7 +98,8 @@ class CompressedTensors:
 
 @dataclass(frozen=True)
 class FP8:
-    """The layout of quant_method "fp8", as AutoFP8 and vLLM have it: weight float8_e4m3fn [N, K] and one weight_scale.
+    """Is the layout of quant_method "fp8", as AutoFP8 and vLLM have it: weight float8_e4m3fn [N, K] and one
+    weight_scale.
 
     Inputs are quantized by a scale for each token. With activation_scheme "static" they have one input_scale.
     ignored_layers has modules' names, or parts of them.

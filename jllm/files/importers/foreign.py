@@ -24,7 +24,7 @@ FLOATS = ("F16", "BF16", "F32")  # dtypes as safetensors spells them
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that a config implies: sizes (None: any), and the dtypes that it may have."""
+    """Is a tensor that a config implies: sizes (None: any), and the dtypes that it may have."""
 
     shape: tuple[int | None, ...]
     dtypes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Wanted:
 
 
 class Layout(Protocol):
-    """One project's way to store a quantized linear layer, as its config describes it."""
+    """Is one project's way to store a quantized linear layer, as its config describes it."""
 
     @property
     def mark(self) -> str:

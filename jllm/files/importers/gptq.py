@@ -32,7 +32,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class GPTQ:
-    """The layout that quantize_config.json, or quantization_config in config.json, describes."""
+    """Is the layout that quantize_config.json, or quantization_config in config.json, describes."""
 
     bits: int
     group: int  # -1: one group of all inputs

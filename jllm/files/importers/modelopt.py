@@ -30,7 +30,7 @@ _FP8 = replace(compressed_tensors.PLAIN_FP8, static=True)
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """The layout that quantization_config describes. `ignore` (older: exclude_modules) has names with wildcards."""
+    """Is the layout that quantization_config describes. `ignore` (older: exclude_modules) has names with wildcards."""
 
     algorithm: str  # a key of _MARKS
     kv_scales: bool  # whether scales of K and V may be stored

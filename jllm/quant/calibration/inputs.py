@@ -4,11 +4,12 @@ pass."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
@@ -41,7 +42,7 @@ class InputStats:
         return replace(self, absmax=self.absmax / s, mean_abs=self.mean_abs / s, gram=gram)
 
 
-def check_tokens(model: Model, tokens: Any) -> np.ndarray:
+def check_tokens(model: Model, tokens: ArrayLike) -> np.ndarray:
     """Returns calibration tokens as i32[B, T]. Raises QuantizationError for other arrays, and for tokens outside the
     model's vocabulary or context."""
     ids, size = np.asarray(tokens), model.config.vocab_size
@@ -136,7 +137,7 @@ def _taps(layer: LayerParams, fields: Sequence[str]) -> dict[str, str]:
 
 
 def layer_statistics(
-    model: Model, tokens: Any, fields: Sequence[str] | None = None, *, gram: bool = True
+    model: Model, tokens: ArrayLike, fields: Sequence[str] | None = None, *, gram: bool = True
 ) -> Iterator[dict[str, InputStats]]:
     """Yields each layer's statistics by field: "qkv", "o", "gate_up", "down", or only these `fields`. `tokens` are
     i32[B, T]."""
@@ -147,7 +148,7 @@ def layer_statistics(
         yield stats
 
 
-def _empty(size: int, dtype: Any, gram: bool) -> InputStats:
+def _empty(size: int, dtype: DTypeLike, gram: bool) -> InputStats:
     zeros = jnp.zeros(size, dtype)
     return InputStats(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros((size, size), dtype) if gram else None)
 

@@ -3,10 +3,10 @@ change the layer's outputs on calibration tokens least."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
@@ -40,7 +40,7 @@ GRID = 20  # exponents 0, 1/20, .. 19/20 of a channel's mean magnitude, as in th
 SHRINK = tuple(1 - i / GRID for i in range(GRID // 2))  # factors of a group's range: 1, 0.95, .. 0.55
 
 
-def awq(model: Model, scheme: str | Scheme, tokens: Any, *, clip: bool = True) -> Params:
+def awq(model: Model, scheme: str | Scheme, tokens: ArrayLike, *, clip: bool = True) -> Params:
     """Returns Params quantized by `scheme` after scales were moved into the norms and rows before each linear layer.
 
     With `clip`, the ranges of groups shrink where that reduces the error, except for queries and keys. `tokens` are

@@ -7,10 +7,10 @@ SmoothAttention (QServe, arXiv 2405.04532) does the same for K and V before they
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from jllm.config import LlamaConfig
@@ -32,7 +32,7 @@ from jllm.quant.schemes import Scheme
 from pallas_kernels.formats.numerics import compute_dtype
 
 
-def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:
+def smooth(model: Model, tokens: ArrayLike, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS) -> Params:
     """Returns Params of the same function, in which a channel's largest input and weight are closer to each other.
 
     Input channel j is divided by max|x_j|^alpha / max|w_j|^(1 - alpha). Maxima are over calibration tokens i32[B, T]
@@ -57,7 +57,7 @@ def smooth(model: Model, tokens: Any, *, alpha: float = 0.5, fields: Sequence[st
     return replace(model.params, layers=tuple(layers))
 
 
-def smooth_attention(model: Model, tokens: Any, *, alpha: float = 0.5) -> Params:
+def smooth_attention(model: Model, tokens: ArrayLike, *, alpha: float = 0.5) -> Params:
     """Returns Params of the same function, in whose K and V no channel is much larger than others.
 
     A channel's factor is fixed beforehand. A KV format's scales of tokens come on top. Channel j of a head is divided
@@ -103,7 +103,7 @@ def _factors(largest: jax.Array, alpha: float) -> jax.Array:
 
 
 def smoothquant(
-    model: Model, scheme: str | Scheme, tokens: Any, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS
+    model: Model, scheme: str | Scheme, tokens: ArrayLike, *, alpha: float = 0.5, fields: Sequence[str] = FIELDS
 ) -> Params:
     """Returns Params after `smooth` and then rounding by `scheme`."""
     plan(model, scheme)

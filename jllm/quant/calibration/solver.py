@@ -4,10 +4,10 @@ compensate the error."""
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from jllm.errors import QuantizationError
@@ -35,7 +35,7 @@ BLOCK = 128  # the most columns whose errors are collected before later columns 
 def gptq(
     model: Model,
     scheme: str | Scheme,
-    tokens: Any,
+    tokens: ArrayLike,
     *,
     damping: float = 0.01,
     act_order: bool = False,
@@ -71,7 +71,7 @@ def gptq(
     return round_rest(replace(model.params, layers=tuple(layers)), formats)
 
 
-def mr_gptq(model: Model, scheme: str | Scheme, tokens: Any, *, damping: float = 0.01) -> Params:
+def mr_gptq(model: Model, scheme: str | Scheme, tokens: ArrayLike, *, damping: float = 0.01) -> Params:
     """Returns Params by micro-rotated GPTQ (Egiazarian et al., arXiv 2509.23202). It is `gptq` for formats that rotate
     blocks (`mxfp4-h`, `nvfp4-h`). Scales with the least squared error are found beforehand, and columns are rounded in
     the order of their inputs. The weight keeps its columns in place. Raises QuantizationError for other formats."""
@@ -153,7 +153,7 @@ def _round_columns(
     N, K = w.shape
     size = fmt.group if each is None and fmt.group else math.gcd(K, BLOCK)
 
-    def block(b: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def block(b: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         w, codes, scales, zeros = carry
         start = b * size
         part = jax.lax.dynamic_slice(w, (0, start), (N, size))

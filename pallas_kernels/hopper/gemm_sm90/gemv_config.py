@@ -8,8 +8,8 @@ CHUNK = 32  # vectors of 8 columns of w that a warp loads at once: one to a lane
 
 @dataclass(frozen=True)
 class Config:
-    """Holds how a block of four warps cuts its work. `rows` of w are a multiple of 4, of each half where the product is
-    gated. `ahead` chunks of these rows are on their way at once."""
+    """Says how a block of four warps cuts its work. It has `rows` rows of w, or of each half if the product is gated: a
+    multiple of 4. `ahead` chunks of these rows are on their way at once."""
 
     rows: int = 8
     ahead: int = 4
@@ -22,7 +22,7 @@ class Config:
 # The best of those tried on an H200 (experiments/LOG.md).
 PLAIN, GATED = Config(), Config(rows=4)
 INT8, INT8_LONG = Config(ahead=8), Config(rows=16, ahead=8)
-LONG = 8192  # from where on it takes time to quantize a row: fewer blocks do it
+LONG = 8192  # a row of more columns takes time to quantize, so fewer blocks do it
 
 
 def fits(config: Config, n: int, k: int) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pallas_kernels.hopper.hopper import SHARED_MEMORY, SMS
 
 UNIT = 64  # rows of one wgmma
-MOST_ROWS = 512  # that the kernel is meant for; it takes any
+MOST_ROWS = 512  # the kernel is meant for up to so many rows, but takes any number
 STEP = 128  # bytes: the widest swizzle
 MOST_STAGES = 32  # barriers of an array
 
@@ -41,7 +41,7 @@ class Config:
             raise ValueError(f"stages={self.stages} and ctas={self.ctas}, expected 2 to {MOST_STAGES}, and at least 1")
 
 
-# Measured on an H200 (experiments/LOG.md), by N, K and bytes of an element: from M, to M, and the best of those tried.
+# By N, K and bytes of an element: a range of M, and the best configuration tried on an H200 (experiments/LOG.md).
 TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
     (12288, 4096, 1): ((1, 16, Config(64, 48, 256)), (17, 64, Config(64, 96))),
     (4096, 4096, 1): ((1, 64, Config(64, 32, 256)),),
@@ -57,7 +57,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, int, Config], ...]] = {
 
 def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) -> Config:
     """Returns the configuration for M, N, K and the bytes of an operand's and a result's element. It is a measured one,
-    else the one that `estimate` likes best."""
+    or else the one with the least `estimate`."""
     for low, high, config in TUNED.get((n, k, itemsize), ()):
         if low <= m <= high:
             return config
@@ -73,13 +73,12 @@ def choose_config(m: int, n: int, k: int, itemsize: int, out_itemsize: int = 2) 
 
 
 def stage_bytes(rows: int, columns: int) -> int:
-    """Returns the bytes of K of a stage, large enough that waiting for it and asking for the next is cheap."""
+    """Returns the bytes of K that a stage holds: so many that the cost of waiting for a stage is small."""
     return 2 * STEP if (rows + columns) * STEP < 20_000 else STEP
 
 
 def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[float, float, float]:
-    """Returns the microseconds that the matmul should take; then the busiest SM's alone, and those of its intake, for
-    ties."""
+    """Returns the microseconds that the matmul should take. For ties, the busiest SM's and its intake's follow."""
     tiles = -(-m // config.rows) * -(-n // config.columns)
     waves = -(-tiles // config.ctas)
     intake = (min(-(-m // 8) * 8, config.rows) + config.columns) * k * itemsize / INTO_SM
