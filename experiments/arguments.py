@@ -4,20 +4,20 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from experiments.steps.devices import Ceilings, ceilings_of
 from experiments.steps.timer import model_config
-from jllm.analysis.outliers import check_strength
+from experiments.texts.read import BUNDLED_TEXT
 from jllm.config import LlamaConfig
 from jllm.engine.options import PAGE_SIZES
 from jllm.errors import ConfigError, JllmError, QuantizationError
-from jllm.files.load import DTYPES
+from jllm.files.load import BUNDLED, DTYPES
 from jllm.model.cache import parse_kv_cache
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
-from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.gpus import ask_gpus
 from pallas_kernels.bench.numbers import positive, positive_number
 
@@ -48,13 +48,6 @@ def checked(check: Callable[[str], object]) -> Callable[[str], str]:
 known_scheme = checked(find_scheme)  # scheme of weights, by its name or file
 
 
-def outlier_strength(text: str) -> float:
-    """Returns the factor of planted outliers."""
-    number = positive_number(text)
-    checked(lambda _: check_strength(number))(text)
-    return number
-
-
 def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -> None:
     """Adds the options of the model and pages of timed steps."""
     parser.add_argument(
@@ -66,6 +59,23 @@ def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -
     parser.add_argument("--kv-cache", help="KV format (default: the weights' dtype)")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of the weights before quantization")
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
+
+
+def add_subject_options(parser: argparse.ArgumentParser, *, tokens: int | None = None, backend: bool = False) -> None:
+    """Adds the options of a model whose accuracy is measured, and of its text. With `tokens`, the text is cut there,
+    and scored by a protocol."""
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    if tokens is not None:
+        parser.add_argument("--tokens", type=positive, default=tokens, help="most tokens of the text")
+        parser.add_argument(
+            "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+        )
+    if backend:
+        parser.add_argument(
+            "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
+        )
 
 
 def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
@@ -161,9 +171,3 @@ def by_name(schemes: Iterable[str]) -> dict[str, str | Scheme]:
             raise ConfigError(f"{given}: another scheme is called {scheme.name!r}: give this one another `name`")
         found[scheme.name] = scheme
     return found
-
-
-def check_draws_only(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command if --draw, which measures nothing, comes with options of a measurement."""
-    if args.draw:
-        parser.refuse(vars(args).keys() - {"draw"}, "--draw measures nothing, so it goes without {}")

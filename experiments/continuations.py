@@ -21,7 +21,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,16 +29,15 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.accuracy.rows import PLAIN_KV, kv_name
+from experiments.accuracy.rows import PLAIN_KV, kv_name, rounded
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name
-from experiments.ptq_methods import rounded, run_of
+from experiments.arguments import add_subject_options, by_name
+from experiments.ptq_methods import run_of
 from experiments.result_file import ResumedFile, command_line, refusing, told
-from experiments.texts.read import BUNDLED_TEXT, read_documents
+from experiments.texts.read import read_documents
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.engine.request import Completion
 from jllm.errors import ConfigError
-from jllm.files.load import BUNDLED
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.model import Model
 from jllm.model.params import linears
@@ -164,14 +162,9 @@ def bars(found: list[Row]) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help=".jsonl file of documents")
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    add_subject_options(parser, backend=True)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="schemes of weights, with plain K and V")
     parser.add_argument("--kv", nargs="*", default=list(KV), help="KV formats, with weights as loaded")
-    parser.add_argument(
-        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
-    )
     parser.add_argument("--prompts", type=positive, default=24, help="most documents")
     parser.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     parser.add_argument("--new-tokens", type=positive, default=64, help="tokens of each continuation")

@@ -2,7 +2,6 @@
 
     python -m experiments.hardware                                  # every device of configs/devices
     python -m experiments.hardware --devices a10 l4 h100-sxm
-    python -m experiments.hardware --draw hardware-20261127-cpu.json
 
 The slides' rules (`slides_`) use a device's memory in GB, bandwidth and dense 16-bit arithmetic. Weights take 12 GB and
 a request a quarter of one, so 4 (GB - 12) requests fit. A step reads all of the memory at 0.8 of the bandwidth, in 1250
@@ -22,11 +21,9 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from experiments.claims.claim import text_table
-from experiments.report.documents import read_result, result_of
-from experiments.report.svg import svg, without_matplotlib_said
+from experiments.report.documents import read_result
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.steps.cost_model import (
     RESULTS,
@@ -161,48 +158,16 @@ def errors(rows: Iterable[Row]) -> Iterator[Row]:
         yield about | {"least": min(some), "most": max(some), "largest": max(map(abs, some))}
 
 
-def draw(figure: Any, rows: list[Row]) -> None:
-    """Draws tokens per second and per dollar, by the slides and by us, for devices with room for a request."""
-    found = [row for row in rows if row["part"] == "table" and row["tokens_s"]]
-    found.sort(key=lambda row: row["tokens_s"])
-    for axes, key, label in zip(
-        figure.subplots(1, 2, sharey=True), ("tokens_s", "mtokens_usd"), ("tokens a second", "million tokens a dollar")
-    ):
-        for shift, prefix, name, color in (
-            (0.2, "slides_", "the slides' rules", "#999999"),
-            (-0.2, "", "estimated", "#0b62c4"),
-        ):
-            some = [(i + shift, row[prefix + key]) for i, row in enumerate(found) if row[prefix + key] is not None]
-            axes.barh([y for y, _ in some], [x for _, x in some], 0.38, color=color, label=name)
-        axes.set_xlabel(label)
-        axes.tick_params(axis="y", length=0)
-        axes.set_yticks(range(len(found)), [row["device"].removeprefix("NVIDIA ") for row in found], fontsize=7)
-    axes.legend(fontsize=8, loc="lower right", frameon=False)
-
-
-def write_picture(document: Row, path: Path) -> None:
-    """Writes the picture, or prints a note if matplotlib is missing."""
-    with without_matplotlib_said(path.with_suffix(".json")), svg(path, (9, 4.6), "hardware", {}) as figure:
-        draw(figure, document["rows"])
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"devices of {SHEETS.name}/ (default: all)")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result again")
     add_result_options(parser)
-    args = parser.parse_args(argv)
-    if args.draw and args.devices:
-        parser.error("--draw estimates nothing, so it goes without --devices")
-    return args
+    return parser.parse_args(argv)
 
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.draw:
-        write_picture(result_of(args.draw, "hardware"), args.draw.with_suffix(".svg"))
-        return 0
     shares = shares_by_backend()
     sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())
     rows = [*table(sheets, shares), *checks(shares)]
@@ -212,7 +177,6 @@ def main(argv: list[str] | None = None) -> int:
     with ResultFile(args.results, "hardware", command_line("hardware", argv), args.label, **how) as result:
         result.fill(rows, shown=lambda row: False)
     print(text_table([{k: v for k, v in row.items() if k not in ("part", "kind", "offer", "file")} for row in rows]))
-    write_picture(result.document, result.path.with_suffix(".svg"))
     return told(args, result)
 
 

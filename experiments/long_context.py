@@ -1,15 +1,13 @@
 """Measures long contexts by position: needles found and perplexity, by KV format, and with a cache that evicts.
 
     python -m experiments.long_context
-    python -m experiments.long_context --draw results/long_context-20261125-cpu.json
 
 Part "needle" asks the model of experiments.train_needle for the value of a key. `accuracy` is the share of correct
 answers by the depth of the pair in the context (0 is the beginning), with its 95 % Wilson interval. Each context asks
-one question at each depth, so a row's answers are independent. `nats` is the mean -log p of the answers. Part "outlier"
-has all depths together, with outliers planted into two channels of each head's K and V, which keep the function
-(jllm.analysis.outliers). Strength 1 has none. Part "position" has nats per token of a text by the bundled model, by
-position (`upto` ends a bin), with a bootstrap interval over windows. Positions beyond the model's context show the
-purpose of eviction.
+one question at each depth, so a row's answers are independent. `nats` is the mean -log p of the answers.
+
+Part "position" has nats per token of a text by the bundled model. `upto` ends a bin of positions. `nats_95` is its
+bootstrap interval over windows. Positions beyond the model's context show the purpose of eviction.
 
 `policy` "all" keeps every token. "4+252" evicts as StreamingLLM does (arXiv 2309.17453): after every 64 tokens it keeps
 the first 4 and the last 252, at their positions in the cache. An evicted needle cannot be found. Its rows must be at
@@ -29,14 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllm
-from experiments.arguments import check_draws_only, outlier_strength
 from experiments.eviction import Policy, read
-from experiments.needles import KEYS, VALUES, VOCAB, draw, questions
-from experiments.report.documents import result_of
-from experiments.report.svg import heading, svg, without_matplotlib_said
+from experiments.needles import KEYS, VOCAB, draw, questions
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
-from jllm.analysis.outliers import plant
 from jllm.errors import ConfigError, between
 from jllm.files.load import BUNDLED
 from jllm.model.backbone import head
@@ -133,15 +127,6 @@ def needle_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Itera
             yield rounded(row | shares(found["nats"][:, i], found["hits"][:, i]))
 
 
-def outlier_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
-    for strength in args.strengths:
-        planted = plant(model, channels=0, gated=0, kv=2, massive=False, strength=strength, seed=args.seed)
-        for kv in kv_formats(model.config.head_dim):
-            found = ask(planted, kv, args, max(args.sizes))
-            row = {"part": "outlier", "tokens": max(args.sizes), "kv": kv, "strength": strength}
-            yield rounded(row | shares(found["nats"], found["hits"]))
-
-
 def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
     """Returns i32[B, 1 + L]: BOS and L tokens of the text, from every multiple of L / 2. Raises ConfigError for too
     few."""
@@ -170,7 +155,6 @@ def position_rows(model: Model, ids: np.ndarray, args: argparse.Namespace, polic
 def rows(needle: Model, model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
     ids = windows_of(model, args)  # a bad text fails before the long measurements
     yield from needle_rows(needle, args, policy)
-    yield from outlier_rows(needle, args)
     yield from position_rows(model, ids, args, policy)
 
 
@@ -190,71 +174,11 @@ def bars(found: list[Row]) -> Iterator[Row]:
             )
 
 
-def draw_result(document: Row, file: Path) -> Path | None:
-    """Draws three panels beside the result, and returns the file. Without matplotlib it prints a note and returns
-    None."""
-    path = file.with_suffix(".svg")
-    with (
-        without_matplotlib_said(file),
-        svg(path, (12, 4), "long_context", {"axes.grid": True}, heading(document)) as figure,
-    ):
-        panels = figure.subplots(1, 3)
-        for part, axes, plot in zip(
-            ("needle", "outlier", "position"), panels, (draw_depths, draw_strengths, draw_nats)
-        ):
-            if rows := [row for row in document["rows"] if row["part"] == part]:
-                plot(axes, rows)
-        return path
-    return None
-
-
-def lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yields the rows of each line by KV format and policy, named by what is not default."""
-    for key in dict.fromkeys((row["kv"], row.get("policy", ALL)) for row in rows):
-        name = key[0] if key[1] == ALL else f"sinks and recent tokens, {key[1]}"
-        yield name, [row for row in rows if (row["kv"], row.get("policy", ALL)) == key]
-
-
-def draw_depths(axes: Any, rows: list[Row]) -> None:
-    longest = max(row["tokens"] for row in rows)
-    for name, found in lines([row for row in rows if row["tokens"] == longest]):
-        share = [row["accuracy"] for row in found]
-        error = np.abs(np.asarray([row["accuracy_95"] for row in found]).T - share)
-        axes.errorbar([row["depth"] for row in found], share, yerr=error, marker=".", capsize=2, label=name)
-    axes.axhline(1 / VALUES, color="gray", linestyle=":", linewidth=1)
-    axes.set(
-        xlabel="depth of the needle (0: the beginning)", ylabel=f"needles found in {longest} tokens", ylim=(0, 1.03)
-    )
-    axes.legend(fontsize=6)
-
-
-def draw_strengths(axes: Any, rows: list[Row]) -> None:
-    for name, found in lines(rows):
-        share = [row["accuracy"] for row in found]
-        error = np.abs(np.asarray([row["accuracy_95"] for row in found]).T - share)
-        axes.errorbar([row["strength"] for row in found], share, yerr=error, marker=".", capsize=2, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="outliers of K and V, times the others", ylabel="needles found", ylim=(0, 1.03))
-
-
-def draw_nats(axes: Any, rows: list[Row]) -> None:
-    for name, found in lines(rows):
-        at = [row["upto"] - BIN / 2 for row in found]
-        axes.plot(at, [row["nats"] for row in found], marker=".", label=name)
-        low, high = zip(*(row["nats_95"] for row in found))
-        axes.fill_between(at, low, high, alpha=0.12)
-    axes.set(xlabel="position", ylabel="nats a token, bundled model")
-    axes.legend(fontsize=6)
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--needle", type=Path, default=NEEDLE, metavar="DIR", help="model of train_needle")
     parser.add_argument("--contexts", type=positive, default=48, help="contexts of each size")
     parser.add_argument("--sizes", nargs="+", type=positive, default=[256, 1024], help="numbers of tokens of a context")
-    parser.add_argument(
-        "--strengths", nargs="+", type=outlier_strength, default=[1, 8, 32], help="strengths of outliers, powers of two"
-    )
     parser.add_argument("--sinks", type=positive, default=4, help="number of first tokens to keep")
     parser.add_argument("--recent", type=positive, default=252, help="number of last tokens to keep")
     parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 text, or .jsonl of documents")
@@ -263,11 +187,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--positions", type=positive, default=2048, help="tokens per window")
     parser.add_argument("--windows", type=positive, default=6, help="most windows of the text; 2 or more")
-    parser.add_argument("--seed", type=seed_number, default=0, help="seed of contexts, outliers and intervals")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of contexts and intervals")
     add_result_options(parser)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result's picture again")
     args = parser.parse_args(argv)
-    check_draws_only(parser, args)
     if args.windows < 2:
         parser.error(f"--windows {args.windows}: an interval over windows takes at least 2")
     return args
@@ -288,14 +210,10 @@ def check(model: Model, args: argparse.Namespace) -> None:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.draw:
-        draw_result(result_of(args.draw, "long_context"), args.draw)
-        return 0
     needle, model = jllm.load(args.needle), jllm.load(args.model)
     check(needle, args)
     with ResultFile(args.results, "long_context", command_line("long_context", argv), args.label) as result:
         result.fill(rows(needle, model, args, Policy(args.sinks, args.recent)), bars)
-    draw_result(result.document, result.path)
     return told(args, result)
 
 

@@ -28,20 +28,17 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.rows import bytes_per_weight
-from experiments.arguments import by_name
-from experiments.ptq_methods import as_row, read_tokens, rounded, run_of, score
+from experiments.arguments import add_subject_options, by_name
+from experiments.ptq_methods import as_row, read_tokens, run_of, score
 from experiments.result_file import ResumedFile, command_line, refusing, told
-from experiments.texts.read import BUNDLED_TEXT
 from jllm.analysis.evaluate import Evaluation, record
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.own_tokens import own_tokens
 from jllm.errors import ConfigError, OutputError
-from jllm.files.load import BUNDLED
 from jllm.model.model import Model
 from jllm.model.params import matrices
 from jllm.quant.quantize import quantize
 from jllm.quant.schemes import Scheme, find_scheme
-from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
@@ -138,21 +135,6 @@ def row_of(found: Evaluation, plain: Evaluation, **names: Any) -> Row:
     return {name: value for name, value in as_row(found, plain, seconds=0, **names).items() if name != "seconds"}
 
 
-def bars(found: list[Row]) -> Iterator[Row]:
-    """Yields bars by budget, for the worst seed. By the upper end of ratio_95, the choice is no worse than the best
-    uniform format. Nor is it worse than its formats in other layers."""
-    mixed = [row for row in found if row["part"] == "mixed"]
-    shuffled = {key(row)[1:]: row["kl"] for row in found if row["part"] == "shuffled"}
-    for budget in dict.fromkeys(row["budget"] for row in mixed):
-        some = [row for row in mixed if row["budget"] == budget]
-        over = [rounded(row["kl"] / shuffled[key(row)[1:]]) for row in some if key(row)[1:] in shuffled]
-        name = f"chosen by sensitivity, {budget:g} bytes a weight, over"
-        worst = max(row["ratio_95"][1] for row in some)
-        yield bar(f"{name} the best uniform format: upper end of the ratio's interval", worst, "1", 1.0, most=True)
-        if over:
-            yield bar(f"{name} the same formats in other layers", max(over), "of kl", 1.0, most=True)
-
-
 def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]) -> None:
     """Writes the choice of the first seed. Raises OutputError if it cannot be written."""
     row = next(row for row in found if row["part"] == "mixed")
@@ -164,13 +146,7 @@ def write_scheme(file: Path, found: Sequence[Row], schemes: Mapping[str, Scheme]
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
-    parser.add_argument(
-        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
-    )
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    add_subject_options(parser, tokens=4096)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="formats; each layer gets one")
     parser.add_argument(
         "--budgets", nargs="+", type=positive_number, default=list(BUDGETS), help="budgets in bytes per weight"
@@ -200,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     model = jllm.load(args.model, dtype=args.dtype)
     how: Row = {"run": run_of(args), "calibration": f"{args.rows} x {args.length} own tokens"}
     result = ResumedFile(args.results, "mixed_precision", command_line("mixed_precision", argv), args.label, **how)
-    result.go_on(partial(rows, model, args, schemes), bars)
+    result.go_on(partial(rows, model, args, schemes))
     if args.write is not None:
         write_scheme(args.write, result.document["rows"], schemes)
     return told(args, result)

@@ -25,14 +25,13 @@ import jax.numpy as jnp
 from experiments import quant_accuracy
 from experiments.accuracy.rows import PLAIN_KV, Row, kv_name
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name
+from experiments.arguments import add_subject_options, by_name
 from experiments.report.model_page import Choice, page
 from experiments.result_file import command_line
 from experiments.steps.cost_model import CostModel, calibrated
 from experiments.steps.devices import REFERENCE, DeviceSheet, device_sheet
 from experiments.steps.floors import step_work, token_bytes
 from experiments.steps.sheets import floor_on
-from experiments.texts.read import BUNDLED_TEXT
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, JllmError, OutputError
 from jllm.files.find import find_model
@@ -100,8 +99,7 @@ def runnable(model: Model, asked: dict[str, str | Scheme], kind: str) -> tuple[d
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, prog="python -m experiments.report")
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    add_subject_options(parser, backend=True)
     parser.add_argument("--tokens", type=positive, default=4096, help="most tokens of the text")
     parser.add_argument(
         "--schemes", nargs="+", help=f"schemes of weights (default: {', '.join(SCHEMES)}, where they fit)"
@@ -112,10 +110,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--context", type=positive, help="tokens of each sequence (default: the model's context, 4096 at most)"
     )
-    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
-    parser.add_argument(
-        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
-    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE.html", help="file of the page (default: beside the result file)"
     )
@@ -125,7 +119,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def measured(args: argparse.Namespace, command: list[str], schemes: Sequence[str], kv: Sequence[str]) -> Any:
     """Returns the sweep's result file: each scheme with each format, with the plain ones."""
-    asked = ["--text", str(args.text), "--tokens", str(args.tokens), "--no-groups", "--grid"]
+    asked = ["--text", str(args.text), "--tokens", str(args.tokens), "--grid"]
     asked += ["--model", args.model] if args.model != BUNDLED else []
     asked += ["--results", str(args.results)] + (["--label", args.label] if args.label else [])
     for name in ("dtype", "backend"):

@@ -1,17 +1,20 @@
-"""Compares calibrated quantization with plain rounding at equal bits: GPTQ, AWQ and SmoothQuant. Models are as they are
-(`plain`), or have outliers like large models (jllm.analysis.outliers). Outliers are in the norms' outputs, with smaller
-weights to match (`planted`), or in the residual stream, with ordinary weights (`stream`).
+"""Compares calibrated quantization with plain rounding at equal bits: GPTQ, AWQ, SmoothQuant and others. Models are as
+they are, or have outliers like large models (experiments/accuracy/planted.py).
 
     python -m experiments.ptq_methods  # the bundled model on the text that it wrote itself
     python -m experiments.ptq_methods --text valid.txt --models plain --methods round gptq awq
     python -m experiments.ptq_methods --schemes mxfp4 nvfp4 --methods h gptq gptq-h mr-gptq  # of 4-bit floats
+    python -m experiments.ptq_methods --models planted:4 planted:64 --schemes w8a8-tensor llm-int8
+    python -m experiments.ptq_methods --models norms norms+rotate-all --schemes w4a16-g64    # also of a rotated model
+    python -m experiments.ptq_methods --models kv:8 --schemes bf16 --methods smooth-attention --kv int4-g64
 
 The model generates its calibration tokens by `--seeds`; they are not those of the bundled text. A row is of one seed.
 kl is the divergence from the unquantized model in nats per token. `kl_95` is its bootstrap interval over documents (or
 windows, if a text is one document). `ratio` is kl over plain rounding's in the same model and scheme, and `ratio_95`
 its interval over the same draws. An interval below 1 means better. Seconds are of this machine. An interrupted run
 resumes, if nothing that decides its rows has changed. Methods `h`, `gptq-h` and `mr-gptq` (arXiv 2509.23202) store a
-scheme's block floats rotated (`mxfp4-h` instead of `mxfp4`). Their ratios are over rounding without rotation.
+scheme's block floats rotated (`mxfp4-h` instead of `mxfp4`). Their ratios are over rounding without rotation. Method
+`smooth-attention` scales channels of K and V (arXiv 2405.04532), which --kv quantizes.
 """
 
 import argparse
@@ -21,8 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import jax
@@ -30,22 +31,23 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
-from experiments.arguments import by_name
+from experiments.accuracy.planted import ABOUT, parse_planted
+from experiments.accuracy.rows import PAGE, rounded
+from experiments.arguments import add_subject_options, by_name, checked
 from experiments.result_file import ResumedFile, command_line, refusing, told
-from experiments.texts.read import BUNDLED_TEXT, read_documents
+from experiments.texts.read import read_documents
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
-from jllm.analysis.outliers import plant, plant_in_stream
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, EvaluationError
-from jllm.files.load import BUNDLED
 from jllm.files.run_identity import digest, of_machine, of_model, of_scheme
+from jllm.model.cache import least_page
 from jllm.model.model import Model
 from jllm.model.params import Params
 from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme, parse_formats
-from pallas_kernels.bench.command import Parser, add_result_options, label
+from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, seed_number
 
 Row = dict[str, Any]
@@ -59,28 +61,11 @@ METHODS: dict[str, Method] = {
     "h": lambda model, scheme, tokens, seed: quantize(model.params, rotated_blocks(scheme)),
     "gptq-h": lambda model, scheme, tokens, seed: ptq.gptq(model, rotated_blocks(scheme), tokens),
     "mr-gptq": lambda model, scheme, tokens, seed: ptq.mr_gptq(model, rotated_blocks(scheme), tokens),
+    "smooth-attention": lambda model, scheme, tokens, seed: quantize(ptq.smooth_attention(model, tokens), scheme),
 }
-MODELS: dict[str, Callable[[Model], Model]] = {
-    "plain": lambda model: model,
-    "planted": plant,
-    "stream": lambda model: plant_in_stream(model, own_tokens(model, rows=4, length=256, seed=0)),
-}
+MODELS = ("plain", "planted", "stream")
 ROUNDING = ("round", "h")  # need no tokens
 FOUR, EIGHT = ("round", "awq", "gptq"), ("round", "smoothquant")
-CLAIMS: tuple[tuple[str, str, str], ...] = (  # model, scheme, method: better than rounding there
-    ("plain", "w4a16-g64", "gptq"),
-    ("planted", "w4a16-g64", "awq"),
-    ("planted", "w8a8-all", "smoothquant"),
-    *product(MODELS, ("mxfp4", "nvfp4"), ("mr-gptq",)),
-)
-ORDER = (  # scheme, method, and one that its paper reports as worse, mean of seeds
-    ("mxfp4", "h", "round"),
-    ("mxfp4", "mr-gptq", "gptq"),
-    ("mxfp4", "mr-gptq", "gptq-h"),
-    ("nvfp4", "round", "h"),
-    ("nvfp4", "mr-gptq", "gptq"),
-    ("nvfp4", "mr-gptq", "gptq-h"),
-)
 
 
 def rotated_blocks(scheme: Scheme) -> Scheme:
@@ -100,10 +85,6 @@ def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000,
     drawn = np.random.default_rng(seed).integers(kl.shape[1], size=(samples, kl.shape[1]))
     sums = kl[:, drawn].sum(axis=2)
     return [rounded(x) for x in np.quantile(sums[0] / sums[1], [0.025, 0.975])]
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]], str]:
@@ -149,19 +130,19 @@ def rows(
     planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     for name, scheme in schemes.items():
-        if not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
+        if args.kv is None and not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
             raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
     calibration = {seed: own_tokens(model, rows=args.rows, length=args.length, seed=seed) for seed in args.seeds}
-    subjects = {name: MODELS[name](model) for name in args.models}
+    subjects = {name: parse_planted(name).of(model) for name in args.models}
     plain: dict[tuple[str, str], Evaluation] = {}
 
     def run(name: str, scheme: str, seed: int, method: str) -> tuple[Evaluation, float]:
         start = time.monotonic()
         params = METHODS[method](subjects[name], schemes[scheme], calibration[seed], seed)
         seconds = time.monotonic() - start
-        return score(replace(subjects[name], params=params), ids, protocol, recorded), seconds
+        return score(replace(subjects[name], params=params), ids, protocol, recorded, args.kv), seconds
 
     for job in tqdm(planned, delay=2, disable=None):
         if job in done:
@@ -173,11 +154,16 @@ def rows(
             plain[name, scheme] = found
         elif (name, scheme) not in plain:  # its row existed
             plain[name, scheme], _ = run(name, scheme, seed, "round")
-        yield as_row(found, plain[name, scheme], model=name, scheme=scheme, method=method, seed=seed, seconds=seconds)
+        of = {"model": name, "scheme": scheme, "method": method, "seed": seed}
+        of |= {} if args.kv is None else {"kv": args.kv}
+        yield as_row(found, plain[name, scheme], seconds=seconds, **of)
 
 
-def score(model: Model, ids: list[list[int]], protocol: str, recorded: Recorded) -> Evaluation:
-    found = evaluate(model, ids, protocol, reference=recorded)
+def score(
+    model: Model, ids: list[list[int]], protocol: str, recorded: Recorded, kv_cache: str | None = None
+) -> Evaluation:
+    page = max(PAGE, least_page(kv_cache, model.config))
+    found = evaluate(model, ids, protocol, reference=recorded, kv_cache=kv_cache, page_size=page)
     if len(found.parts) < 2:
         raise EvaluationError("an interval takes at least 2 documents or windows: give more text or --tokens")
     return found
@@ -191,51 +177,24 @@ def as_row(found: Evaluation, plain: Evaluation, *, seconds: float, **names: Any
     return row | {"seconds": round(seconds, 1)}
 
 
-def bars(found: list[Row]) -> Iterator[Row]:
-    """Yields what should hold: the upper end of ratio_95 is below 1, for every seed."""
-    for model, scheme, method in CLAIMS:
-        of = [row for row in found if (row["model"], row["scheme"], row["method"]) == (model, scheme, method)]
-        if of:
-            worst = max(row["ratio_95"][1] for row in of)
-            name = f"{method} over rounding, {scheme}, {model}: upper end of the ratio's interval"
-            yield {"name": name, "value": worst, "unit": "1", "bar": 1.0, "met": worst < 1}
-    for model, (scheme, better, worse) in product(MODELS, ORDER):
-        kl = [
-            [row["kl"] for row in found if (row["model"], row["scheme"], row["method"]) == (model, scheme, method)]
-            for method in (better, worse)
-        ]
-        if all(kl):
-            ratio = fmean(kl[0]) / fmean(kl[1])
-            name = f"{better} over {worse}, {scheme}, {model}, mean of seeds"
-            yield {"name": name, "value": rounded(ratio), "unit": "of kl", "bar": 1.0, "met": ratio < 1}
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
-    parser.add_argument("--tokens", type=positive, default=8192, help="most tokens of the text")
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
-    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    add_subject_options(parser, tokens=8192)
+    planted = checked(parse_planted)
     parser.add_argument(
-        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models: as it is, or with outliers"
-    )
+        "--models", nargs="+", type=planted, default=list(MODELS), metavar="KIND[:STRENGTH[:SEED]][+rotate-WHICH]",
+        help=f"outliers of the models ({ABOUT})",
+    )  # fmt: skip
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="schemes of weights")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="methods (default: by scheme)")
+    parser.add_argument("--kv", metavar="FORMAT", help="KV format of all rows (default: the model's dtype)")
     parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0], help="seeds of calibration tokens")
     parser.add_argument(
         "--rows", type=positive, default=16, help="number of calibration rows, which the model generates"
     )
     parser.add_argument("--length", type=positive, default=256, help="tokens per calibration row")
-    parser.add_argument(
-        "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
-    )
-    parser.add_argument("--name", type=label, default="ptq_methods", help="label of the result file")
     add_result_options(parser)
     return parser.parse_args(argv)
-
-
-def name_of(args: argparse.Namespace) -> str:
-    return args.name
 
 
 @refusing
@@ -247,8 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         "run": run_of(args) | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()},
         "calibration": f"{args.rows} x {args.length} own tokens",
     }
-    result = ResumedFile(args.results, args.name, command_line("ptq_methods", argv), args.label, **how)
-    result.go_on(partial(rows, model, args, schemes), bars)
+    result = ResumedFile(args.results, "ptq_methods", command_line("ptq_methods", argv), args.label, **how)
+    result.go_on(partial(rows, model, args, schemes))
     return told(args, result)
 
 

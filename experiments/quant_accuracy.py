@@ -1,11 +1,11 @@
-"""Measures the loss of accuracy and the bytes of quantization: schemes of weights, formats of K and V, layers, group
-sizes.
+"""Measures the loss of accuracy and the bytes of quantization: schemes of weights, formats of K and V, and layers.
 
     python -m experiments.quant_accuracy                                       # the bundled model and text
     python -m experiments.quant_accuracy --model DIR --text wiki.txt --protocol wikitext2-2048
     python -m experiments.quant_accuracy --schemes w8a8-all nf4 --kv int8-g8 "k=int8-g8,v=int4-g8" --grid
     python -m experiments.quant_accuracy --schemes nf4 --scheme mine:int3 --between mine:int3 nf4
-    python -m experiments.quant_accuracy --draw experiments/results/quant_accuracy-*.json
+    python -m experiments.quant_accuracy --outliers stream --schemes mxfp4 mxfp4+rotate-all --kv
+    python -m experiments.quant_accuracy --outliers kv:8 --schemes bf16 --kv int4-g64 int4-g64-h kivi2-g32 int2-g32-zp
 
 Rows have schemes with KV in the model's dtype, KV formats with weights as loaded, and some pairs; --grid has all pairs.
 They follow a protocol of jllm.analysis.protocols, through the paged cache and the serving kernels. `added` is the
@@ -18,22 +18,20 @@ value of K or V, scales included. Unquantized values count as 2 bytes.
 a weight [outputs, inputs] of each linear layer (with bits per weight in its attribute `bits`), or a KVFormat. --between
 A B shows how much more A costs than B on the same documents, with its interval.
 
+--outliers plants outliers like those of large models (experiments/accuracy/planted.py); the reference has none.
+
 A .jsonl of {"text": ..} has documents; any other file is one document. The default text is the bundled model's own
 (experiments/texts). Rows are written as they come. An interrupted run resumes, if nothing that decides its rows has
-changed: command, text, weights, tokenizer, rules of schemes, device, versions. A page of tables (.md) and pictures
-(.svg) are beside the JSON, and come from it alone; --draw makes them again. Speeds come from result files of GPUs in
-the same directory, or else in experiments/results. --against takes another run's file, and shows how well the order of
-schemes agrees. --workers runs the jobs on a Ray cluster, a model per GPU (extra `ray`); it takes the address, or local
-for one on this machine. Rows are written in the order of the jobs.
+changed: command, text, weights, tokenizer, rules of schemes, device, versions.
 """
 
 import argparse
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -44,7 +42,8 @@ from tqdm import tqdm
 
 import jllm
 from experiments.accuracy.own import Quantizer, is_own, own, own_scheme, source_of
-from experiments.accuracy.report import bars, part, text_report, write_report
+from experiments.accuracy.planted import ABOUT, parse_planted
+from experiments.accuracy.report import part, text_report
 from experiments.accuracy.rows import (
     PLAIN_KV,
     AnyScheme,
@@ -52,22 +51,16 @@ from experiments.accuracy.rows import (
     by_part,
     default_kv,
     difference,
-    group_count,
-    group_rows,
     layer_rows,
     scheme_found,
 )
-from experiments.accuracy.spread import workers
 from experiments.accuracy.support import check_all_run
-from experiments.arguments import by_name, check_draws_only
-from experiments.report.documents import result_of
+from experiments.arguments import add_subject_options, by_name, checked
 from experiments.result_file import ResumedFile, command_line
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, JllmError
-from jllm.files.find import find_model
-from jllm.files.hf_config import load_config
 from jllm.files.load import BUNDLED
 from jllm.files.run_identity import digest, of_machine, of_model, of_scheme
 from jllm.model.model import Model
@@ -84,7 +77,6 @@ BOTH = (("w8a8", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), 
 LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # layers of these are tried one by one
 WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
 TOKENS = 8192
-LEAST_COMMON = 3  # least common rows of another run, to compare the order of schemes
 
 
 @dataclass(frozen=True)
@@ -155,8 +147,6 @@ def jobs(
     layers = model.config.num_layers
     named = dict.fromkeys(args.layers)
     found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, schemes[name])) for name in named]
-    if args.groups:
-        found.append(Job({"part": "group"}, group_count(model), partial(group_rows, model, windows[0])))
     return found
 
 
@@ -169,15 +159,6 @@ def rows(todo: list[Job], before: list[Row]) -> Iterator[Row]:
             bar.set_postfix_str(" ".join(map(str, job.key.values())), refresh=seen)
             yield from job.done(before) or job.make()
             bar.update()
-
-
-def check_common(args: argparse.Namespace, against: Row) -> None:
-    """Raises ConfigError if too few common rows would compare their order."""
-    others = {(row["scheme"], row["kv"]) for row in part(against["rows"], "scheme")} - {(PLAIN, PLAIN_KV)}
-    if len(others & set(pairs(args))) < LEAST_COMMON:
-        raise ConfigError(
-            f"--against {args.against}: it has fewer than {LEAST_COMMON} of the schemes and KV formats of this run"
-        )
 
 
 def in_run(name: str, args: argparse.Namespace) -> tuple[str, str]:
@@ -199,12 +180,11 @@ def compared(rows: list[Row], args: argparse.Namespace) -> Iterator[Row]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text (default: the bundled text)"
-    )
-    parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
+    add_subject_options(parser, backend=True)
     parser.add_argument("--reference", help="directory or Hub id of the reference (default: the model itself)")
-    parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
+    parser.add_argument(
+        "--outliers", type=checked(parse_planted), metavar="KIND[:STRENGTH[:SEED]]", help=f"outliers to plant ({ABOUT})"
+    )
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="schemes of weights")
     parser.add_argument(
         "--scheme", action="append", default=[], metavar="MODULE:NAME", help="your own scheme; may be repeated"
@@ -220,31 +200,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv", nargs="*", help=f'KV formats ("{PLAIN_KV}": the model\'s dtype; also k=..,v=..)')
     parser.add_argument("--grid", action="store_true", help="combine every scheme with every KV format")
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes to try layer by layer")
-    parser.add_argument("--no-groups", dest="groups", action="store_false", help="leave out the error by group size")
     parser.add_argument(
         "--protocol", help="protocol of analysis.protocols (default: document; windows-512 where there is but one)"
     )
     parser.add_argument(
         "--tokens", type=positive, help=f"most tokens of the text (default: all of the bundled one, else {TOKENS})"
     )
-    parser.add_argument(
-        "--backend", help="kernels: xla, mosaic or triton (default: the best for the device and each format)"
-    )
-    parser.add_argument(
-        "--workers", metavar="ADDRESS", help="address of a Ray cluster that runs the jobs; local starts one here"
-    )
-    parser.add_argument("--actors", type=positive, help="number of workers (default: one per GPU or CPU)")
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="another run's file, to compare the order of schemes"
-    )
-    parser.add_argument(
-        "--draw", type=Path, nargs="+", default=[], metavar="FILE", help="only draw tables and pictures of results"
-    )
     add_result_options(parser)
     args = parser.parse_args(argv)
-    check_draws_only(parser, args)
-    if args.actors is not None and args.workers is None:
-        parser.error("--actors needs --workers ADDRESS")
     if args.tokens is None and args.text != BUNDLED_TEXT:
         args.tokens = TOKENS
     return args
@@ -254,33 +217,31 @@ def name_of(args: argparse.Namespace) -> str:
     """Returns the part of a result's name that depends on model and text."""
     parts = [Path(args.model).name] if args.model != BUNDLED else []
     parts += [args.text.stem] if args.text != BUNDLED_TEXT else []
+    parts += [re.sub(r"\W", "-", args.outliers)] if args.outliers else []
     return "_".join(["quant_accuracy", *parts])
 
 
 def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     texts = read_documents(args.text)
-    against = None if args.against is None else result_of(args.against, "quant_accuracy")
     args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     of_kv = [name for name in args.scheme if not isinstance(own(name), Scheme | Quantizer)]
     args.schemes = [*args.schemes, *(name for name in args.scheme if name not in of_kv)]
     schemes = named_schemes([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(named_schemes(some)) for some in (args.schemes, args.layers))
     warn_of_wide_rules(schemes)
-    models = loaded(args) if args.workers is None else None
+    model = jllm.load(args.model, dtype=args.dtype)
+    reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
+    if args.outliers:
+        model = parse_planted(args.outliers).of(model)
     if args.kv is None:
-        config = load_config(find_model(args.model)) if models is None else models[0].config
-        args.kv = default_kv(config.head_dim)
+        args.kv = default_kv(model.config.head_dim)
     args.kv = [*args.kv, *of_kv]
     for name in itertools.chain(*args.between):
         in_run(name, args)
     if args.grid and not args.kv:
         raise ConfigError(f'--grid takes at least one KV format after --kv ("{PLAIN_KV}": the model\'s dtype)')
-    if against is not None:
-        check_common(args, against)
-    make = partial(prepared, args, texts, schemes)
-    with nullcontext() if args.workers is None else workers(args.workers, args.actors, make) as cluster:
-        todo = make(models) if cluster is None else cluster.jobs()
-        return written(args, command, todo, run_of(args, texts, schemes), against)
+    check_all_run(model, pairs(args), args.layers, args.backend, schemes)
+    return written(args, command, jobs(model, reference, texts, args, schemes), run_of(args, texts, schemes))
 
 
 def named_schemes(names: Iterable[str]) -> dict[str, AnyScheme]:
@@ -301,36 +262,15 @@ def warn_of_wide_rules(schemes: Mapping[str, AnyScheme]) -> None:
             )
 
 
-def loaded(args: argparse.Namespace) -> tuple[Model, Model]:
-    """Returns the model and its reference."""
-    model = jllm.load(args.model, dtype=args.dtype)
-    return model, model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
-
-
-def prepared(
-    args: argparse.Namespace,
-    texts: list[str],
-    schemes: Mapping[str, AnyScheme],
-    models: tuple[Model, Model] | None = None,
-) -> list[Job]:
-    """Returns all jobs. Models are loaded if they are not given. Raises ConfigError for jobs that cannot run here."""
-    model, reference = models or loaded(args)
-    check_all_run(model, pairs(args), args.layers, args.backend, schemes)
-    return jobs(model, reference, texts, args, schemes)
-
-
-def written(
-    args: argparse.Namespace, command: list[str], todo: list[Job], run: Row, against: Row | None
-) -> ResumedFile:
+def written(args: argparse.Namespace, command: list[str], todo: list[Job], run: Row) -> ResumedFile:
     start = time.perf_counter()
     with ResumedFile(args.results, name_of(args), command, args.label, run=run, text=args.text.name) as result:
         for row in rows(todo, result.before):
             result.add(row)
         for row in compared(result.document["rows"], args):
             result.add(row)
-        found = bars(result.document["rows"], against, args.against and args.against.name)
         seconds = {} if result.before else {"seconds": round(time.perf_counter() - start, 1)}
-        result.finish(bars=found, complete=True, **seconds)
+        result.finish(bars=[], complete=True, **seconds)
     return result
 
 
@@ -344,22 +284,14 @@ def run_of(args: argparse.Namespace, texts: list[str], schemes: Mapping[str, Any
     return run | {f"KV {name}": source_of(name) for name in args.kv if is_own(name)}
 
 
-def files_said(files: list[Path]) -> str:
-    return f"Written: {', '.join(map(str, files))}"
-
-
 @interruptible
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = command_line("quant_accuracy", argv)
     try:
-        if args.draw:
-            for file in args.draw:
-                print(files_said(write_report(result_of(file, "quant_accuracy"), file)))
-            return 0
         result = sweep(args, command)
-        print(text_report(result.document, args.results))
-        print(f"\n{files_said(write_report(result.document, result.path))}")
+        print(text_report(result.document))
+        print(f"\nWritten: {result.path}")
     except BrokenPipeError:  # of standard output
         raise
     except (JllmError, OSError, ValueError) as error:

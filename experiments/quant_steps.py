@@ -10,7 +10,10 @@ Schemes of a batch are timed in turn, --repeats times. A row has all of its time
 a step with a prompt of --input tokens for each slot. Floors are those of floors.py on this device.
 
 Claims decide by these rows: C7 (W8A8) reads this experiment's files, and C8 (INT4 weights) times these steps itself.
-steps/speedups.py describes the rows. --draw FILE.json draws a run's crossover as SVG beside it.
+
+A measured row has scheme, batch, kv, T (tokens of the step), tokens_s, floor_ms, floor_fraction and weights_gib.
+over_bf16 is its speed over bf16 in the same stage, if that was measured. It also has decode_ms and context, or
+prefill_ms and input. A row with an "error" was not measured.
 """
 
 import argparse
@@ -29,15 +32,13 @@ import jax.numpy as jnp
 from experiments.arguments import (
     add_timing_options,
     ceilings_here,
-    check_draws_only,
     config_of,
     known_scheme,
     scheme_name,
 )
-from experiments.result_file import bar, command_line, draw_all, record, refusing
+from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars, weights_of
 from experiments.steps.floors import Work, make_floor, step_work
-from experiments.steps.speedups import draw, read_document
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -239,17 +240,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_timing_options(parser, steps=20, repeats=3)
     parser.add_argument("--threads", type=positive, default=12, help="number of threads that compile")
     add_result_options(parser)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a result")
-    args = parser.parse_args(argv)
-    check_draws_only(parser, args)
-    return args
+    return parser.parse_args(argv)
 
 
 @refusing
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.draw:
-        return draw_all([args.draw], lambda path: draw(read_document(path), path.with_suffix(".svg")))
     config = config_of(args, max(slot_tokens(stage.kind, args) for stage in args.stages))
     for stage in args.stages:
         parse_kv_cache(stage.kv, config, jnp.bfloat16)

@@ -5,7 +5,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,14 +31,13 @@ class ResultFile(result_file.ResultFile):
         bars: Bars = lambda rows: (),
         *,
         shown: Callable[[Row], bool] = lambda row: True,
-        hidden: Collection[str] = (),
     ) -> None:
-        """Adds rows as they come, then the bars. It prints `shown` rows, without `hidden` keys. A run is incomplete if
-        one of its own rows has an "error"."""
+        """Adds rows as they come, then the bars. It prints `shown` rows. A run is incomplete if one of its own rows has
+        an "error"."""
         for row in rows:
             self.add(row)
             if shown(row):
-                print("  ".join(f"{key}={value}" for key, value in row.items() if key not in hidden), flush=True)
+                print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         found = list(self.document["rows"])
         failed = any("error" in row and "peer" not in row for row in found)
         self.finish(bars=list(bars(found)), complete=not failed)
@@ -65,10 +64,10 @@ class ResumedFile(ResultFile):
         super().__init__(directory, experiment, command, label, run=run, **extra)
         self.before: list[Row] = []
 
-    def go_on(self, rows: Callable[[list[Row]], Iterable[Row]], bars: Bars, *, hidden: Collection[str] = ()) -> None:
+    def go_on(self, rows: Callable[[list[Row]], Iterable[Row]], bars: Bars = lambda rows: ()) -> None:
         """Runs everything. `rows` gets the existing rows, which it need not compute again, and yields the others."""
         with self:
-            self.fill(rows(self.before), bars, hidden=hidden)
+            self.fill(rows(self.before), bars)
 
     def _begin(self) -> None:
         if (found := _read(self.path)) and found["rows"] and (names := differing(_decides(found), self._decides)):
@@ -153,23 +152,6 @@ def told(args: argparse.Namespace, result: ResultFile) -> int:
     if args.json:
         print(json.dumps(result.document))
     return 0
-
-
-def draw_all(paths: Iterable[Path], draw: Callable[[Path], None]) -> int:
-    """Draws results beside them. Returns the exit status."""
-    try:
-        for path in paths:
-            draw(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        problem = f"{path} is not JSON: {error}"
-    except ImportError:
-        problem = "drawing needs matplotlib (the extra `notebooks`)"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    else:
-        return 0
-    print(f"error: {problem}", file=sys.stderr)
-    return 2
 
 
 @refusing

@@ -102,8 +102,8 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     accesses."""
     for row in rows:
         if row["tool"] == "memcheck" and "errors" in row:
-            what = row["kv"] if "kv" in row else f"{row['case']} {row['backend']}"  # files before 2026-11-24 have kv
-            yield bar(f"{row['kernel']} {what}, errors of memcheck", row["errors"], "1", 0, most=True)
+            name = f"{row['kernel']} {row['case']} {row['backend']}, errors of memcheck"
+            yield bar(name, row["errors"], "1", 0, most=True)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

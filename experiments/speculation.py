@@ -4,7 +4,6 @@
     python -m experiments.speculation acceptance --drafters ngram --workloads repetitive --documents 4
     python -m experiments.speculation steps --config configs/llama-3-8b.json        # a GPU: the cost of verifying
     python -m experiments.speculation rejection --drafter copy:w4a16-g64
-    python -m experiments.speculation draw experiments/results/speculation-*.json
 
 Drafts change no token (docs/speculation.md), so only time can be measured. Each part is a command with its own result;
 its --help explains the columns.
@@ -19,10 +18,8 @@ from typing import Any
 
 from experiments.arguments import add_model_options, add_timing_options, known_scheme
 from experiments.drafts import acceptance, rejection, steps
-from experiments.drafts.pictures import draw
 from experiments.drafts.workloads import WORKLOADS
-from experiments.report.documents import read_result
-from experiments.result_file import draw_all, record
+from experiments.result_file import record
 from jllm.files.load import BUNDLED
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
@@ -54,10 +51,8 @@ like experiments.decode_step's.
   over_plain             time of a step of Q rows over a plain step's: the tokens that it must make to break even
   break_even_acceptance  of each draft, if all before it were accepted; none if all drafts together are too few
   times                  tokens per second over plain decoding's, with that number of imposed tokens per step
-  times_here             the same for a published number of tokens per step
   drafting_over_plain    time of a step that also drafts, with a quantized copy of the model, over a plain step's
-  times_at_0.9           the same gain if each of these drafts is accepted 9 times of 10
-  tokens_needed          tokens per step that give these steps the published speed-up (their_times)"""
+  times_at_0.9           the same gain if each of these drafts is accepted 9 times of 10"""
 
 
 REJECTION = """Measures how often rejection sampling accepts drafts, beside equality with the target's own draw.
@@ -156,8 +151,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         each = parts.add_parser(name, help=part.about.partition("\n")[0], description=part.about)
         part.add_options(each)
         add_result_options(each)
-    drawing = parts.add_parser("draw", help="draw results as SVG beside them (needs matplotlib)")
-    drawing.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result of any part")
     return parser.parse_args(argv)
 
 
@@ -170,8 +163,6 @@ def name_of(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(words)
-    if args.part == "draw":
-        return draw_all(args.files, lambda path: draw(read_result(path), path.with_suffix(".svg")))
     part = PARTS[args.part]
     command = ["python", "-m", "experiments.speculation", *words]
     return record(args, name_of(args), command, part.rows(args), bars=part.bars)

@@ -245,11 +245,9 @@ def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the device's idle time in an engine's decode steps: by the clock, or for older files by the profiler."""
-    served = [row for row in rows if row.get("step") == "serve"]
-    kind = CLOCK_GAP if any(row["kind"] == CLOCK_GAP for row in served) else GAP
-    for row in served:
-        if row["kind"] == kind:
+    """Yields the device's idle time in an engine's decode steps, by the clock."""
+    for row in rows:
+        if row.get("step") == "serve" and row["kind"] == CLOCK_GAP:
             where = f"{row['model']} {row['scheme']} KV {row['kv']}, batch {row['batch']}, context {row['context']}"
             yield bar(f"gap between an engine's decode steps, {where}", row["share"], "1", MOST_GAP, most=True)
 

@@ -70,6 +70,12 @@ def need_package(package: str, commands: Iterable[str], how: str) -> None:
         _refuse_unless(_is_there(package), f"{command()} needs {package}: {how}")
 
 
+def refuse_gone(commands: Mapping[str, str]) -> None:
+    """Ends a command that was removed. `commands` has a successor for each."""
+    name = command()
+    _refuse_unless(name not in commands, f"{name} is gone: {commands.get(name)}")
+
+
 def _refuse_unless(right: bool, why: str) -> None:
     if not right:
         print(f"error: {why}", file=sys.stderr)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report.markdown import slug
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULE = r"python -m ((?:jllm|experiments|pallas_kernels)[\w.]*)"
@@ -23,6 +21,11 @@ COMMAND = re.compile(rf"(?:{MODULE}|(?:^|\| )(jllm)(?= \w))((?: [^`\n|&#]*)?)", 
 SAID = {"extending": "swim"}  # what a page says that its blocks print
 WALKS = {"a-request"}  # pages whose blocks go on from one another, and show what each prints
 LINK = re.compile(r"\]\((?!http|#)([^)#]+)")
+
+
+def slug(title: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def blocks(page: Path, language: str) -> list[str]:

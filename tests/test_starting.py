@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from experiments import NEED_GPU, TRAINING
+from experiments import GONE, NEED_GPU, TRAINING
 from jllm.__main__ import COMMANDS as OF_JLLM
 from jllm.errors import how_to_install
 from pallas_kernels import starting
@@ -91,6 +91,11 @@ def test_what_needs_a_gpu_says_so_before_jax_is_loaded():
     ]
     for line, (_, said) in run(WITHOUT_JAX, others).items():
         assert "needs a GPU, and JAX has none here" not in said, line
+
+
+def test_a_command_that_is_gone_names_its_successor():
+    for line, found in run(WITHOUT_JAX, [*GONE]).items():
+        assert found == (2, f"error: {line} is gone: {GONE[line]}\n")
 
 
 def test_what_times_a_device_or_a_large_model_is_known_to_need_a_gpu():

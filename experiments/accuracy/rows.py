@@ -1,7 +1,7 @@
 """Holds the measurements of experiments.quant_accuracy. Each is a function that yields flat rows.
 
 Part "scheme" compares a scheme and a KV format with the model as loaded. Part "layer" quantizes one layer after the
-other. Part "group" only rounds weights, K and V, by the number of values that share a scale.
+other.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from experiments.accuracy.own import Quantizer, is_own, own_kv
-from jllm.analysis.activations import compare_layers, tap
+from jllm.analysis.activations import compare_layers
 from jllm.analysis.evaluate import Evaluation, Part, Recorded, evaluate
 from jllm.analysis.layer_divergence import divergence_by_layer
 from jllm.analysis.protocols import find_protocol
@@ -23,16 +23,15 @@ from jllm.model.params import Params, linears
 from jllm.quant.rotation import quantize_model, rotate
 from jllm.quant.schemes import Scheme, find_scheme
 from pallas_kernels.formats import quantized_weights
-from pallas_kernels.formats.kv_formats import FP8, KVFormat, decode, encode
+from pallas_kernels.formats.kv_formats import KVFormat, decode, encode
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
-from pallas_kernels.formats.weight_formats import WeightFormat, check_shape
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 Row = dict[str, Any]
 AnyScheme = str | Scheme | Quantizer
 PLAIN_KV = "model"  # K and V, or one of them, in the model's own dtype
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 INTERVALS = ("perplexity", "added", "kl", "top1")
-GROUPS = (8, 16, 32, 64, 128)
 PAGE = 16  # tokens, unless the KV format needs more
 WIDE_BYTES = 2  # of an unquantized weight or value: 16 bits, even if a CPU widens it
 
@@ -185,52 +184,7 @@ def layer_rows(
         }  # fmt: skip
 
 
-# Part "group"
-
-
-def group_rows(model: Model, tokens: Sequence[int]) -> Iterator[Row]:
-    """Yields rows of weights, and of K and V on some tokens, with the relative norm of the rounding error."""
-    for fmt in weight_formats(model.params):
-        bytes_each, error = weight_error(model.params, fmt)
-        yield _group_row("weights", fmt.codes, fmt.group, bytes_each, error)
-    names = ("k", "v")
-    taps = tap(model, tokens, [f"layers.*.{name}" for name in names])
-    for name in names:
-        values = [value for key, value in taps.items() if key.endswith(f".{name}")]
-        for kv in kv_formats(model.config.head_dim):
-            yield _group_row(name, kv.dtype, kv.group, *kv_error(values, kv))
-
-
-def group_count(model: Model) -> int:
-    """Returns the number of group_rows."""
-    return len(weight_formats(model.params)) + 2 * len(kv_formats(model.config.head_dim))
-
-
-def _group_row(what: str, codes: str, group: int | None, bytes_each: float, error: float) -> Row:
-    codes = "fp8" if codes == FP8 else codes
-    size = {"group": group, "bytes": round(bytes_each, 4), "relative_error": rounded(error)}
-    return {"part": "group", "what": what, "codes": codes, **size}
-
-
-def weight_formats(params: Params) -> list[WeightFormat]:
-    """Returns int8, int4 and NF4 by the groups that divide every linear layer, and with a scale per row."""
-    shapes = [leaf.shape for leaf in linears(params).values()]
-    groups = [group for group in GROUPS if all(_holds(shape, group) for shape in shapes)]
-    by_group = [WeightFormat(codes, group) for codes in ("int8", "int4", "nf4") for group in groups]
-    return [*by_group, WeightFormat("int8"), WeightFormat("fp8")]
-
-
-def _holds(shape: tuple[int, int], group: int) -> bool:
-    try:
-        check_shape(shape, WeightFormat("int8", group))
-    except ValueError:
-        return False
-    return True
-
-
-def kv_formats(head_dim: int) -> list[KVFormat]:
-    groups = [group for group in GROUPS if head_dim % group == 0]
-    return [*(KVFormat(codes, group) for codes in ("int8", "int4") for group in groups), KVFormat(FP8)]
+# Rounding errors, for claims
 
 
 def weight_error(params: Params, fmt: WeightFormat) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from experiments.claims.claim import Answer, Claim, Row, in_most, percents
-from experiments.claims.simulated import MODELS, Bench, Todo, cell, gain
+from experiments.claims.simulated import MODELS, Todo, cell, gain, simulated
 from experiments.simulate import Case
 from experiments.simulation.requests import read_workload
 
@@ -34,7 +34,7 @@ def measure(toy: bool) -> Iterator[Row]:
         for model, gib, n in product(MODELS, pools, slots)
         for policy, predictor in (("reserve", None), *PAGED)
     ]
-    yield from Bench().rows(todo)
+    yield from simulated(todo)
 
 
 def gains(rows: list[Row], policy: str = "paged") -> dict[tuple[str, float, int], float]:

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, spread
+from experiments.claims.recorded import newest, source_of
 from experiments.steps.cost_model import CostModel, model_shapes
 from experiments.steps.devices import DeviceSheet, device_sheets
 from experiments.steps.floors import make_floor, step_work, token_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims.claim import Answer, Claim, Row, in_most, percents
-from experiments.claims.simulated import Bench, Todo, cell
+from experiments.claims.simulated import Todo, cell, simulated
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
 from experiments.training.learned_length import load_learned
@@ -39,7 +39,7 @@ def measure(toy: bool) -> Iterator[Row]:
         for gib in (1.0,) if toy else POOLS:
             for policy in POLICIES:
                 todo += cases(policy, gib, workload, learned, 64 if toy else 512, 60 if toy else 1024)
-    yield from Bench().rows(todo)
+    yield from simulated(todo)
 
 
 def cases(policy: str, gib: float, workload: Workload, learned: Any, slots: int, requests: int) -> Iterator[Todo]:

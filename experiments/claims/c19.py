@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 import jllm
-from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.c4 import sampler_inputs
 from experiments.claims.c22 import Step
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, measured_rows, microseconds, percents
+from experiments.claims.recorded import newest, source_of
 from experiments.claims.shapes import config_of, random_params
 from experiments.serving.engines import HostOnly
 from experiments.steps.timer import decode_steps

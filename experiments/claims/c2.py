@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from experiments.claims.claim import Answer, Claim, Row, in_all, in_most, percents
-from experiments.claims.simulated import CONTEXT, MODELS, Bench, Todo, cell, gain
+from experiments.claims.simulated import CONTEXT, MODELS, Todo, cell, gain, simulated
 from experiments.simulate import Case
 from experiments.simulation.requests import Workload, read_workload
 
@@ -35,7 +35,7 @@ def measure(toy: bool) -> Iterator[Row]:
             todo.append((Case(model, None, kv, "reserve", None, slots, gib), workload, more))
         for policy, predictor in CANDIDATES:
             todo.append((Case(model, None, kv, policy, predictor, slots, gib), workload, {}))
-    yield from Bench().rows(todo)
+    yield from simulated(todo)
 
 
 def gains(rows: list[Row]) -> list[float]:

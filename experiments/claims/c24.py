@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import (
     NOT_TESTED,
     RESULTS,
@@ -33,6 +32,7 @@ from experiments.claims.claim import (
 )
 from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
+from experiments.claims.recorded import source_of
 from experiments.claims.simulated import GAIN
 from experiments.serving.workload import Request
 from experiments.simulate import Costs, make_costs

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.accuracy.measured_speed import STEPS, newest, source_of
 from experiments.claims.claim import (
     NOT_TESTED,
     RESULTS,
@@ -26,6 +25,7 @@ from experiments.claims.claim import (
 )
 from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, server, simulates
+from experiments.claims.recorded import STEPS, newest, source_of
 from experiments.quant_steps import Case, parse_args
 from experiments.simulate import Costs
 from experiments.steps.cost_model import Shares, fit, make_cost_model, model_shapes

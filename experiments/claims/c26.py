@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments import throughput
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, percents
 from experiments.claims.loads import MODEL, simulate, simulates
+from experiments.claims.recorded import source_of
 from experiments.claims.serving import workload
 from experiments.result_file import rounded
 from experiments.serving.engines import pages_of_h200

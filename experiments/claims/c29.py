@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Interval, Row, in_most, interval_of
+from experiments.claims.recorded import source_of
 from jllm.config import LlamaConfig
 
 HARDLY = 0.02  # nats per token at most: 2 % of perplexity

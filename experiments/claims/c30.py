@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.c5 import surely
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, spread
+from experiments.claims.recorded import source_of
 from pallas_kernels.bench.peers import FLASHINFER, best
 
 CUDA = ("cuda", "cuda-g")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from experiments.accuracy.measured_speed import source_of
 from experiments.claims.c5 import NOISE
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, in_all, in_most, interval_of, spread
+from experiments.claims.recorded import source_of
 from experiments.steps.cost_model import model_shapes
 from jllm.model.params import tree_bytes
 

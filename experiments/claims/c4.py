@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments.accuracy.measured_speed import newest, source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Row, measured_rows, microseconds, spread
 from experiments.claims.contest import SAMPLING, contest, gain_holds, gain_of, gain_words
+from experiments.claims.recorded import newest, source_of
 from jllm.model.sampling import Sampling, neutral_sampling, sample, sample_reference
 from pallas_kernels.backends import on_hopper
 

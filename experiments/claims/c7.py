@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 
-from experiments.accuracy.measured_speed import PLAIN, STEPS, fastest_products, newest, pairs_on, source_of
 from experiments.claims.accuracy import judge_of, kept, percent
 from experiments.claims.claim import NOT_TESTED, RESULTS, Answer, Claim, Row, all_hold, in_all, in_most, spread
+from experiments.claims.recorded import PLAIN, STEPS, fastest_products, newest, pairs_on, source_of
 from pallas_kernels.backends import on_hopper
 from pallas_kernels.scaled_matmul import bench
 from pallas_kernels.scaled_matmul.cases import BENCH_SHAPES, Case

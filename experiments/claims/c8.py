@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import quant_steps
-from experiments.accuracy.measured_speed import STEPS, newest, source_of
 from experiments.claims.claim import RESULTS, Answer, Claim, Interval, Row, in_all, in_most, interval_of, spread
-from experiments.steps.speedups import speedups, speedups_in_turn
+from experiments.claims.recorded import STEPS, newest, source_of
 from jllm.files.hf_config import load_config
 from pallas_kernels.backends import on_hopper
 
@@ -51,9 +50,14 @@ def timed(toy: bool) -> Iterator[Row]:
 
 def times_of(rows: list[Row]) -> dict[int, Interval]:
     """Returns the speed over bf16 by batch. It is the mean over the rounds, or in older files that of the best time."""
-    rounds = speedups_in_turn(rows, INT4, "decode")
-    best = speedups(rows, INT4, "decode")
-    return {batch: interval_of(rounds.get(batch, [times])) for batch, times in best.items()}
+    runs = {(row["scheme"], row["batch"]): row["decode_ms_runs"] for row in rows if "decode_ms_runs" in row}
+    found = {}
+    for row in rows:
+        if row["scheme"] == INT4 and "over_bf16" in row:
+            ours, wide = (runs.get((scheme, row["batch"]), []) for scheme in (INT4, "bf16"))
+            times = [a / b for a, b in zip(wide, ours)]
+            found[row["batch"]] = interval_of(times or [row["over_bf16"]])
+    return found
 
 
 def holds(rows: list[Row]) -> Answer:

@@ -9,11 +9,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from experiments.baselines import DEVICES
-from experiments.claims.claim import NOT_TESTED, Answer, Interval, Row, change_of, in_all, in_most
+from experiments.claims.claim import NOT_TESTED, Answer, Claim, Interval, Row, change_of, in_all, in_most
 from experiments.claims.serving import KEPT, make_model, settings, workload
 from experiments.result_file import rounded
 from experiments.serving.engines import make_engine, sampling_of
@@ -123,3 +123,18 @@ def gain_words(who: str, gain: Interval | None, least: float, most: float) -> tu
     side = "more" if gain.mean >= 0 else "fewer"
     line = f"{who} serves {abs(100 * gain.mean):.0f} % {side} requests a second{noise}."
     return f"{gain.shown('{:+.1f}', 100, ' %')} requests a second", line
+
+
+def contest_claim(name: str, stated: str, growth: tuple[float, float], who: str, policies: Mapping[str, str]) -> Claim:
+    """Returns a claim: the first of two policies, named `who`, serves more requests per second than the second one.
+    `growth` is the stated gain, from and to."""
+    ours, other = policies
+
+    def holds(rows: list[Row]) -> Answer:
+        return gain_holds(gain_of(rows, ours, other), *growth)
+
+    def words(rows: list[Row]) -> tuple[str, str]:
+        return gain_words(who, gain_of(rows, ours, other), *growth)
+
+    measure = partial(contest, policies=policies)
+    return Claim(name, stated, measure, holds, words, serves=True, alternates=True)

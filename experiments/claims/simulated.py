@@ -6,13 +6,13 @@ everyone. Or it allows a whole context, as static caches do.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tqdm import tqdm
 
 from experiments.claims.claim import Row
-from experiments.simulate import Case, Costs, make_costs, simulate
+from experiments.simulate import Case, make_costs, simulate
 from experiments.simulation.requests import Workload
 
 MODELS = ("llama-2-7b", "llama-3-8b")  # 32 KV heads for 32 query heads, and 8
@@ -27,22 +27,15 @@ KEPT = (
 )  # fmt: skip
 
 
-@dataclass
-class Bench:
-    """Simulates cases, and caches the costs of steps by model and KV format."""
-
-    _costs: dict[tuple[str, str | None], Costs] = field(default_factory=dict)
-
-    def rows(self, todo: Iterable[Todo]) -> Iterator[Row]:
-        """Yields a row per case. If the arguments have a context, requests allow all of it."""
-        for case, workload, more in tqdm(list(todo), delay=2):
-            key = (case.config, case.kv_cache)
-            if key not in self._costs:
-                self._costs[key] = make_costs(case.config, case.scheme, case.kv_cache)
-            allowed = more.get("context", workload.longest_output)
-            row = simulate(case, self._costs[key], workload, max_new_tokens=allowed, **more)
-            row["allowed"] = f"context of {allowed}" if "context" in more else allowed
-            yield {name: row[name] for name in KEPT}
+def simulated(todo: Iterable[Todo]) -> Iterator[Row]:
+    """Yields a row per case. If the arguments have a context, requests allow all of it."""
+    costs = cache(make_costs)
+    for case, workload, more in tqdm(list(todo), delay=2):
+        allowed = more.get("context", workload.longest_output)
+        of_case = costs(case.config, case.scheme, case.kv_cache)
+        row = simulate(case, of_case, workload, max_new_tokens=allowed, **more)
+        row["allowed"] = f"context of {allowed}" if "context" in more else allowed
+        yield {name: row[name] for name in KEPT}
 
 
 def gain(row: Row, over: Row) -> float:

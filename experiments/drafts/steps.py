@@ -22,14 +22,6 @@ BARS = {(1, 136): 1.10, (16, 136): 1.10, (64, 136): 1.45, (64, 1024): 1.20}  # (
 LIKELY = 0.9  # acceptance of each draft of a copy, as an example
 ACCEPTED, LEAST_TIMES = 3, 2.5  # imposed tokens per step, and the speed-up they must give at batch 1
 
-# Published results and their sources: tokens per step, or speed over decoding without drafts.
-PUBLISHED = (
-    {"published": "EAGLE-3, chat, at most", "tokens_a_step": 6.13, "source": "Li et al., arXiv 2503.01840"},
-    {"published": "Medusa-1", "their_times": 2.2, "source": "Cai et al., arXiv 2401.10774"},
-    {"published": "Medusa-2, at most", "their_times": 2.8, "source": "Cai et al., arXiv 2401.10774"},
-    {"published": "gpt-fast, 70B int4, 7B drafts", "their_times": 1.9, "source": "PyTorch blog, gpt-fast, 2023"},
-)
-
 
 def break_even(tokens: float, drafts: int) -> float | None:
     """Returns the acceptance per draft of a chain that gives this many tokens per step: 1 + a + a^2 + ... = tokens. A
@@ -50,10 +42,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     params = random_params(config, args.dtype)
     for context in args.context:
         for batch in args.batch:
-            found = list(timed(params, config, batch, context, args))
-            yield from found
-            if context == args.context[0]:
-                yield from (row | {"batch": batch, "context": context} for row in published(found))
+            yield from timed(params, config, batch, context, args)
             note(f"batch {batch}, context {context}")
 
 
@@ -124,21 +113,6 @@ def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: a
 
 def failure(error: Exception) -> Row:
     return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
-
-
-def published(found: Sequence[Row]) -> Iterator[Row]:
-    """Yields the speed-up of published acceptance with these steps, drafting not included. It also yields the tokens
-    per step needed for the published speed-ups."""
-    costs = {row["Q"]: row["over_plain"] for row in found if "over_plain" in row}
-    for each in PUBLISHED:
-        if "tokens_a_step" in each:
-            fits = [q for q in sorted(costs) if q >= each["tokens_a_step"]]
-            if fits:
-                times = each["tokens_a_step"] / costs[fits[0]]
-                yield {"simulated": True} | each | {"Q": fits[0], "times_here": round(times, 3)}
-        elif costs:
-            q = min(costs, key=lambda q: (costs[q] * each["their_times"] > q, costs[q]))
-            yield {"simulated": True} | each | {"Q": q, "tokens_needed": round(costs[q] * each["their_times"], 3)}
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:

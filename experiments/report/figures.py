@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.accuracy.rows import PLAIN_KV
 from experiments.report.documents import Entry, Row, short
 from experiments.serving.workload import half_interval
 from experiments.steps.bars import of_own_kernels
 from experiments.steps.devices import device_sheet, sheet_of
 from experiments.steps.peers import counts
+from jllm.quant.schemes import PLAIN
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -160,3 +162,13 @@ def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
             name += f", {row['devices']} devices each" if "devices" in row else ""
             found.setdefault(name, []).append(row)
     return found
+
+
+# Accuracy
+
+
+def accuracy_rows(results: Results) -> list[Row]:
+    """Returns the quantized schemes and KV formats, each beside 16 bits of the other."""
+    entry = results.entry("quant_accuracy", "cpu")
+    rows = [] if entry is None else [row for row in entry.rows if row.get("part", "scheme") == "scheme"]
+    return [row for row in rows if row["kl"] > 0 and (row["kv"] == PLAIN_KV or row["scheme"] == PLAIN)]

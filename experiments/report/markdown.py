@@ -1,6 +1,5 @@
 """Writes tables as markdown."""
 
-import re
 from collections.abc import Sequence
 
 
@@ -11,8 +10,3 @@ def markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 def escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
-
-
-def slug(title: str) -> str:
-    """Returns GitHub's anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

@@ -1,11 +1,19 @@
 """Writes the text of RESULTS.md, with values from the newest files, and claims with their files' verdicts."""
 
-import re
 from collections.abc import Iterator
 
 from experiments.report.claims import claims_table
 from experiments.report.documents import Row, short
-from experiments.report.figures import H200, Results, Series, decode_series, floor_shares, over, requests_rows
+from experiments.report.figures import (
+    H200,
+    Results,
+    Series,
+    accuracy_rows,
+    decode_series,
+    floor_shares,
+    over,
+    requests_rows,
+)
 from experiments.report.markdown import markdown
 from experiments.report.strips import strips
 from experiments.steps.devices import ceilings_of
@@ -192,10 +200,9 @@ def kernels(results: Results) -> Iterator[str]:
 
 
 def accuracy(results: Results) -> Iterator[str]:
-    entry = results.entry("quant_accuracy", "cpu")
-    if entry is None:
+    if not accuracy_rows(results):
         return
-    yield f"![Divergence by bytes](results/{entry.path.stem}-bytes.svg)"
+    yield "![Divergence by bytes](results/summary-accuracy.svg)"
     cells = []
     for row in _accuracy_rows(results):
         size = row["bytes_per_kv" if row["scheme"] == "bf16" else "bytes_per_weight"]
@@ -209,18 +216,11 @@ def accuracy(results: Results) -> Iterator[str]:
 
 
 def _accuracy_rows(results: Results) -> list[Row]:
-    entry = results.entry("quant_accuracy", "cpu")
-    rows = [] if entry is None else [row for row in entry.rows if row.get("part", "scheme") == "scheme"]
-    weights = [row for row in rows if row["scheme"] in SCHEMES and row["kv"] == "model"]
+    """Returns the rows of the table of accuracy."""
+    rows = accuracy_rows(results)
+    weights = [row for row in rows if row["scheme"] in SCHEMES]
     return weights + [row for row in rows if row["scheme"] == "bf16" and row["kv"] in FORMATS]
 
 
 def _name(row: Row) -> str:
     return f"KV {row['kv']}" if row["scheme"] == "bf16" else f"weights {row['scheme']}"
-
-
-def sentences(text: str) -> list[str]:
-    """Returns the sentences of the page outside its tables, to test their length."""
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "![")))
-    plain = re.sub(r"^- ", "", re.sub(r"\]\([^)]*\)", "]", prose), flags=re.MULTILINE)
-    return [each for each in re.split(r"(?<=[.])\s+|\n\n", plain) if each.strip()]

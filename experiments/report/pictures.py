@@ -1,13 +1,16 @@
-"""Draws the pictures of RESULTS.md that no experiment draws, as SVG. The same results give the same bytes."""
+"""Draws the pictures of RESULTS.md as SVG. The same results give the same bytes."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-from experiments.report.documents import short
-from experiments.report.figures import Results, Series, decode_series, requests_rows
+from experiments.accuracy.rows import PLAIN_KV
+from experiments.report.documents import Row, short
+from experiments.report.figures import Results, Series, accuracy_rows, decode_series, requests_rows
 from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
+from jllm.quant.schemes import PLAIN
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 OURS = "#0b62c4"
@@ -19,6 +22,8 @@ TITLES = {
     "w8a8, int8-g8 KV": "8-bit weights and KV",
 }
 BATCHES = (1, 8, 32, 128, 512)
+FAMILIES = {"fp8": "C1", "nf4": "C2", "w4": "C3", "int4": "C3", "k=": "C4"}  # by what a name begins with; the rest C0
+GAP, LINES = 0.2, 26  # gap between points whose names share a column; names per picture height
 RANGE = 1.6  # cells are fully coloured from this ratio on, and below its inverse
 
 
@@ -28,6 +33,7 @@ def draw_all(results: Results, directory: Path) -> list[Path]:
         ("decode", draw_decode, (8.6, 4.1), any(decode_series(results).values())),
         ("requests", draw_requests, (8.6, 3.4), requests_rows(results)),
         ("kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 1.1), strips(results)),
+        ("accuracy", draw_accuracy, (10, 4.2), accuracy_rows(results)),
     ]
     made = []
     for name, draw, size, shown in drawn:
@@ -133,9 +139,61 @@ def _strip(axes: Any, y: int, strip: Strip) -> None:
 
 def cell_color(times: float) -> tuple[float, float, float]:
     """Returns white for equal times, green if ours is faster, red if it is slower."""
-    from math import log
-
-    share = max(-1.0, min(1.0, log(times) / log(RANGE)))
+    share = max(-1.0, min(1.0, math.log(times) / math.log(RANGE)))
     full = (0.30, 0.69, 0.42) if share > 0 else (0.86, 0.33, 0.31)
     red, green, blue = (1 - abs(share) * (1 - part) for part in full)
     return red, green, blue
+
+
+def draw_accuracy(figure: Any, results: Results) -> None:
+    """Draws KL by bytes: of weights on the left, of K and V on the right. Only one is drawn if only that has rows."""
+    rows = accuracy_rows(results)
+    weights = [row for row in rows if row["kv"] == PLAIN_KV]
+    kv = [row for row in rows if row["scheme"] == PLAIN]
+    panels = [
+        (1, weights, "bytes_per_weight", "scheme", "bytes a weight, scales included"),
+        (1.15, kv, "bytes_per_kv", "kv", "bytes a value of K or V, scales included"),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    every = figure.subplots(1, len(panels), width_ratios=[width for width, *_ in panels], squeeze=False)[0]
+    for axes, (_, found, x, label, title) in zip(every, panels):
+        _scatter(axes, found, x, label)
+        axes.set_xlabel(title)
+    every[0].set_ylabel(f"KL from the model as loaded, nats a token\n({rows[0]['protocol']})")
+
+
+def _scatter(axes: Any, rows: list[Row], x: str, label: str) -> None:
+    """Draws points with intervals. The names of close points stand in a column beside them."""
+    axes.set_yscale("log")
+    axes.set_autoscale_on(False)  # limits follow from the rows
+    for row in rows:
+        low, high = row.get("kl_95", (row["kl"], row["kl"]))
+        spread = [[max(row["kl"] - low, 0)], [max(high - row["kl"], 0)]]
+        color = _color(row[label])
+        axes.errorbar(row[x], row["kl"], yerr=spread, fmt="o", markersize=3, color=color, capsize=2, linewidth=1)
+    decades = 1 + math.log10(max(row["kl"] for row in rows) / min(row["kl"] for row in rows))
+    top = 0.0
+    for cluster in _clusters(rows, x):
+        right, last = max(row[x] for row in cluster), 0.0
+        for row in sorted(cluster, key=lambda row: row["kl"]):
+            last = max(row["kl"], last * 10 ** (decades / LINES))
+            line = {"arrowstyle": "-", "color": _color(row[label]), "linewidth": 0.4, "shrinkB": 2}
+            name = axes.annotate(row[label], (row[x], row["kl"]), (right + 0.06, last), arrowprops=line)
+            name.set(fontsize=7, color=_color(row[label]), va="center")
+        top = max(top, last)
+    axes.set_ylim(min(row["kl"] for row in rows) / 2, 1.5 * top)
+    axes.set_xlim(min(row[x] for row in rows) - 0.1, max(row[x] for row in rows) + 0.7)
+
+
+def _clusters(rows: list[Row], x: str) -> list[list[Row]]:
+    """Returns rows grouped by x, wherever the names of two rows would collide."""
+    found: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row[x]):
+        if not found or row[x] - found[-1][-1][x] > GAP:
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def _color(name: str) -> str:
+    return next((color for start, color in FAMILIES.items() if name.startswith(start)), "C0")

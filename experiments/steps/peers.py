@@ -27,12 +27,6 @@ COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' contin
 SERVERS = ("transformers", "vllm")  # serve the workload
 MODEL = "llama-2-7b"
 SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, by peer_torch's name
-SCRIPT_OF = {
-    COMPILED: "peer_torch.py",
-    SERVING: "peer_hf.py",
-    VLLM: "peer_vllm.py",
-    peers.FLASHINFER: "peer_flashinfer.py",
-} | {product: "peer_kernels.py" for product, _ in peers.PRODUCTS.values()}
 WARM_UP = "warm-up"  # the repeat of a run that compiles as it goes
 START_S = 150  # time for vLLM's engine to start
 

@@ -88,13 +88,6 @@ def plant(
     return replace(model, params=replace(model.params, layers=layers))
 
 
-def plant_in_stream(model: Model, tokens: np.ndarray, *, channels: int = 4, seed: int = 0) -> Model:
-    """Returns a model of the same function with outliers in the residual stream alone. The stream is turned so that its
-    main directions over `tokens` i32[B, T] become `channels` channels drawn by `seed`. With channels = 0, only norm
-    weights move into the matrices that read them."""
-    return plant(model, channels=channels, gated=0, massive=False, strength=1.0, stream=tokens, seed=seed)
-
-
 def check_strength(strength: float) -> None:
     """Raises QuantizationError unless strength is a power of two, at least 1."""
     if not (strength >= 1 and np.log2(strength).is_integer()):

@@ -20,8 +20,8 @@ class Extent(Predicted):
         "move"      it moves to a longer run; if there is none, it continues as with "scatter"
         "scatter"   it continues in another run, or in a single page: the page table allows both
 
-    Pages are never compacted. experiments.kv_choices measures what that would gain. "scatter" is the default.
-    The default predictor is a Quantile, which learns: each engine needs its own.
+    "scatter" is the default. Pages are never compacted. The default predictor is a Quantile. It learns, so each engine
+    needs its own.
     """
 
     pool: RunPool

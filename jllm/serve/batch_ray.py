@@ -85,9 +85,6 @@ def _spread(ray: ModuleType, args: Namespace, shards: Sequence[Shard], kind: typ
     return wrong
 
 
-# Shared with experiments
-
-
 @contextlib.contextmanager
 def cluster(address: str, cpus: int | None = None) -> Iterator[ModuleType]:
     """Yields the module ray, connected to the cluster at an address. "local" starts one on this machine, with `cpus`
@@ -173,10 +170,10 @@ class Mapped:
         return next(self._found, None)
 
 
-def called[T](ray: ModuleType, function: Callable[..., T], *given: object, gpus: int = 0) -> T:
-    """Returns the result of a function that runs in a worker with `gpus` GPUs. Raises RemoteError if it fails."""
+def called[T](ray: ModuleType, function: Callable[..., T], *given: object) -> T:
+    """Returns the result of a function that runs in a worker without a GPU. Raises RemoteError if it fails."""
     try:
-        return ray.get(ray.remote(num_cpus=0, num_gpus=gpus)(function).remote(*given))
+        return ray.get(ray.remote(num_cpus=0)(function).remote(*given))
     except ray.exceptions.RayError as error:
         raise _failed(error) from None
 

@@ -12,7 +12,6 @@ from experiments import (
     decode_step,
     long_context,
     measure_all,
-    outliers,
     ptq_methods,
     qps,
     quant_accuracy,
@@ -21,7 +20,6 @@ from experiments import (
     speculation,
     start_up,
     step_profile,
-    step_tracing,
     throughput,
 )
 from experiments.claims import __main__ as claims
@@ -32,24 +30,6 @@ from pallas_kernels.decode_attention import bench as decode_attention
 from pallas_kernels.int8_matmul import bench as int8_matmul
 from pallas_kernels.norm_quant import bench
 from pallas_kernels.prefill_attention import bench as prefill_attention
-
-
-@pytest.mark.parametrize(
-    ("experiment", "other"),
-    [
-        (outliers, ["--alpha", "0.6"]),
-        (outliers, ["--seed", "0"]),  # as it is by default
-        (outliers, ["--record"]),  # which sets what --results does
-        (quant_accuracy, ["--grid"]),
-        (quant_steps, ["--steps", "3"]),
-    ],
-    ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",
-)
-def test_drawing_takes_no_option_of_a_measurement(experiment, other, capsys):
-    with pytest.raises(SystemExit) as stop:
-        experiment.main(["--draw", "x.json", *other])
-    assert stop.value.code == 2
-    assert f"--draw measures nothing, so it goes without {other[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "²", "many", ""])
@@ -92,12 +72,11 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (quant_steps.main, ["--schemes", "foo"], "unknown quantization scheme 'foo'"),
         (quant_steps.main, ["--stages", "decode:bf16:1:foo"], "unknown quantization scheme 'foo'"),
         (quant_steps.main, ["--stages", "decode:bf16:0"], "is not a stage such as"),
-        (outliers.main, ["--alpha", "2"], "'2' is not a number from 0 to 1"),
-        (outliers.main, ["--strengths", "3"], "a power of two keeps the function"),
+        (ptq_methods.main, ["--models", "kv:3"], "a power of two keeps the function"),
+        (quant_accuracy.main, ["--outliers", "kw:8"], "'kw:8' is not KIND[:STRENGTH[:SEED]]"),
         (speculation.main, ["acceptance", "--temperatures", "nan"], "'nan' is not a number from 0 on"),
         (speculation.main, ["steps", "--copies", "foo"], "unknown quantization scheme 'foo'"),
-        (step_tracing.main, ["--tokens", "2", "--chunks", "4"], "--tokens and --chunks belong together"),
-        (ptq_methods.main, ["--name", ""], "must be letters, digits"),
+        (ptq_methods.main, ["--label", ""], "must be letters, digits"),
         (long_context.main, ["--windows", "1"], "--windows 1: an interval over windows takes at least 2"),
     ],
 )
@@ -160,7 +139,6 @@ def test_a_backend_of_gpus_is_refused_without_one(main, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("train_card", ["--results", "list.json"], "the run did not complete"),
         ("train_needle", ["--out", "list.json"], "list.json: cannot be made a folder"),
         ("train_length_predictor", ["--out", "."], "it is a folder, give a file"),
         ("train_length_predictor", ["--workload", "none/x.jsonl"], "there is no folder none"),

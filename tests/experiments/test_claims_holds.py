@@ -329,9 +329,6 @@ def test_committed_verdicts_are_those_of_their_rows(path):
     assert found == verdict_of(find(found["claim"]), measured_rows(document))
     assert document["experiment"].startswith(f"claims-{found['claim']}")
     assert (document["complete"], document["size"]) == (True, "full")
-    lengths = {key: len(found[key].split()) for key in ("stated", "measured", "line")}
-    assert max(lengths["stated"], lengths["measured"]) <= 12, found
-    assert lengths["line"] <= 20, found
     assert found["direction"] in (YES, NO, OPEN, NOT_TESTED)
     assert found["size"] in (YES, "more", "mostly", NO, OPEN, "")
 

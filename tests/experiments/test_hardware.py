@@ -86,20 +86,10 @@ def test_a_table_a_file_and_a_picture(tmp_path, capsys):
     assert (free["usd_hour"], free["offer"], free["slides_mtokens_usd"], free["mtokens_usd"]) == (None,) * 4
     assert {row["kind"] for row in (priced, free)} == {"estimated"}
     assert "NVIDIA A10" in capsys.readouterr().out
-    pytest.importorskip("matplotlib")
-    picture = file.with_suffix(".svg")
-    drawn = picture.read_bytes()
-    picture.unlink()
-    assert hardware.main(["--draw", str(file)]) == 0
-    assert picture.read_bytes() == drawn
 
 
 def test_bad_input(tmp_path, capsys):
     assert hardware.main(["--devices", "a11", "--results", str(tmp_path)]) == 2
     assert "no data sheet of a device called 'a11'; near: a10" in capsys.readouterr().err
-    assert hardware.main(["--draw", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err.startswith("error: none.json")
-    with pytest.raises(SystemExit):
-        hardware.main(["--draw", "x.json", "--devices", "a10"])
     with pytest.raises(hardware.InputFileError, match="no decode_step-DATE-h200.json"):
         hardware.shares_by_backend(tmp_path)

@@ -1,25 +1,28 @@
-"""The experiments of calibrated quantization and of outliers: their rows, bars and picture, and what they refuse."""
+"""The experiment of calibrated quantization: its rows, planted outliers, and what it refuses."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
-import experiments.outliers as outliers
 import experiments.ptq_methods as ptq_methods
+from experiments.accuracy import planted
 from jllm.analysis.evaluate import Evaluation, Part
 from jllm.analysis.protocols import PROTOCOLS
+from jllm.errors import JllmError
 from jllm.quant.schemes import Scheme
 from tests.experiments.test_quant_accuracy import Pieces
-from tests.tiny import tiny_model
+from tests.tiny import full_logits, tiny_model
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Nothing is generated or evaluated: kl is 0.05 by rounding and less by what calibrates."""
-    asked = []
+    asked, formats = [], set()
 
-    def evaluate(model, ids, protocol, *, reference):
+    def evaluate(model, ids, protocol, *, reference, kv_cache, page_size):
+        formats.add((kv_cache, page_size))
         kl = [0.05, 0.04][model.params == "calibrated"]
         parts = (Part(10, None, 12.0, 11.0, 10 * kl, 9), Part(20, None, 9.0, 9.0, 18 * kl, 8))
         return Evaluation(PROTOCOLS["document"], parts)
@@ -31,9 +34,9 @@ def calls(monkeypatch):
 
         return run
 
-    for module in (ptq_methods, outliers):
-        monkeypatch.setattr(module, "record", lambda *args: None)
-        monkeypatch.setattr(module, "evaluate", evaluate)
+    monkeypatch.setattr(ptq_methods, "record", lambda *args: None)
+    monkeypatch.setattr(ptq_methods, "evaluate", evaluate)
+    monkeypatch.setattr(ptq_methods, "formats", formats, raising=False)
     tokens = lambda model, rows, length, seed: np.zeros((rows, length), np.int32)  # noqa: E731
     monkeypatch.setattr("experiments.ptq_methods.own_tokens", tokens)
     monkeypatch.setattr(ptq_methods, "METHODS", {name: method(name) for name in ptq_methods.METHODS})
@@ -55,9 +58,6 @@ def test_methods_are_held_against_rounding(calls, tmp_path):
     rounding, *gptq = result["rows"]
     assert (rounding["kl"], rounding["ratio"], rounding["ratio_95"]) == (pytest.approx(0.0467, rel=1e-3), 1, [1, 1])
     assert [(row["seed"], row["ratio"], row["ratio_95"]) for row in gptq] == [(s, 0.8, [0.8, 0.8]) for s in (0, 7)]
-    (bar,) = result["bars"]
-    assert (bar["value"], bar["met"]) == (0.8, True)
-    assert bar["name"].startswith("gptq over rounding, w4a16-g64, plain")
 
 
 def test_methods_by_scheme(calls, tmp_path):
@@ -72,11 +72,6 @@ def test_blocks_of_small_floats_are_rotated(calls, tmp_path):
     _, result = run(ptq_methods.main, tmp_path, *options)
     named = [(name, seed) for name, _, seed, _ in calls]
     assert named == [("round", 0), ("h", 0), ("gptq", 0), ("mr-gptq", 0), ("gptq", 7), ("mr-gptq", 7)]
-    assert [(bar["name"].partition(",")[0], bar["value"], bar["met"]) for bar in result["bars"]] == [
-        ("mr-gptq over rounding", 0.8, True),
-        ("h over round", pytest.approx(0.8, rel=1e-2), True),
-        ("mr-gptq over gptq", 1.0, False),
-    ]
     scheme = Scheme("x", (("o_proj", "bf16"), ("*.mlp.*", "nvfp4-weight|w4a16-g32"), ("*_proj", "mxfp4")))
     wanted = (("o_proj", "bf16"), ("*.mlp.*", "nvfp4-h-weight|w4a16-g32"), ("*_proj", "mxfp4-h"))
     assert ptq_methods.rotated_blocks(scheme).rules == wanted
@@ -109,81 +104,49 @@ def test_an_interrupted_run_goes_on(calls, tmp_path, monkeypatch):
     assert result["rows"][2]["ratio"] == 0.8
 
 
-def test_outliers_of_a_strength_are_not_computed_again(calls, monkeypatch):
-    seen = []
-
-    def planted(model, strength, seed):
-        seen.append((strength, seed))
-        return model
-
-    monkeypatch.setattr(outliers, "planted", planted)
-    monkeypatch.setattr(outliers.ptq, "smooth", lambda model, tokens, alpha: model.params)
-    monkeypatch.setattr(outliers, "quantize", lambda params, scheme: params)
-    monkeypatch.setattr(outliers, "channel_maxima", lambda model, tokens, layer: np.arange(3.0))
-    monkeypatch.setattr(outliers, "read_tokens", lambda model, args: ([[1, 2]], "document"))
-    args = outliers.parse_args(["--strengths", "1", "4", "--groups", "8", "--seed", "2"])
-    fresh = list(outliers.rows(tiny_model(), args))
-    assert seen == [(1, 2), (4, 2), ("massive", 2)]
-    seen.clear()
-    cut = [row | {"kl": 7.0} if "kl" in row else row for row in fresh[:10]]  # of 7 a strength
-    again = list(outliers.rows(tiny_model(), args, cut))
-    assert seen == [(4, 2), ("massive", 2)]
-    assert again == cut[:7] + fresh[7:]
-
-
 @pytest.mark.parametrize(
-    ("main", "options", "message"),
+    ("options", "message"),
     [
-        (ptq_methods.main, ["--schemes", "w4a61"], "unknown quantization scheme 'w4a61'"),
-        (ptq_methods.main, ["--schemes", "w4a16-g64", "w4a16-g48"], "K must be a multiple of 96"),
-        (ptq_methods.main, ["--schemes", "w8a8-all", "bf16"], "bf16 quantizes nothing"),
-        (ptq_methods.main, ["--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
-        (outliers.main, ["--groups", "48"], "K must be a multiple of 96"),
-        (outliers.main, ["--layer", "8"], "--layer must be in 0 .. 7, not 8"),
+        (["--schemes", "w4a61"], "unknown quantization scheme 'w4a61'"),
+        (["--schemes", "w4a16-g64", "w4a16-g48"], "K must be a multiple of 96"),
+        (["--schemes", "w8a8-all", "bf16"], "bf16 quantizes nothing"),
+        (["--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
+        (["--kv", "foo"], "unknown KV format 'foo'"),
     ],
 )
-def test_refused_before_anything_is_written(calls, tmp_path, capsys, main, options, message):
-    status, result = run(main, tmp_path, *options)
+def test_refused_before_anything_is_written(calls, tmp_path, capsys, options, message):
+    status, result = run(ptq_methods.main, tmp_path, *options)
     error = capsys.readouterr().err
     assert (status, result) == (2, None)
     assert message in error
     assert error.startswith("error: ")
 
 
-def point(**keys):
-    return {"protocol": "document", "tokens": 9, "kl_95": [keys["kl"] * 0.9, keys["kl"] * 1.1], **keys}
+def test_kv_formats_are_evaluated_without_quantized_weights(calls, tmp_path):
+    options = ["--models", "kv:8", "--schemes", "bf16", "--methods", "smooth-attention", "--kv", "int4-g64"]
+    status, result = run(ptq_methods.main, tmp_path, *options)
+    assert (status, ptq_methods.formats) == (0, {("int4-g64", 16)})
+    found = [(row["model"], row["method"], row["kv"], row["ratio"]) for row in result["rows"]]
+    assert found == [("kv:8", "round", "int4-g64", 1), ("kv:8", "smooth-attention", "int4-g64", 0.8)]
 
 
-def test_the_picture_and_bars_of_outliers(tmp_path):
-    rows = [
-        point(part="strength", strength=strength, scale=scale, smooth=smooth, kl=kl / (1 + 4 * smooth))
-        for scale, kl in (("tensor", 0.5), ("token", 0.1))
-        for smooth in (False, True)
-        for strength in (1, 16, "massive")
-    ]
-    rows += [point(part="group", strength=s, group=g, kl=g / 100) for s in (1, 16, "massive") for g in (8, 64)]
-    rows += [
-        {"part": "channel", "strength": s, "model": model, "layer": 4, "absmax": [16.0, 2.0, 1.0]}
-        for s in (1, 16, "massive")
-        for model in ("planted", "smoothed")
-    ]
-    assert [(bar["value"], bar["met"]) for bar in outliers.bars(rows)] == [(0.1, True), (0.02, True), (0.1, True)]
-    assert not any(bar["met"] for bar in outliers.bars([{**row, "kl": 1.0} if "kl" in row else row for row in rows]))
-    file = tmp_path / "outliers-20261122-cpu.json"
-    keys = {"date": "2026-11-22", "device": "cpu", "versions": {}, "command": "", "complete": True, "bars": []}
-    file.write_text(json.dumps({"experiment": "outliers", "rows": rows, **keys}))
-    assert outliers.main(["--draw", str(file)]) == 0
-    first = file.with_suffix(".svg").read_bytes()
-    assert b"strength 16, smoothed" in first
-    assert outliers.main(["--draw", str(file)]) == 0
-    assert file.with_suffix(".svg").read_bytes() == first
-
-
-@pytest.mark.parametrize("text", ['{"experiment": "qps"}', '{"experiment": "outliers"}', "[]", '{"exp'])
-def test_another_experiments_result_is_not_drawn(tmp_path, capsys, text):
-    (tmp_path / "x.json").write_text(text)
-    assert outliers.main(["--draw", str(tmp_path / "x.json")]) == 2
-    assert capsys.readouterr().err.startswith("error: x.json: ")
+def test_outliers_are_planted_by_name(monkeypatch):
+    """Each kind keeps the function of the model, rotated or not; strength and seed change its weights."""
+    names = ("planted:8", "norms:8", "norms:8:1", "norms:16", "massive", "stream", "kv:8", "kv:8+rotate-kv")
+    ids, weights = [1, 14, 15, 92], set()
+    monkeypatch.setattr(planted, "own_tokens", lambda *args, **options: np.array([ids]))
+    with jax.enable_x64(True):
+        model = tiny_model("float64", bos_id=1)
+        assert planted.parse_planted("plain").of(model) is model
+        wanted = full_logits(model, ids)
+        for name in names:
+            found = planted.parse_planted(name).of(model)
+            np.testing.assert_allclose(full_logits(found, ids), wanted, rtol=1e-7, atol=1e-9)
+            weights.add(sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(found.params)))
+    assert len(weights) == len(names)
+    for name in ("kind", "kv:3", "kv:x", "kv:8:1:1", "kv+rotate-x"):
+        with pytest.raises(JllmError):
+            planted.parse_planted(name)
 
 
 def test_a_protocol_that_joins_texts_gets_them_joined(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from experiments.quant_steps import Case, Stage, bars, main, parse_stage
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor
-from experiments.steps.speedups import speedups
 from jllm.files.hf_config import to_hf
 from jllm.model.param_specs import abstract_params
 from jllm.model.params import linears
@@ -17,21 +16,6 @@ from jllm.quant.quantize import quantize
 from tests.tiny import CONFIG
 
 H200 = device_sheet("h200-sxm").ceilings
-
-
-def decode_rows(scheme: str, speeds: dict[int, float]) -> list[dict]:
-    return [
-        {"scheme": scheme, "batch": batch, "kv": "bf16", "decode_ms": 5 / speed, "over_bf16": speed}
-        for batch, speed in speeds.items()
-    ]
-
-
-def test_speedups_are_those_of_one_cache():
-    rows = decode_rows("w8a8-all", {1: 2.1, 64: 1.7})
-    rows += [{**row, "kv": "int8-g8", "over_bf16": 9.0} for row in rows]  # another cache is another question
-    rows += [{"scheme": "w8a8-all", "batch": 512, "kv": "bf16", "decode_ms": 9.0}]  # bf16's had no room
-    assert speedups(rows, "w8a8-all", "decode") == {1: 2.1, 64: 1.7}
-    assert speedups(rows, "w8a8-all", "prefill") == speedups(rows, "nf4", "decode") == {}
 
 
 def test_bars_are_those_of_the_batch():
@@ -96,29 +80,3 @@ def test_a_run_at_toy_size(tmp_path, capsys):
     token_bytes = config.num_kv_heads * config.head_dim * 2 * 2  # K and V of 16 bits
     floor = make_floor(shapes, config, H200).of(Work(0, 16, 2, 0, 16, 2 * 8 * 9 / 2), token_bytes)
     assert row["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
-
-
-def test_what_cannot_be_drawn_is_said_in_a_line(tmp_path, capsys):
-    files = {
-        "none.json": None, "other.json": '{"experiment": "decode_step", "rows": []}', "list.json": "[]",
-        "broken.json": "{", "bytes.json": b"\xff", "empty.json": '{"experiment": "quant_steps", "rows": []}',
-    }  # fmt: skip
-    for name, content in files.items():
-        path = tmp_path / name
-        if content is not None:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        assert main(["--draw", str(path)]) == 2
-        out, err = capsys.readouterr()
-        assert err.startswith("error: ")
-        assert name in err
-        assert (out, err.count("\n")) == ("", 1)
-    assert not list(tmp_path.glob("*.svg"))
-
-
-def test_a_picture_leaves_out_what_failed(tmp_path):
-    good = decode_rows("w4a16-g128", {1: 2.5})
-    others = [{**good[0], "error": "no room"}, {"kind": "decode", "kv": "bf16", "error": "no time"}]
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"experiment": "quant_steps", "device": "cpu", "rows": [*others, *good]}))
-    assert main(["--draw", str(path)]) == 0
-    assert path.with_suffix(".svg").read_text().count("<path") > 10

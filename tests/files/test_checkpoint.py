@@ -34,6 +34,7 @@ from jllm.files.save import save
 from jllm.model.param_specs import abstract_params, init_params
 from jllm.quant.schemes import find_scheme
 from tests.checkpoint_cases import INDEX, WEIGHTS, assert_same_bits, make_config, random_params, rewrite, save_both_ways
+from tests.load_memory import measured
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 
@@ -480,21 +481,13 @@ def test_hub_failure_is_one_line():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_holds_one_leaf_besides_the_params(dtype, tmp_path):
-    figures = measure(tmp_path, "--dtype", dtype)
+def test_loading_holds_one_leaf_besides_the_params(dtype):
+    figures = measured(dtype)
     assert figures["params_mib"] > 190
     assert figures["overhead_mib"] < figures["largest_leaf_mib"] + 64, figures
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_the_memory_bound_catches_a_second_copy(tmp_path):
-    figures = measure(tmp_path, "--naive")
+def test_the_memory_bound_catches_a_second_copy():
+    figures = measured("bfloat16", "naive")
     assert figures["overhead_mib"] > figures["largest_leaf_mib"] + 64, figures
-
-
-def measure(tmp_path, *options):
-    command = [sys.executable, "-m", "experiments.load_memory", "192", "--results", tmp_path, "--json", *options]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["rows"][0]

@@ -1,8 +1,6 @@
 """Quantizing Params: which leaves, on arrays and on shapes, in how much memory, and what cannot be quantized."""
 
 import io
-import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from pallas_kernels.formats import quantized_weights
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.checkpoint_cases import assert_same_bits
+from tests.load_memory import measured
 from tests.tiny import tiny_model
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -138,13 +137,9 @@ def test_the_wide_model_never_exists_whole_while_loading(live, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_loading_takes_less_memory_than_the_wide_model_and_a_weight(tmp_path):
+def test_loading_takes_less_memory_than_the_wide_model_and_a_weight():
     """By the resident set of a process; loading it whole and then quantizing would take 296 MiB and more."""
-    command = [sys.executable, "-m", "experiments.load_memory", "192", "--quantize", "w8a8-all", "--json"]
-    command += ["--results", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=CONFIGS.parent)
-    assert done.returncode == 0, done.stderr
-    (figures,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    figures = measured("bfloat16", "w8a8-all")
     assert figures["params_mib"] < 110
     assert figures["peak_mib"] - figures["baseline_mib"] < 192 + figures["largest_leaf_mib"] + 64, figures
 
