@@ -56,6 +56,10 @@ class SnapshotError(JllmError, ValueError):
     """Raised when a snapshot of a KV cache is damaged, or does not fit the cache or the given pages."""
 
 
+class WeightsError(JllmError, ValueError):
+    """Raised when new weights do not fit an engine."""
+
+
 class RequestError(JllmError, ValueError):
     """Raised when a prompt or its sampling parameters cannot be served."""
 
@@ -86,6 +90,11 @@ class RemoteError(JllmError, RuntimeError):
 
 class EngineClosed(JllmError, RuntimeError):
     """Raised when the engine was closed, by the caller or after a device error that it could not recover from."""
+
+
+class EngineNotReady(JllmError, RuntimeError):
+    """Raised when a step cannot run now: the engine sleeps, or its weights were donated. It goes on after wake() or
+    update()."""
 
 
 class EngineBusy(JllmError, RuntimeError):

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -184,7 +185,8 @@ def _short(value: object) -> str:
 
 
 def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
-    """Returns the JSON object of a result. A log-probability that is not finite becomes null."""
+    """Returns the JSON object of a result. A log-probability that is not finite becomes null. `versions` has pairs: a
+    version of the weights, and how many tokens in a row it drew."""
     c = completion
     made: dict[str, object] = {"index": job.index, **job.given}
     if job.sampling.n > 1:
@@ -200,6 +202,8 @@ def record(job: Job, sample: int, completion: Completion) -> dict[str, Any]:
         ]
     if c.prompt_logprobs is not None:
         made["prompt_logprobs"] = [_finite(x) for x in c.prompt_logprobs]
+    if c.versions:
+        made["versions"] = [[version, len(list(tokens))] for version, tokens in groupby(c.versions)]
     return made | {"timings": asdict(c.timings)}
 
 

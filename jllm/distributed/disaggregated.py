@@ -139,7 +139,7 @@ class Disaggregated(Replicas):
     def _place(self, request: Request) -> Future:
         whole = request.snapshot is not None or request.sampling.counts_tokens
         wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
-        best = other if wanted.engine.closed else wanted
+        best, request.updates = other if wanted.engine.closed else wanted, self._updates
         request.tokens = len(request.prompt) + request.sampling.n * request.sampling.max_new_tokens
         best.load.tokens += request.tokens
         self._requests[request.id] = request, best
@@ -163,7 +163,8 @@ class Disaggregated(Replicas):
         request, where = self._requests.get(given.id, (None, None))
         if request is None or where is not self._prefill or self._closed is not None:
             return []
-        ends = super()._take(where, request.ends_of_forks(self._has_text)) if self._decode.failed else []
+        lost = request.ends_of_lost(self._has_text, self._updates) if self._decode.failed else []
+        ends = super()._take(where, lost)
         if not request.left:
             return ends
         self._moved[request.id] = len(given.samples)

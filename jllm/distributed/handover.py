@@ -79,10 +79,12 @@ class Leaving:
         seqs = list(request.unfinished.values())
         seq = next((seq for seq in seqs if seq.slot is not None), seqs[0])
         kv = self.sent[request_id] if request_id in self.sent else self._kv_of_prompt(loop, seq)
+        kv = None if seq.kept else kv  # K and V are of several weights
         for each in seqs:
             loop.drop(each, MOVED)
         samples = tuple(map(begun, seqs))
-        return Handover(request_id, seq.prompt, seq.params, seq.seed, samples, request.started, seq.guided, kv)
+        asked = request_id, seq.prompt, seq.params, seq.seed
+        return Handover(*asked, samples, request.started, seq.guided, loop.device.version, kv)
 
     def _kv_of_prompt(self, loop: Loop, seq: Sequence) -> Snapshot | DevicePages | None:
         length = 0 if seq.slot is None else min(known_tokens(seq), len(seq.prompt))

@@ -28,7 +28,7 @@ from jllm.distributed.handover import PrefillEngine
 from jllm.engine.engine import Engine
 from jllm.engine.moved import Begun, DevicePages, Handover
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
-from jllm.errors import EngineClosed, JllmError, RemoteError, RequestError, TooLongError
+from jllm.errors import EngineClosed, JllmError, RemoteError, RequestError, TooLongError, WeightsError
 from jllm.files.snapshot import Snapshot, as_arrays, from_arrays
 from jllm.guides.guide import Guide
 from jllm.programs.sizes import EngineSizes, Limits
@@ -184,6 +184,9 @@ class RemotePrefill:
     def abort(self, request_id: int) -> None:
         self._outbox.put(encoded({"abort": request_id}))
 
+    def fit_weights(self, *given: Any) -> Any:
+        raise WeightsError(f"{self.address} computes prompts with weights of its own: start both anew with others")
+
     def reset_prefix_cache(self) -> None:
         self._outbox.put(encoded({"forget": True}))
 
@@ -238,7 +241,7 @@ class RemotePrefill:
         if "refused" in message:  # the whole request runs where it is decoded
             name = message["refused"]
             _, sampling, submitted = self._known[name]
-            begun = tuple(Begun(i, (), (), {}, submitted, None, 0.0) for i in range(sampling.n))
+            begun = tuple(Begun(i, (), (), (), {}, submitted, None, 0.0) for i in range(sampling.n))
             return [self._handover(name, sampling.seed or 0, begun, sampling.n, None)]
         left, now = message["left"], time.perf_counter()
         submitted = self._known[left["id"]][2]
@@ -247,6 +250,7 @@ class RemotePrefill:
                 begun["sample"],
                 tuple(begun["output"]),
                 tuple(_logprob(*one) for one in begun["logprobs"]),
+                tuple(begun["versions"]),
                 {place: _score(*score) for place, score in begun["scores"]},
                 submitted,
                 now - submitted,
@@ -262,7 +266,7 @@ class RemotePrefill:
     ) -> Handover:
         prompt, sampling, _ = self._known.pop(name)
         del self._left[name]
-        return Handover(name, prompt, sampling, seed, samples, started, len(prompt), kv)
+        return Handover(name, prompt, sampling, seed, samples, started, len(prompt), 0, kv)
 
     def _event(self, message: dict[str, Any]) -> Event:
         name, sample, text, ids, logprobs = message["event"]
@@ -321,7 +325,7 @@ def _score(logprob: float, rank: int, best: list[Any]) -> tuple[float, int, tupl
 
 def _completion(said: dict[str, Any]) -> Completion:
     given = dict(said)
-    for name in ("token_ids", "prompt_logprobs", "prompt_ranks"):
+    for name in ("token_ids", "prompt_logprobs", "prompt_ranks", "versions"):
         given[name] = None if given[name] is None else tuple(given[name])
     if given["logprobs"] is not None:
         given["logprobs"] = tuple(_logprob(**one) for one in given["logprobs"])

@@ -14,7 +14,7 @@ from jllm.distributed.routing import Load
 from jllm.engine.engine import Engine
 from jllm.engine.moved import Handover
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
-from jllm.errors import EngineClosed, RequestError
+from jllm.errors import EngineClosed, EngineNotReady, RequestError
 from jllm.files.snapshot import Snapshot
 
 
@@ -71,6 +71,7 @@ class Request:
     deadline: float | None = None  # seconds, from `submitted` on
     tokens: int = 0  # most tokens that are still to be computed
     moved: bool = False  # whether it has begun again
+    updates: int = 0  # how many updates of the weights there had been when it began
     unwanted: bool = False  # whether it was aborted
     awaited: bool = False  # whether a caller waits for its beginning, and gets its error
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
@@ -108,10 +109,15 @@ class Request:
         text, seed = "" if with_text else None, self.sampling.seed or 0
         return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
 
-    def ends_of_forks(self, with_text: bool) -> list[Event]:
-        """Returns the ends of unfinished forks when the request begins again. Forks cannot begin again: their first
-        tokens came from another sample."""
-        return [self.end(sample, "error", with_text) for sample in sorted(self.left) if sample >= self.sampling.n]
+    def ends_of_lost(self, with_text: bool, updates: int) -> list[Event]:
+        """Returns the ends of samples that cannot begin again when the request does.
+
+        The first tokens of a fork came from another sample. After an update, other weights would not draw the tokens
+        again that the caller has.
+        """
+        stale = self.updates != updates
+        lost = [s for s in sorted(self.left) if s >= self.sampling.n or (stale and self.sent[s].tokens)]
+        return [self.end(sample, "error", with_text) for sample in lost]
 
 
 class Replica:
@@ -124,6 +130,7 @@ class Replica:
         self._ids: dict[int, int] = {}  # ids in the engine, by ids in Replicas
         self._names: dict[int, int] = {}  # ids in Replicas, by ids in the engine
         self._news, self._stepping, self._closing = news, False, False
+        self.stands = False  # whether its engine has work, and sleeps or lacks its weights
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
@@ -154,6 +161,12 @@ class Replica:
     def snapshot(self, request: Request, sample: int) -> Snapshot:
         """Returns Engine.snapshot."""
         return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
+
+    def go_on(self) -> None:
+        """Steps again after the engine was not ready."""
+        self.stands = False
+        with suppress(EngineClosed):
+            self._ask(self._begin_to_step)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -194,7 +207,10 @@ class Replica:
             snapshot, share = request.snapshot, request.share
             local = self.engine.resume(snapshot, request.sampling, share=share, **request.urgency())
         self._ids[request.id], self._names[local] = local, request.id
-        if not self._stepping:
+        self._begin_to_step()
+
+    def _begin_to_step(self) -> None:
+        if not self._stepping and self.engine.has_work:
             self._stepping = True
             self._thread.submit(self._step)
 
@@ -209,6 +225,9 @@ class Replica:
             if self._stepping:
                 with suppress(RuntimeError):  # close() is under way, and the thread takes no more work
                     self._thread.submit(self._step)
+        except EngineNotReady as error:
+            self._stepping, self.stands = False, True
+            self._news.put((self, error))
         except BaseException as error:
             with suppress(Exception):  # the engine has closed itself if its step failed
                 self.engine.close("the work after its step failed")

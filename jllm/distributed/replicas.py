@@ -16,15 +16,17 @@ from jllm.distributed.replica import News, Refused, Replica, Request
 from jllm.distributed.routing import route
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
-from jllm.engine.engine import Engine
+from jllm.engine.engine import Engine, Running
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError
 from jllm.files.snapshot import Snapshot
 from jllm.guides.matcher import Guides
+from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
+from jllm.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from jllm.model.model import Model
@@ -39,8 +41,8 @@ class Replicas:
 
     When a step fails for good, that engine's requests begin again on the others with the same seeds. Text already
     returned is not repeated. Except for near ties, the tokens are the same. Samples that fork() made then end with
-    "error". So does a request that an engine could not begin or abort. step() raises only when the last engine has
-    failed.
+    "error". So do samples whose tokens came from weights before an update, and a request that an engine could not begin
+    or abort. step() raises only when the last engine has failed.
 
     Threads: as with an Engine.
     """
@@ -74,7 +76,8 @@ class Replicas:
     def _begin_empty(self, has_text: bool) -> None:
         """Sets the fields of an instance without engines."""
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._lock = threading.RLock()
+        self._lock, self._updating = threading.RLock(), threading.Lock()
+        self._updates = 0  # of the weights
         self._requests: dict[int, tuple[Request, Replica]] = {}
         self._next_id = itertools.count()
         self._closed: str | None = None
@@ -208,16 +211,27 @@ class Replicas:
 
     def step(self) -> list[Event]:
         """Waits until an engine has news, or for wake(), and returns the events of all. After an exception all engines
-        are closed, and last_events has the ends of all requests."""
+        are closed, and last_events has the ends of all requests. (After EngineNotReady none is.)"""
         self._check_open()
         events: list[Event] = []
         try:
             woken = False
             while self.has_work and not events and not woken:
+                stands: list[News] = []
                 for replica, news in itertools.chain([self._news.get()], self._waiting()):
                     woken = woken or news == []
-                    events += self._hear(replica, news)
+                    if isinstance(news, EngineNotReady):
+                        stands += [(replica, news)] * replica.stands
+                    else:
+                        events += self._hear(replica, news)
+                for replica, news in stands:
+                    if events:
+                        self._news.put((replica, news))  # for the next call
+                    elif isinstance(news, EngineNotReady):
+                        raise news
             return events
+        except EngineNotReady:
+            raise
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             what = "was interrupted" if interrupted else f"failed ({_line(error)})"
@@ -226,9 +240,53 @@ class Replicas:
             self._last = (*events, *self._last)
             raise
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         """Ends a step() that waits in any thread. Otherwise the next step() returns, even without events."""
         self._news.put((self._all[0], []))
+
+    @property
+    def version(self) -> int:
+        """Returns the version of the weights that all engines have, or a newer one."""
+        return min(replica.engine.version for replica in self._alive())
+
+    def update(
+        self,
+        params: Params,
+        *,
+        running: Running = "recompute",
+        copy: bool = False,
+        quantize: str | None = None,
+        drafter: Drafter | None = None,
+    ) -> int:
+        """Takes other weights as Engine.update does, on all devices, or after a WeightsError on none. Each engine takes
+        them between two of its own steps.
+
+        If a device fails later, samples whose tokens you have from older weights end with "error".
+        """
+        with self._updating:
+            alive = self._alive()
+            fitted = [replica.engine.fit_weights(params, copy, quantize, drafter) for replica in alive]
+            with self._lock:
+                self._updates += 1
+            version = 0
+            for replica, weights in zip(alive, fitted):
+                with suppress(EngineClosed):  # it has just failed, and its requests begin again on others
+                    version = replica.engine.take_weights(weights, running)
+                with self._lock:
+                    replica.load.forget_prefixes()
+                replica.go_on()
+            return version
+
+    def sleep(self) -> None:
+        """Gives the memory of pages and slots back on all devices, as Engine.sleep does."""
+        for replica in self._alive():
+            replica.engine.sleep()
+
+    def wake(self) -> None:
+        """Takes the memory again on all devices, as Engine.wake does."""
+        for replica in self._alive():
+            replica.engine.wake()
+            replica.go_on()
 
     def run(self) -> Iterator[Event]:
         """Yields events as they come, and steps until nothing is left."""
@@ -274,7 +332,7 @@ class Replicas:
         self._requests.clear()
         self._last = tuple(events)
         if self._all:
-            self.wake()
+            self.interrupt()
         return failed
 
     def _check_open(self) -> None:
@@ -328,7 +386,7 @@ class Replicas:
         prompt = request.prompt if request.snapshot is None else ()
         output = request.sampling.n * request.sampling.max_new_tokens
         index, request.tokens = route([replica.load for replica in alive], prompt, output)
-        best = alive[index]
+        best, request.updates = alive[index], self._updates
         self._requests[request.id] = request, best
         return best.submit(request)
 
@@ -391,8 +449,8 @@ class Replicas:
             if known and not mine:
                 return []
             last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
-            forked = [end for r in mine for end in r.ends_of_forks(self._has_text)]
-            ends = self._take(replica, [last.get((end.id, end.sample), end) for end in forked])
+            lost = [end for r in mine for end in r.ends_of_lost(self._has_text, self._updates)]
+            ends = self._take(replica, [last.get((end.id, end.sample), end) for end in lost])
             mine = [request for request in mine if request.left]
             what = f"each of its {len(mine)} requests begins again elsewhere"
             warnings.warn(f"{replica.name} failed ({_line(error)}): {what}", RuntimeWarning, stacklevel=3)

@@ -21,7 +21,8 @@ from jllm.engine.placement import Placement, on
 from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
-from jllm.errors import EngineClosed, SnapshotError
+from jllm.engine.weights import Fit, Weights, fit_to_round
+from jllm.errors import EngineClosed, EngineNotReady, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
@@ -35,6 +36,8 @@ from jllm.programs.executables import Executables, jax_cache_is_on
 from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, Layout
 from jllm.programs.programs import Programs
 from jllm.programs.step_shapes import StepShapes
+from jllm.quant.schemes import Formats
+from jllm.speculative.drafter import Drafter
 from jllm.step import between_steps
 from jllm.step.between_steps import padded
 from jllm.step.buckets import Bucket
@@ -58,6 +61,7 @@ class InFlight:
 
     plan: StepPlan
     bucket: Bucket
+    version: int  # of the weights that draw in it
     outputs: Outputs | None  # None: its second half waits for masks
     half: Halfway | None = None  # the inputs of the second half
 
@@ -88,6 +92,7 @@ class Device:
         draw: Callable[..., Any] | None = None,
     ):
         self._config, self._params = config, params
+        self.version, self.asleep = 0, False  # version of the weights
         check_model(params, config, options)
         self.formats = parse_kv_cache(options.kv_cache, config, params.dtype)
         self._page_size = options.page_size
@@ -117,6 +122,56 @@ class Device:
         )
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(self.shapes, files, options.progress, options.compile_processes)
+        self._to_round: dict[str, tuple[Fit, dict[str, Formats]]] = {}  # by scheme, what weights it can round
+        concrete = self._home is not None or config.mesh is not None
+        self._fit, self._drafter_fit = (Fit.to(x) if concrete else None for x in (params, self._drafter))
+        self._hold()
+
+    def _hold(self) -> None:
+        """Takes note of the arrays that steps take and that others may donate."""
+        self._held = [leaf for leaf in jax.tree.leaves((self._params, self._drafter)) if isinstance(leaf, jax.Array)]
+
+    def fit(self, params: Params, copy: bool, scheme: str | None, drafter: Drafter | None) -> Weights:
+        """Returns new weights as programs take them. Raises WeightsError for weights that they cannot take."""
+        assert self._fit is not None
+        assert self._drafter_fit is not None
+        if drafter is not None:
+            if self._drafter is None:
+                raise WeightsError("drafter is given, and the engine has none: leave it out")
+            drafter = self._drafter_fit.take(drafter, copy)
+        if scheme is None:
+            return Weights(self._fit.take(params, copy), drafter)
+        if scheme not in self._to_round:
+            self._to_round[scheme] = fit_to_round(self._fit, params, scheme, self._config)
+        fit, formats = self._to_round[scheme]
+        return Weights(fit.take(params, copy), drafter, formats)
+
+    def rebind(self, weights: Weights, version: int) -> None:
+        """Takes other weights, for the steps that are dispatched from now on."""
+        self._drafter, self._params = weights.drafter_after(self._drafter), weights.rounded(self._params)
+        self.version = version
+        self.shapes = replace(self.shapes, params=self._params, drafter=self._drafter)
+        self.programs.describe(self.shapes)
+        self.__dict__.pop("weights", None)
+        self._hold()
+
+    def check_ready(self) -> None:
+        """Raises EngineNotReady if the device sleeps, or if an array that steps take was donated or deleted."""
+        if self.asleep:
+            raise EngineNotReady("the engine sleeps: call wake() first")
+        if self.lacks_weights:
+            held = jax.tree_util.tree_flatten_with_path((self._params, self._drafter))[0]
+            path = next(path for path, leaf in held if leaf.is_deleted())
+            name = jax.tree_util.keystr(path[1:]).lstrip(".")
+            raise EngineNotReady(
+                f"{name} was donated or deleted while the engine held it: update() with weights that exist before the "
+                "next step, and with copy=True where you donate meanwhile"
+            )
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Returns whether an array that steps take was donated or deleted."""
+        return any(leaf.is_deleted() for leaf in self._held)
 
     def renew(self) -> None:
         """Makes a fresh state: an empty page pool and empty slots. The old pool is dropped first, since there is room
@@ -154,10 +209,19 @@ class Device:
         """Frees the memory of the state. No step can run until renew()."""
         self._state = None
 
+    def sleep(self) -> None:
+        """Gives the memory of the state back until wake()."""
+        self.free()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Makes a fresh state."""
+        self._state, self.asleep = self.fresh(), False
+
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()
-        del self._params, self.shapes
+        del self._params, self.shapes, self._held
         self._state = None
 
     def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
@@ -178,15 +242,16 @@ class Device:
                 self._state = between_steps.remember(self._state, self._drafter, self._hooks, *known)
         if variant.guided:
             logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
-            return InFlight(plan, bucket, None, Halfway(buffer, layout, variant, logits))
-        return InFlight(plan, bucket, self.run(buffer, layout, variant))
+            return InFlight(plan, bucket, self.version, None, Halfway(buffer, layout, variant, logits))
+        return InFlight(plan, bucket, self.version, self.run(buffer, layout, variant))
 
     def complete(self, step: InFlight) -> InFlight:
         """Dispatches the second half of a guided step."""
         half = step.half
         assert half is not None
         more = self.shapes.drafter_in(step.bucket), self._hooks, half.logits
-        return InFlight(step.plan, step.bucket, self._run(SAMPLE, half.buffer, half.layout, half.variant, *more))
+        outputs = self._run(SAMPLE, half.buffer, half.layout, half.variant, *more)
+        return InFlight(step.plan, step.bucket, step.version, outputs)
 
     def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
         """Dispatches one step without waiting for it, and begins to copy its outputs to the host."""
@@ -269,9 +334,9 @@ class Device:
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows, and
         its guide begins within it."""
-        assert self._state is not None
+        assert self.shapes.state is not None
         check_guided(snapshot)
-        check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self._state.cache))
+        check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self.shapes.state.cache))
         if snapshot.weights not in (None, self.weights):
             raise SnapshotError(
                 "the snapshot was made with other weights, or another config, than this engine's: "

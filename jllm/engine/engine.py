@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 import jax
 
@@ -22,13 +23,19 @@ from jllm.engine.samples import begun, go_on
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
 from jllm.engine.turns import Turns, in_turn
-from jllm.errors import EngineClosed, RequestError, SnapshotError
-from jllm.files.snapshot import Snapshot, join
+from jllm.engine.weights import Weights
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, SnapshotError
+from jllm.files.snapshot import SEVERAL, Snapshot, join
 from jllm.guides.matcher import Guides
+from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
+from jllm.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from jllm.model.model import Model
+
+Running = Literal["recompute", "keep", "finish"]  # what becomes of samples that run when the weights change
+RUNNING: tuple[Running, ...] = get_args(Running)
 
 
 class Engine:
@@ -58,7 +65,7 @@ class Engine:
         self._device = device(model.config, model.params, self._options)
         self._loop = loop(model, self._options, self._device, scheduler, beside)
         self._scheduler, self._ledger = self._loop.scheduler, self._loop.ledger
-        self._next_id = 0
+        self._next_id = self._newest = 0  # the next request's id, and the version of the newest update
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
         self._turns = Turns()
@@ -192,7 +199,7 @@ class Engine:
         own = given.prompt, given.sampling, given.seed, self._max_length(given.prompt, given.sampling)
         request_id = self._new_id()
         seqs = [go_on(Sequence(request_id, had.sample, *own, moved=True), had) for had in given.samples]
-        seqs[0].snapshot = given.kv
+        seqs[0].snapshot = given.kv if given.version == self.version else None
         self._add(seqs, given.guided, priority, deadline)
         self._ledger.request(request_id).started = given.started
         return request_id
@@ -222,7 +229,7 @@ class Engine:
         seq, index = self._ledger.find(request_id, sample), self._ledger.request(request_id).started
         twin = go_on(Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length), begun(seq))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
-        twin.priority, twin.guided = seq.priority, seq.guided
+        twin.priority, twin.guided, twin.kept = seq.priority, seq.guided, seq.kept
         self._loop.add([twin])
         return index
 
@@ -231,14 +238,18 @@ class Engine:
         """Returns the KV cache of a running sample as a value on the host (snapshot.py). It has the sample's tokens so
         far, prompt included.
 
-        Waits for the device. A sample that waits for a slot has no K and V: its snapshot has length 0.
+        Waits for the device. A sample that waits for a slot has no K and V: its snapshot has length 0. So has one that
+        an update makes begin anew. If a sample was kept over an update, only `replace(snapshot, weights=None)` can be
+        resumed: its K and V are of several weights.
         """
         self._check_open()
         seq = self._ledger.find(request_id, sample)
-        length = 0 if seq.slot is None else self._scheduler.sharing.whole(known_tokens(seq))
+        self._device.check_ready()
+        length = 0 if seq.slot is None or self._loop.stale else self._scheduler.sharing.whole(known_tokens(seq))
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
-        return replace(value, weights=self._device.weights, guided=seq.guided if seq.params.guide else None)
+        weights = SEVERAL if seq.kept and length else self._device.weights
+        return replace(value, weights=weights, guided=seq.guided if seq.params.guide else None)
 
     def resume(
         self,
@@ -272,6 +283,71 @@ class Engine:
             self._device.check_snapshot(snapshot)
             return self._submit(ids, sampling, priority, deadline, known, private=not share)
 
+    @property
+    def version(self) -> int:
+        """Returns the version of the weights that steps take: 0 at first, and one more for each update."""
+        return self._device.version
+
+    def update(
+        self,
+        params: Params,
+        *,
+        running: Running = "recompute",
+        copy: bool = False,
+        quantize: str | None = None,
+        drafter: Drafter | None = None,
+    ) -> int:
+        """Takes other weights between two steps, from any thread, and compiles no step. Returns their version.
+
+        The engine refers to `params`, and never donates or deletes them. If you donate them, call update() before the
+        next step, else step() raises EngineNotReady and waits for that. With `copy` it makes a copy.
+
+        `running` decides about samples that run. "recompute" computes their tokens again with the new weights.
+        "keep" continues over their old K and V; such samples share no pages, and preemption ends this. "finish" lets
+        all requests end first; later ones wait. A newer update replaces one that waits.
+
+        `quantize` rounds `params` by the scheme that made the engine's weights, in their memory: these are donated,
+        also those of the model that the engine was made with. A quantized copy that drafts is made again. `drafter`
+        replaces another drafter by one of the same shapes. Raises WeightsError, with a leaf's name, for weights that
+        the engine's programs cannot take.
+        """
+        self._check_open()
+        return self.take_weights(self.fit_weights(params, copy, quantize, drafter), running)
+
+    def fit_weights(
+        self, params: Params, copy: bool = False, quantize: str | None = None, drafter: Drafter | None = None
+    ) -> Weights:
+        """Returns weights for take_weights(). Raises WeightsError as update() does."""
+        return self._device.fit(params, copy, quantize, drafter)
+
+    @in_turn
+    def take_weights(self, weights: Weights, running: Running = "recompute") -> int:
+        """Runs the second half of update(), which only a closed engine or a wrong `running` can fail."""
+        self._check_open()
+        if running not in RUNNING:
+            raise ConfigError(f"running must be one of {', '.join(RUNNING)}, not {running!r}")
+        self._newest += 1
+        self._loop.update(partial(self._device.rebind, weights, self._newest), running)
+        return self._newest
+
+    @in_turn
+    def sleep(self) -> None:
+        """Gives the memory of pages and slots back until wake(). Weights and programs stay, prefixes are forgotten.
+
+        What runs is computed again after wake(). Until then requests may come and go, and step() raises
+        EngineNotReady.
+        """
+        self._check_open()
+        if not self._device.asleep:
+            self._loop.sleep()
+
+    @in_turn
+    def wake(self) -> None:
+        """Takes the memory of pages and slots again. Raises NoRoomError if there is too little."""
+        self._check_open()
+        if self._device.asleep:
+            self._device.wake()
+
     @in_turn
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests continue."""
@@ -298,6 +374,8 @@ class Engine:
                 if self._loop.beside:
                     self._loop.beside.stepped(self._loop)
                 return events
+            except EngineNotReady:
+                raise
             except DeviceLost as lost:
                 self._close(str(lost), "error")
                 raise self._refusal() from lost
@@ -319,9 +397,10 @@ class Engine:
     @in_turn
     def measured(self) -> Metrics:
         """Returns the metrics as a record, which can be joined with those of other engines."""
-        waiting, programs, drafting = len(self._loop.gate.waiting), self._device.programs, self._loop.drafting
-        drafts = None if drafting is None else drafting.counts
-        return deepcopy(Metrics.of(self._scheduler, waiting, programs, self._ledger.counts, self._ledger.times, drafts))
+        waiting, device, drafting = len(self._loop.gate.waiting), self._device, self._loop.drafting
+        drafts, ledger = None if drafting is None else drafting.counts, self._ledger
+        parts = self._scheduler, waiting, device.version, device.programs, ledger.counts, ledger.times, drafts
+        return deepcopy(Metrics.of(*parts))
 
     @in_turn
     def reset_metrics(self) -> None:

@@ -40,6 +40,7 @@ class Gate:
         self._inside: Counter[Variant] = Counter()  # how many unfinished sequences ask for each variant
         self.waiting: dict[Sequence, Variant] = {}  # by sequence, the variant that it asks for, in the order of arrival
         self._since, self._told = 0.0, False  # when the first of them came, and whether it was logged
+        self._later: set[Sequence] | None = None  # those of `waiting` that wait for release(), if hold() was called
 
     @property
     def inside(self) -> Variant:
@@ -63,12 +64,29 @@ class Gate:
         """Returns the variant that serves all of these at once."""
         return variant_for(samplings, by_draws=self._by_draws)
 
+    def hold(self) -> None:
+        """Makes sequences of new requests wait outside until release()."""
+        self._later = set() if self._later is None else self._later
+
+    def release(self) -> None:
+        self._later = None
+
+    @property
+    def drained(self) -> bool:
+        """Returns whether all sequences have ended, apart from those that wait for release()."""
+        return not self._inside and self._later is not None and self.waiting.keys() == self._later
+
     def add(self, seq: Sequence) -> None:
         """Adds a new sequence, which goes in at once if its steps can run. Raises RequestError if it could never
         run."""
         self._scheduler.arrive(seq)
         wants = self.wants([seq.params])
-        if self._may_enter(wants):
+        # Forks continue a request that is inside, unless what they continue waits too.
+        later = self._later is not None and (seq.origin is None or seq.origin in self._later)
+        if later:
+            assert self._later is not None
+            self._later.add(seq)
+        if not later and self._may_enter(wants):
             self._let_in(seq, wants)
         else:
             if not self.waiting:
@@ -83,6 +101,8 @@ class Gate:
         failed, errors = [], self._programs.take_failures()
         refused: dict[Variant, Variant] = {}  # in this pass: the variant asked for, and the one compiled for it
         for seq, wants in list(self.waiting.items()):
+            if self._later is not None and seq in self._later:
+                continue
             if wants not in refused:
                 if self._may_enter(wants):
                     del self.waiting[seq]
@@ -100,8 +120,9 @@ class Gate:
     def _tell(self) -> None:
         """Logs once that requests have waited long, and once that they wait no longer."""
         seconds = time.perf_counter() - self._since
-        if self.waiting and not self._told and seconds > SLOW:
-            what = ", ".join(sorted({name for wants in self.waiting.values() for name in _asked(wants)}))
+        compiling = [wants for seq, wants in self.waiting.items() if seq not in (self._later or ())]
+        if compiling and not self._told and seconds > SLOW:
+            what = ", ".join(sorted({name for wants in compiling for name in _asked(wants)}))
             LOG.info("requests (%s) wait until their steps are compiled; others go on", what)
         elif not self.waiting and self._told:
             LOG.info("the steps that requests waited for are compiled, after %.1f s", seconds)
@@ -116,6 +137,8 @@ class Gate:
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, inside or not."""
         if self.waiting.pop(seq, None) is not None:
+            if self._later is not None:
+                self._later.discard(seq)
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
             return
         wants = self.wants([seq.params])
@@ -144,6 +167,7 @@ def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False
     variant = Variant(
         penalties=any(p.penalizes for p in samplings),
         logprobs=any(p.logprobs is not None for p in samplings),
+        tempered=any(p.logprobs is not None and p.logprobs_mode == "tempered" for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),
         guided=any(p.guide is not None for p in samplings),
     )

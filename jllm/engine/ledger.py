@@ -115,9 +115,9 @@ class Ledger:
                 yield request
 
     def take(
-        self, drawn: Iterable[Drawn], outputs: Outputs, now: float
+        self, drawn: Iterable[Drawn], outputs: Outputs, version: int, now: float
     ) -> Iterator[tuple[Sequence, int, tuple[int, ...], str | None]]:
-        """Takes in what a step drew, read at `now`. What samples go on with is news.
+        """Takes in what a step of these weights drew, read at `now`. What samples go on with is news.
 
         Yields each sample that had not ended before, its rows, its tokens that count, and the reason of its end. If
         there is a reason, the caller calls end(). Most of the host's work for a token is here: each call in this loop
@@ -130,6 +130,7 @@ class Ledger:
             kept, reason = keep(seq, tokens, outputs, row)
             if kept:
                 counts.output_tokens += len(kept)
+                seq.versions += [version] * len(kept)
                 if seq.first_token is None:
                     seq.first_token = now - seq.submitted
                     self.times.first_token.add(seq.first_token)

@@ -80,6 +80,8 @@ class Loop:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)
         self.beside = beside
         self.in_flight: InFlight | None = None
+        self._stale = False  # whether K and V of what runs are of other weights, and it is to begin anew
+        self._coming: Callable[[], None] | None = None  # takes other weights, once what runs has ended
         self._proposed: tuple[Any, Any] | None = None  # Outputs.drafts of the step read last, on the host
         self._failures = 0  # device errors since the last step that was read
         self._last_read: float | None = None  # when the step before was read, if the device went on at once
@@ -87,7 +89,12 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """Returns whether there is something to compute, to read or to return."""
-        return bool(self.ledger.has_samples or self.in_flight or self.ledger.has_news)
+        return bool(self.ledger.has_samples or self.in_flight or self.ledger.has_news or self._coming)
+
+    @property
+    def stale(self) -> bool:
+        """Returns whether K and V of what runs are of other weights, and it is to begin anew."""
+        return self._stale
 
     def add(self, seqs: Iterable[Sequence]) -> None:
         """Adds samples: all, or none where one fails, since no caller would know of the others."""
@@ -123,12 +130,51 @@ class Loop:
         for seq in list(request.unfinished.values()):
             self._finish(seq, reason, time.perf_counter())
 
+    def update(self, rebind: Callable[[], None], running: str) -> None:
+        """Calls `rebind`, which makes the device take other weights. `running` is as in Engine.update. It replaces an
+        update that waits."""
+        self._coming = None
+        if running == "finish":
+            self.gate.hold()
+            if not self.gate.drained:
+                self._coming = rebind
+                return
+        self.gate.release()
+        rebind()
+        self.ledger.counts.updates += 1
+        for seq in (*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting):
+            seq.snapshot = None
+        if self.beside:
+            self.beside.stop()
+        if running == "keep" and not self._stale:
+            self.scheduler.keep_on()
+            for seq in self.gate.waiting:
+                seq.origin = None
+        else:
+            self._stale = True
+
+    def sleep(self) -> None:
+        """Frees pages and slots, once the step in flight is read. What ran waits again."""
+        if self.in_flight is not None:
+            self._read_last()
+        if self.beside:
+            self.beside.stop()
+        self.scheduler.reset()
+        self.device.sleep()
+
     def advance(self) -> None:
-        """Takes one turn, and goes on after a device error. Raises DeviceLost."""
+        """Takes one turn, and goes on after a device error. Raises DeviceLost, and EngineNotReady where the device
+        sleeps or lacks its weights."""
+        self.device.check_ready()
         try:
             self.turn()
         except jax.errors.JaxRuntimeError as error:
             self.recover(error)
+        except RuntimeError:
+            if not self.device.lacks_weights:
+                raise
+            self._renew()  # they were donated during the turn, and a part of it is done
+            self.device.check_ready()
         if self.trace and not self.ledger.has_samples:
             self.trace.flush()
 
@@ -136,6 +182,13 @@ class Loop:
         """Plans and dispatches a step, then reads the one before it."""
         if self.trace:
             self.trace.planning()
+        if self._coming is not None and self.gate.drained:
+            self.update(self._coming, "recompute")
+        if self._stale:
+            if self.in_flight is not None:
+                self._read_last()
+            self.scheduler.start_over()
+            self._stale = False
         for request in self.ledger.late():
             self.cut(request, "deadline")
         for seq, error in self.gate.open():
@@ -150,6 +203,12 @@ class Loop:
             self.gate.wait()
         if self.in_flight is not None and self.in_flight.outputs is None:
             self.in_flight = self._complete(self.in_flight)
+
+    def _read_last(self) -> None:
+        """Reads the step in flight, after which none is."""
+        assert self.in_flight is not None
+        step, self.in_flight = self.in_flight, None
+        self.read(step)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         step, pages = self.device.dispatch(plan, self.gate.need(plan)), self.scheduler.pool.num_used
@@ -196,7 +255,7 @@ class Loop:
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs)
         now = time.perf_counter()
-        for seq, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, now):
+        for seq, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, step.version, now):
             if kept:
                 self.scheduler.on_tokens(seq, kept, rows)
             if reason is not None:
@@ -240,17 +299,21 @@ class Loop:
         Raises DeviceLost the second time in a row, or where there is no room for a new pool."""
         self.ledger.device_failed()
         self._failures += 1
-        self.in_flight = None
         if self._failures > 1:
             hint = "; take fewer pages (num_pages), so that steps have room" if out_of_memory(error) else ""
             raise DeviceLost(f"the device failed again right after recovery: {first_line(error)}{hint}")
         error.__traceback__ = None  # its frames hold what was on the device
-        # A copy from another device that has failed would make this one fail again.
-        _forget_moved((*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting))
         try:
-            self.device.renew()
+            self._renew()
         except jax.errors.JaxRuntimeError as again:
             raise DeviceLost(f"there is no room for a new state after a device error: {first_line(again)}") from again
+
+    def _renew(self) -> None:
+        """Makes a new page pool. What runs waits again."""
+        self.in_flight = None
+        # A copy from another device that has failed would make this one fail again.
+        _forget_moved((*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting))
+        self.device.renew()
         self.scheduler.reset()
         if self.trace:
             self.trace.lost()

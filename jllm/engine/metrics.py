@@ -87,6 +87,7 @@ class RequestCounts:
     tokens: int = 0  # tokens that steps had to compute: decodes, with rows for drafts, and prompt tokens
     rows: int = 0  # rows that steps computed: the sizes of their buckets
     device_errors: int = 0
+    updates: int = 0  # times that the engine took other weights
     pages_peak: int = 0  # most pages in use at once
 
 
@@ -113,6 +114,7 @@ class Metrics:
     empty_tokens: int  # free token places in the pages of samples
     cached_pages: int  # pages that the prefix cache keeps, free and used ones
     sharing: PrefixCounts  # tokens that did not need computing
+    version: int  # of the weights
     compiled_steps: int  # number of different steps that this engine needed
     compiled: Compiled  # programs compiled ahead of requests, in the background, and at a step's first use
     scheduled: ScheduleCounts  # the scheduler's counts
@@ -125,6 +127,7 @@ class Metrics:
         cls,
         scheduler: Scheduler,
         outside: int,
+        version: int,
         programs: Programs,
         counts: RequestCounts,
         times: Times,
@@ -144,6 +147,7 @@ class Metrics:
             empty_tokens=scheduler.empty,
             cached_pages=sharing.num_pages,
             sharing=sharing.counts,
+            version=version,
             compiled_steps=len(programs.used),
             compiled=programs.compiled,
             scheduled=scheduler.counts,
@@ -157,7 +161,8 @@ class Metrics:
         """Returns the metrics of several engines: counts and peaks are added up, and times cover all samples."""
         free = sum(part.pages_free for part in parts)
         scattered = sum(part.fragmentation * part.pages_free for part in parts) / max(1, free)
-        return replace(_added(parts), page_size=parts[0].page_size, fragmentation=scattered)
+        same = {"page_size": parts[0].page_size, "version": max(part.version for part in parts)}
+        return replace(_added(parts), **same, fragmentation=scattered)
 
     @property
     def slack(self) -> float:

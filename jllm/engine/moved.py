@@ -24,6 +24,7 @@ class Begun(NamedTuple):
     sample: int
     output: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    versions: tuple[int, ...]
     scores: dict[int, Any]  # of prompt tokens: see Sequence.prompt_scores
     submitted: float
     first_token: float | None
@@ -55,6 +56,7 @@ class Handover(NamedTuple):
     samples: tuple[Begun, ...]
     started: int  # samples that it ever had
     guided: int  # where the text of its guide begins
+    version: int  # of the weights that computed kv
     kv: Snapshot | DevicePages | None
 
 

@@ -47,6 +47,12 @@ class OutputText:
             self._grow(self.decoder.finish())
             self._ends.extend([len(self.text)] * (len(self.tokens) - len(self._ends)))
 
+    def end(self, token: int) -> None:
+        """Appends the token that ended the text. It is a token of the output, and no text shows it."""
+        self.tokens.append(token)
+        if self.decoder is not None:
+            self._ends.append(len(self.text))
+
     def news(self, *, final: bool) -> tuple[str, tuple[int, ...]]:
         """Returns text and tokens that are certain by now and were not returned before."""
         if self.decoder is None:

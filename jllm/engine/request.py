@@ -40,9 +40,11 @@ class SamplingParams:
     """Says how to continue a prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
     seed None draws a seed once a request, and the completion has it. logprobs n asks for log-probabilities of the
-    chosen token and the n most likely ones. (They are of the raw logits.) logit_bias maps token ids to addends. guide
-    restricts the form of the text (docs/sampling.md). Only tokens that it allows are drawn, and the text ends by an end
-    token. A stop string that is one special token stops at its id, since no text shows it.
+    chosen token and the n most likely ones. logprobs_mode "raw" takes them of the raw logits. "tempered" takes them of
+    the logits divided by the temperature: of the distribution that tokens are drawn from. include_end adds the end
+    token or stop id to the completion's token_ids and logprobs. logit_bias maps token ids to addends. guide restricts
+    the form of the text (docs/sampling.md). Only tokens that it allows are drawn, and the text ends by an end token. A
+    stop string that is one special token stops at its id, since no text shows it.
     """
 
     temperature: float = 1.0
@@ -62,6 +64,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     guide: Guide | None = None
+    include_end: bool = False
+    logprobs_mode: str = "raw"
 
     MAX_LOGPROBS = 20
 
@@ -85,7 +89,7 @@ class SamplingParams:
         self._check("seed", in_range, "None or an integer in [0, 2**32)")
         few = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= self.MAX_LOGPROBS)
         self._check("logprobs", few, f"None or an integer in [0, {self.MAX_LOGPROBS}]")
-        for name in ("ignore_eos", "prompt_logprobs"):
+        for name in ("ignore_eos", "prompt_logprobs", "include_end"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         positive = _is_real(self.repetition_penalty) and self.repetition_penalty > 0.0
         self._check("repetition_penalty", positive, "a finite number > 0 (1 is off)")
@@ -98,6 +102,14 @@ class SamplingParams:
         if self.guide is not None and self.ignore_eos:
             raise RequestError("ignore_eos has no meaning with a guide, which says where a text may end: leave it out")
         self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
+        self._check("logprobs_mode", self.logprobs_mode in ("raw", "tempered"), "raw or tempered")
+        if self.logprobs_mode == "tempered":
+            changing = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            names = [name for name in changing if getattr(self, name) != getattr(SamplingParams, name)]
+            names += [name for name in ("logit_bias", "guide") if getattr(self, name)]
+            if names or self.temperature == 0:
+                what = f"{names[0]} changes" if names else "temperature 0 does not have"
+                raise RequestError(f"logprobs_mode tempered is of softmax(logits / temperature), which {what}: use raw")
 
     def _convert(self, name: str, kind: type, right: str):
         try:
@@ -140,7 +152,7 @@ def _is_real(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probabilities (natural log, of the raw logits) at one generated token."""
+    """Log-probabilities (natural log, see SamplingParams.logprobs_mode) at one generated token."""
 
     token_id: int
     logprob: float
@@ -161,8 +173,8 @@ class Timings:
 class Completion:
     """Holds one finished sample.
 
-    token_ids have neither the prompt nor the end token, stop id or stop text. If the stop text begins within a token,
-    that token is included as a whole.
+    token_ids have neither the prompt nor the end token, stop id or stop text. (With include_end they have the end token
+    or stop id.) If the stop text begins within a token, that token is included as a whole.
     """
 
     token_ids: tuple[int, ...]
@@ -175,6 +187,7 @@ class Completion:
     seed: int = 0  # the seed that was used, drawn if none was given
     prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 if the token was the most likely one
     prompt_best: tuple[tuple[int, float], ...] | None = None  # with prompt_logprobs: the most likely token, its logprob
+    versions: tuple[int, ...] = ()  # one for each of token_ids: the version of the weights that drew it
 
 
 class Event(NamedTuple):

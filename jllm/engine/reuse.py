@@ -115,13 +115,13 @@ class Sharing:
 
     def on_first_token(self, seq: Sequence) -> None:
         """Caches the pages that seq has prefilled, once its first token since admission is read."""
-        if self.cache is not None and not seq.private:
+        if self.cache is not None and not (seq.private or seq.kept):
             self.cache.insert(seq.tokens[: self.whole(seq.prefill_end)], seq.pages)
 
     def on_release(self, seq: Sequence) -> None:
         """Caches the pages of seq just before it frees them. No step writes them any more."""
         # If logits are not finite, K and V may not be either.
-        if self.cache is not None and not seq.private and seq.finish_reason != "error":
+        if self.cache is not None and not (seq.private or seq.kept) and seq.finish_reason != "error":
             self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, leaving=True)
 
     def whole(self, tokens: int) -> int:

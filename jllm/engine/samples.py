@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jllm.engine.moved import Begun
 from jllm.engine.plan import StepPlan
-from jllm.engine.request import Completion, Event, Timings, TokenLogprob
+from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.engine.sequence import Sequence
 from jllm.step.state import NOT_FINITE, Outputs
 
@@ -24,12 +24,13 @@ FEW = 64  # tokens whose text is made at once: a step of so few waits for its de
 def begun(seq: Sequence) -> Begun:
     """Returns a sample as far as it has come."""
     times = seq.submitted, seq.first_token, seq.last_token
-    return Begun(seq.sample, tuple(seq.output), tuple(seq.logprobs), seq.prompt_scores, *times)
+    return Begun(seq.sample, tuple(seq.output), tuple(seq.logprobs), tuple(seq.versions), seq.prompt_scores, *times)
 
 
 def go_on(seq: Sequence, begun: Begun) -> Sequence:
     """Returns a new sequence that begins with the tokens of another sample, and takes over its times."""
     seq.output, seq.logprobs, seq.prompt_scores = list(begun.output), list(begun.logprobs), dict(begun.scores)
+    seq.versions = list(begun.versions)
     seq.submitted, seq.first_token, seq.last_token = begun.submitted, begun.first_token, begun.last_token
     return seq
 
@@ -48,10 +49,13 @@ def keep(seq: Sequence, tokens: tuple[int, ...], outputs: Outputs, row: int) -> 
     for kept, token in enumerate(tokens, 1):
         if token < 0:
             return tokens[: kept - 1], "error" if token == NOT_FINITE else None
-        if token in seq.stop_ids:
+        ends = token in seq.stop_ids
+        if ends and seq.params.include_end:
+            seq.ending = token
+        if outputs.logprobs is not None and seq.params.logprobs is not None and (not ends or seq.params.include_end):
+            seq.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params))
+        if ends:
             return tokens[:kept], "stop"
-        if outputs.logprobs is not None and seq.params.logprobs is not None:
-            seq.logprobs.append(token_logprob(token, outputs, row + kept - 1, seq.params.logprobs))
         if not answer.text_can_be_late:
             answer.push(token)
             if answer.stopped:
@@ -61,13 +65,18 @@ def keep(seq: Sequence, tokens: tuple[int, ...], outputs: Outputs, row: int) -> 
     return tokens, None
 
 
-def token_logprob(token: int, outputs: Outputs, row: int, n: int) -> TokenLogprob:
-    """Returns the log-probability of the token sampled in a row, with the n most likely ones."""
-    assert outputs.logprobs is not None
+def token_logprob(token: int, outputs: Outputs, row: int, asked: SamplingParams) -> TokenLogprob:
+    """Returns the log-probability of the token sampled in a row, with the most likely ones that were asked for."""
+    own, best = outputs.logprobs, outputs.top_logprobs
+    if asked.logprobs_mode == "tempered":
+        assert outputs.tempered is not None
+        own, best = outputs.tempered
+    assert own is not None
+    assert best is not None
     assert outputs.top_ids is not None
-    assert outputs.top_logprobs is not None
-    top = zip(outputs.top_ids[row, :n].tolist(), outputs.top_logprobs[row, :n].tolist())
-    return TokenLogprob(token, float(outputs.logprobs[row]), tuple(top))
+    n = asked.logprobs
+    top = zip(outputs.top_ids[row, :n].tolist(), best[row, :n].tolist())
+    return TokenLogprob(token, float(own[row]), tuple(top))
 
 
 def take_prompt_scores(plan: StepPlan, outputs: Outputs) -> None:
@@ -101,6 +110,7 @@ def completion(seq: Sequence, reason: str, seconds: float) -> Completion:
         seed=seq.seed,
         prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
         prompt_best=tuple(best for *_, best in scores) if scored else None,
+        versions=tuple(seq.versions[: len(tokens)]),
     )
 
 
@@ -118,6 +128,8 @@ class PendingEvent(NamedTuple):
         seq.answer.extend(self.tokens)
         if last:
             seq.answer.finish()
+            if seq.ending is not None:
+                seq.answer.end(seq.ending)
         text, tokens = seq.answer.news(final=last)
         logprobs: tuple[TokenLogprob, ...] = ()
         if seq.params.logprobs is not None:

@@ -383,9 +383,24 @@ class Scheduler(PageTables):
             self.draining.remove(seq)
             self._release(seq)
 
+    def start_over(self) -> None:
+        """Preempts all running sequences, and forgets all prefixes: the weights are others. No step may be unread."""
+        for seq in list(self.running):
+            self.counts.preempted_by["update"] += 1
+            self._preempt(seq)
+        self.sharing.clear()
+
+    def keep_on(self) -> None:
+        """Lets running sequences continue over K and V of older weights. Nothing else uses these."""
+        for seq in (*self.running, *self.draining):
+            seq.kept = True
+        for seq in self.waiting:
+            seq.origin = None
+        self.sharing.clear()
+
     def reset(self) -> None:
-        """Recovers from a device error: steps in flight and the pool are lost. All running sequences wait again, in
-        their old order, to be recomputed."""
+        """Makes a new pool after a device error or for sleep: the old one and steps in flight are lost. All running
+        sequences wait again, in their old order, to be recomputed."""
         for seq in reversed(self.running):
             self._requeue(seq)
             seq.slot, seq.pages, seq.mapped = None, [], 0
@@ -408,7 +423,7 @@ class Scheduler(PageTables):
 
     def _requeue(self, seq: Sequence) -> None:
         seq.lost, seq.computed, seq.ahead, seq.cached, seq.in_flight = seq.computed, 0, 0, 0, 0
-        seq.borrowed = 0
+        seq.borrowed, seq.kept = 0, False
         self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:

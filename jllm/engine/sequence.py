@@ -56,6 +56,7 @@ class Sequence:
     snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens, which are used as they are
     moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
     private: bool = False  # its K and V may be edited, so no other request shares its pages
+    kept: bool = False  # its K and V are partly of older weights, so no other request shares its pages either
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
     finish_reason: str | None = None
@@ -70,6 +71,8 @@ class Sequence:
     plain: bool = False  # no stop string and no log-probability asks for each of its tokens
     matcher: Optional["Matcher"] = None  # of its guide
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that drew each token of output
+    ending: int | None = None  # the end token or stop id that ended it, if the completion shall have it
     told: int = 0  # how many of these log-probabilities events had
     prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
     # rank, and the most likely token with its log p

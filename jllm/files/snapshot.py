@@ -34,6 +34,7 @@ from pallas_kernels.formats.kv_formats import Kivi, KVFormat, dim_of, parse_form
 from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 KIND = "jllm-kv-snapshot"
+SEVERAL = "several"  # Snapshot.weights of K and V that are partly of older weights
 OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # reserved metadata of a file
 
 

@@ -246,6 +246,18 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> F
 
 
 @shaped
+def tempered_logprobs(
+    logits: Float[Array, "R V"], tokens: Int32[Array, " R"], top: Int32[Array, "R N"], temperature: Float[Array, " R"]
+) -> tuple[Float[Array, " R"], Float[Array, "R N"]]:
+    """Returns log-softmax of logits / temperature at tokens, and at the most likely tokens `top`, in the compute dtype.
+    A row whose temperature is 0 has it of raw logits."""
+    logits = logits.astype(compute_dtype(logits.dtype))
+    logits /= jnp.where(temperature > 0, temperature, 1).astype(logits.dtype)[:, None]
+    values = jnp.take_along_axis(logits, top, axis=1, mode="clip")
+    return token_logprobs(logits, tokens), values - jax.nn.logsumexp(logits, axis=1)[:, None]
+
+
+@shaped
 def token_ranks(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Int32[Array, " R"]:
     """Returns the tokens' ranks among raw logits. The most likely token has rank 1, and ties share a rank."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")

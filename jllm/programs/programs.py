@@ -160,6 +160,10 @@ class Programs:
         """Waits until one of the programs in the background is compiled, for at most `seconds` (None: no limit)."""
         wait_for(self._jobs.values(), seconds, FIRST_COMPLETED)
 
+    def describe(self, shapes: StepShapes) -> None:
+        """Takes the shapes of other weights, which are the same ones: the old weights are not held any longer."""
+        self._shapes = shapes
+
     def forget_files(self) -> None:
         """Drops all kept programs and deletes the files of loaded ones, since one of them may have failed. Does nothing
         without files."""

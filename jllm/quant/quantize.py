@@ -139,6 +139,15 @@ def abstract_weight(w: jax.ShapeDtypeStruct, fmt: WeightFormat) -> QuantizedWeig
     return jax.eval_shape(partial(_encode, fmt=fmt), w)[0]
 
 
+def encode_params(params: Params, formats: Mapping[str, Formats]) -> Params:
+    """Returns quantize(params) with these formats, under jit too: it looks for no NaN."""
+
+    def convert(name: str, leaf: Any, wanted: Formats) -> Weight:
+        return _encode(leaf, choose_format(name, leaf.shape, wanted))[0] if wanted else leaf
+
+    return map_weights(convert, params, formats)
+
+
 def weight_formats(params: Params) -> dict[str, WeightFormat]:
     """Returns the name of each quantized weight -> its format."""
     leaves = {EMBED: params.embed, HEAD: params.head} | linears(params)

@@ -15,6 +15,7 @@ from jllm.serve.http import Guard, Limits, read_body, send_bytes, send_json, whi
 from jllm.serve.metrics import Exporter
 from jllm.serve.requests import Served, Wanted, chat, completion, detokenize, of_guide, parse_json, tokenize
 from jllm.serve.responses import answer_to, response
+from jllm.serve.update import Updates
 
 Parse = Callable[[Mapping[str, object], Served], Wanted]
 MODEL = "/v1/models/"
@@ -28,9 +29,10 @@ def make_app(
     key: str | None = None,
     deadline: float | None = None,
     limits: Limits,
+    updates: Updates | None = None,
 ) -> ASGIApp:
     """Returns the application. key: the API key that clients must send (None: no key). deadline: seconds after which a
-    request is cut."""
+    request is cut. updates: what takes other weights (None: nothing does)."""
     exporter = Exporter(engine.metrics)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
@@ -44,6 +46,8 @@ def make_app(
         "/health": Get(lambda: _health(engine)),
         "/metrics": Metrics(exporter),
     }
+    if updates is not None:
+        endpoints["/v1/update"] = Post(updates, limits)
     routes = [Route(f"{MODEL}{{name:path}}" if path.startswith(MODEL) else path, it) for path, it in endpoints.items()]
     return Guard(Router(routes, redirect_slashes=False), key, limits, frozenset(endpoints), exporter.count)
 

@@ -41,6 +41,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be 0 to {most or 'any finite number'}, not {value}")
     if problem := check_drafts(args):
         parser.error(problem)
+    if args.updates is not None and not args.updates.is_dir():
+        parser.error(f"--updates must be a directory, not {args.updates}")
     return args
 
 
@@ -59,6 +61,8 @@ def make_parser() -> Parser:
     serving.add_argument("--max-waiting", type=int, default=256, metavar="N", help=waiting)
     deadline = "cut requests that take longer, keeping their text (default: never)"
     serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
+    updates = "let clients replace the weights by those of a directory in DIR, with POST /v1/update (default: no)"
+    serving.add_argument("--updates", type=Path, metavar="DIR", help=updates)
     grace = "time that running requests get to finish when the server stops (default: %(default)s)"
     serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)
     idle = "longest idle time of a connection between two requests (default: %(default)s)"

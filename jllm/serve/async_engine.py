@@ -100,14 +100,14 @@ class AsyncEngine:
     A thread steps while there is work. Between two steps it takes in new requests and aborts. It hands the events of a
     step over in one call. So the event loop never waits for a step, and a step never waits for the loop.
 
-    Threads: make an AsyncEngine in its event loop, and call it and its streams from that thread. check() and metrics()
-    may be called from any thread.
+    Threads: make an AsyncEngine in its event loop, and call it and its streams from that thread. check(), metrics() and
+    update() may be called from any thread; they wait for the end of a step.
     """
 
     def __init__(self, engine: Engine | Replicas, *, max_waiting: int = 256):
         """Starts the thread. max_waiting: most samples in the queue; submitting more raises QueueFull."""
         self.limit = engine.slots + max_waiting
-        self.check, self.metrics = engine.check, engine.metrics
+        self.check, self.metrics, self.update = engine.check, engine.metrics, engine.update
         self.most_tokens = engine.most_tokens  # of one sample, its prompt included
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
@@ -237,7 +237,7 @@ class AsyncEngine:
     def _wake(self) -> None:
         self._changed.notify()
         if isinstance(self._engine, Replicas):  # a busy replica would keep idle ones waiting
-            self._engine.wake()
+            self._engine.interrupt()
 
     def _deliver(self, news: list[tuple[Stream, Event | Exception]]) -> None:
         for stream, one in news:

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jllm.cli.arguments import ENGINE_FLAGS
@@ -17,7 +18,8 @@ from jllm.serve.arguments import api_key, parse_args, served_name
 if TYPE_CHECKING:
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
-    from jllm.model.model import Model
+    from jllm.files.tokenizer import Tokenizer
+    from jllm.serve.update import Updates
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with listen(args.host, args.port) as listener:
             if key is None and not _is_local(listener):
                 _note(f"warning: anyone who can reach {args.host} can use this server: it has no key (--api-key-file)")
-            model, engine = _prepare(args)
-            asyncio.run(_serve(args, key, listener, model, engine))
+            asyncio.run(_serve(args, key, listener, *_prepare(args)))
     except JllmError as error:
         _note(f"error: {error}")
         return 2
@@ -53,7 +54,8 @@ def _is_local(listener: socket.socket) -> bool:
     return listener.getsockname()[0] in ("::1",) or listener.getsockname()[0].startswith("127.")
 
 
-def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
+def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Replicas, Updates | None]":
+    """Returns no model, since a reference to it would keep its weights after an update."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -73,11 +75,21 @@ def _prepare(args: argparse.Namespace) -> "tuple[Model, Engine | Replicas]":
     cache = compile_cache(args)
     engine = make_engine(model, args.replicas, **options, executables=cache)
     engine.compile_ahead(wait=False)
-    return model, engine
+    updates = None
+    if args.updates is not None:
+        from jllm.serve.update import Updates
+
+        updates = Updates(args.updates, model.config, partial(load_model, args=args), engine.update)
+    return model.tokenizer, engine, updates
 
 
 async def _serve(
-    args: argparse.Namespace, key: str | None, listener: socket.socket, model: "Model", engine: "Engine | Replicas"
+    args: argparse.Namespace,
+    key: str | None,
+    listener: socket.socket,
+    tokenizer: "Tokenizer | None",
+    engine: "Engine | Replicas",
+    updates: "Updates | None",
 ) -> None:
     from jllm.serve.app import make_app
     from jllm.serve.async_engine import AsyncEngine
@@ -88,9 +100,9 @@ async def _serve(
     name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
     host.prepare_guides()
-    served = Served(name, model.tokenizer, host.most_tokens, host.limit, host.check, args.tool_call_parser)
+    served = Served(name, tokenizer, host.most_tokens, host.limit, host.check, args.tool_call_parser)
     limits = Limits(keep_alive=args.keep_alive)
-    app = make_app(host, served, key=key, deadline=args.deadline, limits=limits)
+    app = make_app(host, served, key=key, deadline=args.deadline, limits=limits, updates=updates)
     _log_to_stderr(access=not args.no_access_log)
     address = listener.getsockname()
     where = f"[{address[0]}]" if ":" in address[0] else address[0]

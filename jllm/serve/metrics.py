@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from jllm.engine.metrics import PERCENTILES
 
-GAUGES = ("running", "waiting", "fragmentation", "slack", "empty_tokens", "cached_pages", "page_size")
+GAUGES = ("running", "waiting", "fragmentation", "slack", "empty_tokens", "cached_pages", "page_size", "version")
 PREFIX = "jllm_"
 
 

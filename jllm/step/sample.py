@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.model.backbone import Cache
 from jllm.model.hooks import Hooks
-from jllm.model.sampling import Sampling, constrain, count_tokens, penalize, token_logprobs, top_logprobs
+from jllm.model.sampling import (
+    Sampling,
+    constrain,
+    count_tokens,
+    penalize,
+    tempered_logprobs,
+    token_logprobs,
+    top_logprobs,
+)
 from jllm.model.sampling import sample as draw_tokens
 from jllm.parallel.ranks import REPLICATED, on_mesh
 from jllm.step.forward import Logits
@@ -67,7 +75,7 @@ def sample(
         counts = count_tokens(counts, slot.reshape(-1), drawn.reshape(-1), valid.reshape(-1))
     outputs = Outputs(
         tokens=rows.flat(jnp.where(valid, jnp.where(sound, drawn, NOT_FINITE), -1)),
-        **_logprobs(rows, raw, tokens, nodes, variant, backend),
+        **_logprobs(rows, raw, tokens, nodes, each, variant, backend),
         prompt_logprobs=logits.prompt_logprobs,
         prompt_ranks=logits.prompt_ranks,
         prompt_best=logits.prompt_best,
@@ -100,13 +108,25 @@ def _end(
 
 
 def _logprobs(
-    rows: HeadRows, raw: jax.Array, tokens: jax.Array, nodes: jax.Array, variant: Variant, backend: str | None
+    rows: HeadRows,
+    raw: jax.Array,
+    tokens: jax.Array,
+    nodes: jax.Array,
+    each: Sampling,
+    variant: Variant,
+    backend: str | None,
 ) -> dict[str, Any]:
     if not variant.logprobs:
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
     ids, values = fenced(backend, lambda raw: top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1])), raw)
-    found = {"logprobs": fenced(backend, token_logprobs, raw, tokens), "top_ids": ids, "top_logprobs": values}
-    return {name: rows.flat(rows.by_sequence(value, nodes)) for name, value in found.items()}
+    found: dict[str, Any] = {
+        "logprobs": fenced(backend, token_logprobs, raw, tokens),
+        "top_ids": ids,
+        "top_logprobs": values,
+    }
+    if variant.tempered:
+        found["tempered"] = fenced(backend, tempered_logprobs, raw, tokens, ids, each.temperature)
+    return jax.tree.map(lambda value: rows.flat(rows.by_sequence(value, nodes)), found)
 
 
 def _advance(slots: Slots, rows: HeadRows, drawn: jax.Array, count: jax.Array, done: jax.Array) -> Slots:

@@ -16,7 +16,13 @@ from jllm.speculative.drafter import Drafter, Drafts
 from jllm.speculative.quantized_copy import QuantizedCopy
 
 TOP_LOGPROBS = 20
-WANTS = ("penalties", "logprobs", "prompt_logprobs", "guided")  # the fields of a variant that single requests ask for
+WANTS = (
+    "penalties",
+    "logprobs",
+    "tempered",
+    "prompt_logprobs",
+    "guided",
+)  # the fields of a variant that single requests ask for
 NOT_FINITE = -2  # replaces a token if the row's logits hold NaN or infinity; the slot is done
 
 
@@ -94,6 +100,7 @@ class Outputs:
     drafted: jax.Array | None = None  # i32[R] verified drafts, if segments have rows for them
     # i32[S, Q - 1] and i32[S], tokens and count of Drafts for the next step, in guided steps with a drafter.
     drafts: tuple[jax.Array, jax.Array] | None = None
+    tempered: tuple[jax.Array, jax.Array] | None = None  # logprobs and top_logprobs of logits / temperature
     taps: Taps = field(default_factory=dict)
 
 
@@ -104,6 +111,7 @@ class Variant:
 
     penalties: bool = False
     logprobs: bool = False
+    tempered: bool = False  # log-probabilities of logits / temperature beside the raw ones
     prompt_logprobs: bool = False
     guided: bool = False  # two programs: the allowed tokens are put into the state between them
     taps: tuple[str, ...] = ()  # values inside the forward pass, by the names in jllm.model.taps

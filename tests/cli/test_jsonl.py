@@ -129,7 +129,7 @@ def test_no_input(tmp_path):
 
 def test_record():
     logprobs = (TokenLogprob(3, -0.5, ((3, -0.5), (4, -1.0))),)
-    done = Completion((3,), None, "length", logprobs, (-2.0,), Timings(None, 0.2, 5, 1), 9)
+    done = Completion((3,), None, "length", logprobs, (-2.0,), Timings(None, 0.2, 5, 1), 9, versions=(0, 0, 2))
     made = json.loads(to_json(record(job(2, n=2, id=None, prompt=[7, 8]), 1, done)))
     assert made == {
         "index": 2,
@@ -143,6 +143,7 @@ def test_record():
         "settings": {"temperature": 0.5, "max_new_tokens": 7},
         "logprobs": [{"token_id": 3, "logprob": -0.5, "top": [[3, -0.5], [4, -1.0]]}],
         "prompt_logprobs": [-2.0],
+        "versions": [[0, 2], [2, 1]],
         "timings": {"first_token": None, "total": 0.2, "prompt_tokens": 5, "output_tokens": 1},
     }
     assert to_json(result(job())).startswith(jsonl.RECORD_START.decode())

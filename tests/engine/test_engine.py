@@ -106,6 +106,29 @@ def test_logprobs_are_of_the_raw_logits(model):
         np.testing.assert_allclose([lp for _, lp in done.prompt_best], [want[i].max() for i in rows], atol=1e-4)
 
 
+def test_tempered_logprobs_are_of_the_distribution_that_is_drawn_from(model):
+    """Beside a request of raw ones, in the same steps."""
+    raw = SamplingParams(temperature=0.5, seed=3, logprobs=4, max_new_tokens=9)
+    asked = [replace(raw, logprobs_mode="tempered"), replace(raw, logprobs_mode="tempered", temperature=1.5), raw]
+    prompts = [[5, 6, 7], [8, 8], [9]]
+    for prompt, sampling, done in zip(prompts, asked, serve(model, prompts, asked, **OPTIONS), strict=True):
+        logits = full_logits(model, prompt + list(done.token_ids)).astype(np.float64)[len(prompt) - 1 : -1]
+        want = log_softmax(logits if sampling is raw else logits / sampling.temperature)
+        got = [[x.logprob, *(p for _, p in x.top)] for x in done.logprobs]
+        best = [[row[token], *np.sort(row)[::-1][:4]] for row, token in zip(want, done.token_ids, strict=True)]
+        np.testing.assert_allclose(got, best, atol=1e-4)
+
+
+def test_tempered_logprobs_need_a_distribution_that_nothing_else_changes():
+    for changed in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}):
+        with pytest.raises(RequestError, match=f"which {next(iter(changed))} changes: use raw"):
+            SamplingParams(logprobs_mode="tempered", **changed)
+    with pytest.raises(RequestError, match="which temperature 0 does not have: use raw"):
+        SamplingParams(logprobs_mode="tempered", temperature=0.0)
+    with pytest.raises(RequestError, match="logprobs_mode must be raw or tempered, not 'hot'"):
+        SamplingParams(logprobs_mode="hot")
+
+
 @pytest.mark.parametrize(("tokenizer", "stop"), [(None, ()), (Letters(), ()), (Letters(), ("\n",))])
 def test_events_have_the_logprobs_of_their_tokens(tokenizer, stop):
     engine, seen, done = Engine(tiny_model(tokenizer=tokenizer), **OPTIONS), defaultdict(list), {}
@@ -119,13 +142,16 @@ def test_events_have_the_logprobs_of_their_tokens(tokenizer, stop):
     assert len(seen[ids[0]]) == 12
 
 
-def test_stop_ids_end_and_are_in_neither_tokens_nor_text(model):
+def test_stop_ids_end_and_are_in_the_tokens_only_where_asked(model):
     free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
     stop = free.token_ids[7]
     first = free.token_ids.index(stop)
-    done = serve(model, [PROMPTS[0]], [greedy(20, stop_token_ids=(stop,))], **OPTIONS)[0]
+    asked = [greedy(20, stop_token_ids=(stop,)), greedy(20, stop_token_ids=(stop,), include_end=True, logprobs=0)]
+    done, whole = serve(model, [PROMPTS[0]] * 2, asked, **OPTIONS)
     assert done.token_ids == free.token_ids[:first]
-    assert done.finish_reason == "stop"
+    assert whole.token_ids == free.token_ids[: first + 1]
+    assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
+    assert done.finish_reason == whole.finish_reason == "stop"
 
 
 def test_more_stop_ids_than_the_device_checks(model):

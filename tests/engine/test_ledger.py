@@ -36,6 +36,7 @@ def samplings(draw, text: bool) -> SamplingParams:
         stop_token_ids=draw(st.sampled_from([(), (34,), (36, 39)])),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 2])),
+        include_end=draw(st.booleans()),
     )
 
 
@@ -60,7 +61,7 @@ def outcome(sampling: SamplingParams, steps, text: bool):
                 break
             counts[-1] += 1
             if token in ends:
-                return kept, counts, "stop"
+                return kept + [token] * sampling.include_end, counts, "stop"
             kept.append(token)
             written = "".join(chr(id + 32) for id in kept)
             cuts = [written.index(stop) for stop in sampling.stop if stop in written] if text else []
@@ -81,8 +82,8 @@ def outputs_of(rows: int) -> Outputs:
 @settings(deadline=None, max_examples=300)
 @given(runs())
 def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
-    """Tokens, text, ends, log-probabilities, counts and times, whatever is drawn for the others of its steps, and
-    whether the host looks at its tokens one by one or not; events come in the order of the step."""
+    """Tokens, text, ends, versions, log-probabilities, counts and times, whatever is drawn for the others of its steps,
+    and whether the host looks at its tokens one by one or not; events come in the order of the step."""
     text, samples = run
     ledger = Ledger(CONFIG, Letters() if text else None)  # type: ignore[arg-type]
     seqs = [
@@ -97,7 +98,7 @@ def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
     for step in range(STEPS):
         rows = [(seqs[i], i, ROWS * i, steps[step]) for i, (_, steps) in enumerate(samples) if steps[step]]
         before = [len(seq.output) for seq in seqs]
-        for seq, i, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), float(step)):
+        for seq, i, kept, reason in ledger.take(rows, outputs_of(ROWS * len(seqs)), step, float(step)):
             assert seq is seqs[i]
             seq.output += kept
             assert len(kept) == want[i][1][step]
@@ -125,8 +126,11 @@ def test_each_sample_of_a_step_has_what_it_would_have_alone(run):
         assert [done[0].finish_reason, list(done[0].token_ids)] == [reason, kept]
         assert told == kept
         assert done[0].text == "".join(e.text for e in mine) if text else done[0].text is None
+        versions = [step for step, count in enumerate(counts) for _ in range(count)]
+        assert list(done[0].versions) == versions[: len(kept)]
         if text:
-            assert done[0].text == "".join(chr(id + 32) for id in kept)
+            ended = kept[:-1] if kept and reason == "stop" and kept[-1] in seqs[i].stop_ids else kept
+            assert done[0].text == "".join(chr(id + 32) for id in ended)
         if samples[i][0].logprobs is not None:
             each = [score for e in mine for score in e.logprobs]
             assert tuple(each) == done[0].logprobs
@@ -148,7 +152,7 @@ def test_times_between_tokens_are_those_of_each_sample():
         (4.0, [(one, 2, 0, (7, 8)), (two, 1, 2, (9,))]),
         (5.0, [(two, 1, 0, (9,))]),
     ):
-        assert [kept for _, _, kept, _ in ledger.take(rows, outputs_of(4), now)] == [row[-1] for row in rows]
+        assert [kept for _, _, kept, _ in ledger.take(rows, outputs_of(4), 0, now)] == [row[-1] for row in rows]
     times = ledger.times.inter_token
     assert (times.count, times.total, times.least, times.largest) == (3, 4.0, 0.0, 3.0)
 
@@ -158,4 +162,4 @@ def test_a_row_without_a_token_of_a_sample_that_goes_on_is_an_internal_error():
     seq = Sequence(3, 0, PROMPT, SamplingParams(), 0, 99)
     ledger.add(seq)
     with pytest.raises(AssertionError, match="request 3: the device ended a sequence that the host runs"):
-        list(ledger.take([(seq, 1, 0, (-1,))], outputs_of(1), 1.0))
+        list(ledger.take([(seq, 1, 0, (-1,))], outputs_of(1), 0, 1.0))

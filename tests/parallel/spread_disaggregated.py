@@ -32,7 +32,20 @@ from jllm.quant.quantize import quantize
 from jllm.step.buckets import Bucket
 from tests.ascii import TOKENIZER
 from tests.parallel.meshes import on_mesh
-from tests.parallel.spread_replicas import JOBS, SIZES, alone, broken, finish, in_time, rest, same, until
+from tests.parallel.spread_replicas import (
+    JOBS,
+    PREFIX,
+    SIZES,
+    after,
+    alone,
+    as_their_versions,
+    broken,
+    finish,
+    in_time,
+    rest,
+    same,
+    until,
+)
 from tests.tiny import tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -59,6 +72,22 @@ def samples(ends):
 def apart(model, **options):
     """On the same two devices in all tests, so that programs are compiled for these once."""
     return Disaggregated(model, jax.devices()[2:4], **(SIZES | options))
+
+
+@pytest.mark.parametrize("running", ["recompute", "finish"])
+def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_again(model, running):
+    other, greedy = tiny_model("float64", seed=1), SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
+    engine, models, prompts, ends = apart(model), {0: model}, {}, {}
+    for turn in range(6):
+        for prompt in (PREFIX, (*PREFIX, 5 + turn), (7 + turn,)):
+            prompts[engine.submit(prompt, greedy)] = prompt
+        ends |= after(engine, 1 + turn)
+        new = (other, model)[turn % 2]
+        models[engine.update(new.params, running=running)] = new
+    versions = as_their_versions(ends | rest(engine), prompts, models)
+    assert {0, 6} <= versions
+    assert engine.version == 6
+    engine.close()
 
 
 @pytest.mark.parametrize(

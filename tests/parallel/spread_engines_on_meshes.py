@@ -17,7 +17,7 @@ from jllm.distributed.replicas import Replicas
 from jllm.engine.drafters import find_drafter
 from jllm.engine.moved import pack_pages
 from jllm.engine.placement import copy_to
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, WeightsError
 from jllm.model.hooks import Hooks
 from jllm.parallel.mesh import make_mesh
 from jllm.quant.quantize import quantize
@@ -61,6 +61,18 @@ def test_tokens_are_those_of_one_device_and_each_device_has_its_share_alone(mode
         assert replica.engine.metrics()["requests"] > 0
     found = engine.metrics()
     assert (found["replicas"], found["replicas_failed"], found["compile_first_use"]) == (2, 0, 0)
+    engine.close()
+
+
+def test_each_mesh_takes_other_weights(model):
+    other = model_of(seed=1)
+    engine = Replicas(on_mesh(model, 2), 2, **SIZES)
+    with pytest.raises(WeightsError, match=r"embed must be float64\[2,49,64\], .* not float64\[97,64\]"):
+        engine.update(other.params)
+    assert engine.update(on_mesh(other, 2).params) == 1
+    same(run(engine), alone(other, SEEDED))
+    for first, replica in zip((0, 2), engine._all, strict=True):
+        assert {x.sharding.mesh for x in jax.tree.leaves(replica.engine._device._params)} == {pair(first)}
     engine.close()
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jllm.cli.main import main
@@ -19,7 +20,7 @@ from jllm.distributed.replica import Request
 from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, EngineClosed, RequestError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, WeightsError
 from jllm.guides.guide import Guide
 from jllm.programs import executables
 from jllm.programs.packed_step import packed_step
@@ -329,6 +330,74 @@ def until(engine, key):
     while key not in ends:
         ends |= {(event.id, event.sample): event.completion for event in engine.step() if event.completion}
     return ends
+
+
+def after(engine, steps):
+    """The completions that come in so many calls."""
+    found = [event for _ in range(steps) for event in engine.step()]
+    return {(event.id, event.sample): event.completion for event in found if event.completion}
+
+
+def as_their_versions(ends, prompts, models):
+    """Checks that greedy tokens are those of one engine with the weights of their version; returns all versions."""
+    for (name, _), done in ends.items():
+        tokens, versions = done.token_ids, done.versions
+        starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+        for start, stop in zip(starts, [*starts[1:], len(tokens)]):
+            params = SamplingParams(temperature=0.0, max_new_tokens=stop - start, ignore_eos=True)
+            (want,) = alone(models[versions[start]], [((*prompts[name], *tokens[:start]), params)])
+            assert tokens[start:stop] == want.token_ids
+    return {version for done in ends.values() for version in done.versions}
+
+
+def test_all_engines_take_other_weights_or_none(model):
+    """And stand still while they sleep or their weights are gone, and go on."""
+    models = {0: model, 1: tiny_model("float64", seed=1), 2: model}
+    engine = Replicas(model, 2, make=Slow, **SIZES)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    prompts = {engine.submit(prompt, greedy): prompt for prompt in (PREFIX, (8,), (*PREFIX, 7), (9, 9))}
+    ends = after(engine, 6)
+    with pytest.raises(WeightsError, match=r"norm must be float64\[32\]"):
+        engine.update(replace(models[1].params, norm=models[1].params.norm[:3]))
+    assert engine.version == 0
+    assert engine.update(models[1].params) == engine.version == 1
+    prompts[engine.submit(PREFIX, greedy)] = PREFIX
+    ends |= after(engine, 4)
+    engine.sleep()
+    with pytest.raises(EngineNotReady, match="the engine sleeps"):
+        list(engine.run())
+    engine.wake()
+    ends |= after(engine, 2)
+    donated = jax.device_put(jax.tree.map(jnp.array, model.params), jax.devices()[0])
+    assert engine.update(donated) == 2
+    donated.norm.delete()
+    with pytest.raises(EngineNotReady, match="norm was donated or deleted"):
+        ends |= after(engine, 1000)
+    models[3] = models[1]
+    assert engine.update(models[1].params) == 3
+    assert as_their_versions(ends | rest(engine), prompts, models) >= {0, 1, 3}
+    assert engine.metrics()["version"] == 3
+    assert engine.metrics()["replicas_failed"] == 0
+    engine.close()
+
+
+def test_tokens_of_older_weights_cannot_begin_again(model):
+    other = tiny_model("float64", seed=1)
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 14}), **SIZES)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+    names = {engine.submit(prompt, greedy): prompt for prompt in ((5, 6, 7), (8,))}
+    known = set()
+    while known != set(names):
+        known |= {event.id for event in engine.step() if event.token_ids}
+    engine.update(other.params)
+    later = engine.submit((5, 6, 7, 8), greedy)
+    with pytest.warns(RuntimeWarning, match="this device is gone"):
+        ends = rest(engine)
+    lost, kept = sorted(names)
+    assert [ends[name, 0].finish_reason for name in (lost, kept, later)] == ["error", "length", "length"]
+    del ends[lost, 0]
+    assert 1 in as_their_versions(ends, {**names, later: (5, 6, 7, 8)}, {0: model, 1: other})
+    engine.close()
 
 
 def wait_for_the_failure(engine, place):

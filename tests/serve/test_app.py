@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import re
+import shutil
 import threading
 from dataclasses import replace
 
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
+from jllm.files.load import load
+from jllm.files.save import save
 from jllm.files.tokenizer import load_tokenizer
 from jllm.serve import answers
 from jllm.serve.requests import Served, Wanted
+from jllm.serve.update import Updates
 from tests.serve.conftest import Gone, answer, ask, serving
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -755,6 +759,57 @@ def test_the_model_by_its_name(small_app):
     (listed,) = small_app("/v1/models")[1]["data"]
     assert small_app("/v1/models/small") == (200, listed)
     assert small_app("/v1/models/large")[0] == 404
+
+
+def test_other_weights_come_from_a_directory_where_that_is_asked_for(model, checkpoint, tmp_path):
+    """Texts are then theirs. All else is refused in one line, and changes nothing."""
+    params, root, path = replace(model.params, norm=-model.params.norm), tmp_path / "root", "/v1/update"
+    save(root / "step-1", params, model.config)
+    save(root / "turned", params, replace(model.config, rope_theta=5.0))
+    (root / "empty").mkdir()
+    shutil.copytree(checkpoint, tmp_path / "outside")
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=6)
+    models = model, replace(model, params=params)
+    want = [serve(one, ["the wolf"], [sampling])[0].text for one in models]
+    engines, go_on = [], threading.Event()
+
+    def read(folder):
+        assert go_on.wait(60)
+        return load(folder)
+
+    async def work(engine, app):
+        async def text():
+            _, found = await answer(app, COMPLETIONS, {"prompt": "the wolf", "max_tokens": 6, **GREEDY})
+            return found["choices"][0]["text"]
+
+        engines.append(engine)
+        found = [await text()]
+        first = asyncio.create_task(answer(app, path, {"model": "step-1"}))
+        status = 400
+        while status == 400:  # until the first has begun
+            status, refused = await answer(app, path, {"model": "step-1" if updates._busy.locked() else "step-9"})
+        assert (status, one_line(refused)) == (409, "another update is under way: try again later")
+        go_on.set()
+        assert await first == (200, {"version": 1})
+        for given, says in (
+            ({"model": "../outside"}, "model: there is no directory '../outside'"),
+            ({"model": "step-9"}, "model: there is no directory 'step-9'"),
+            ({"model": 3}, "model: must be the name of a directory"),
+            ({}, "model: must be the name of a directory"),
+            ({"model": "empty"}, "model: "),
+            ({"model": "turned"}, "model: its config has another rope_theta than the served model's"),
+            ({"model": "step-1", "running": "stop"}, "running: must be one of recompute, keep, finish"),
+            ({"model": "step-1", "weights": 1}, "weights: is not known; known are model, running"),
+        ):
+            status, refused = await answer(app, path, given)
+            assert (status, one_line(refused).startswith(says)) == (400, True), refused
+        assert engine.metrics()["version"] == 1
+        return [*found, await text()]
+
+    updates = Updates(root, model.config, read, lambda *given, **more: engines[0].update(*given, **more))
+    assert run(model, work, updates=updates) == want
+    assert want[0] != want[1]
+    assert run(model, lambda engine, app: answer(app, path, {"model": "step-1"}))[0] == 404
 
 
 def test_a_long_request_line_is_refused(model):

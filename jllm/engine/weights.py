@@ -1,0 +1,164 @@
+"""Fits new weights to the programs of an engine, so that none is compiled anew.
+
+JAX compiles a program again for an array of another dtype, sharding or layout, for a weak type, and for an array that
+was put on a device by the caller where the one before was not (`committed`). Here each new leaf becomes like the leaf
+in its place. Nothing is copied unless a leaf lies elsewhere, has another layout, or is numpy's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src.array import ArrayImpl
+from jax.experimental.layout import Format, Layout
+
+from jllm.config import LlamaConfig
+from jllm.errors import QuantizationError, WeightsError
+from jllm.model.params import Params
+from jllm.quant.quantize import encode_params, formats_by_weight, quantize, that_fit, weight_formats
+from jllm.quant.schemes import Formats
+from jllm.speculative.drafter import Drafter
+from jllm.speculative.quantized_copy import QuantizedCopy
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+
+
+class Leaf(NamedTuple):
+    """Describes an array as programs take it."""
+
+    aval: Any  # its shape and dtype; its type is not weak
+    sharding: jax.sharding.Sharding
+    layout: Layout | None  # None: any
+    committed: bool
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Leaf":
+        return cls(x.aval, x.sharding, x.format.layout, x.committed)  # type: ignore[attr-defined]
+
+    def take(self, name: str, x: Any, copy: bool) -> jax.Array:
+        """Returns x as this array. Raises WeightsError, with its name, for another shape or dtype."""
+        if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
+            raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise WeightsError(f"{name} was donated or deleted: give weights that exist, or copy=True before donating")
+        if not isinstance(x, jax.Array):
+            x = jax.device_put(np.array(x), self.sharding)
+        elif copy:
+            x = jax.device_put(x, self.sharding, may_alias=False)
+        elif x.sharding != self.sharding:
+            x = jax.device_put(x, self.sharding)
+        if self.layout is not None and x.format.layout != self.layout:
+            x = jax.device_put(x, Format(self.layout, self.sharding))
+        if x.committed != self.committed or x.weak_type != self.aval.weak_type:
+            x = ArrayImpl(self.aval, x.sharding, [one.data for one in x.addressable_shards], self.committed)
+        return x
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Describes the weights that an engine's programs take."""
+
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def to(cls, tree: Any) -> "Fit":
+        """Returns the description of a pytree of arrays."""
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return cls(jax.tree.structure(tree), tuple(Leaf.of(leaf) for _, leaf in found), _names(found))
+
+    def take(self, given: Any, copy: bool = False) -> Any:
+        """Returns a pytree as programs take it. Raises WeightsError for another one."""
+        leaves, tree = jax.tree.flatten(given)
+        if tree != self.tree:
+            raise WeightsError(self._difference(given))
+        taken = (leaf.take(name, x, copy) for name, leaf, x in zip(self.names, self.leaves, leaves, strict=True))
+        return jax.tree.unflatten(tree, list(taken))
+
+    def _difference(self, given: Any) -> str:
+        """Returns how the structure of a pytree differs."""
+        theirs = _names(jax.tree_util.tree_flatten_with_path(given)[0])
+        missing = [name for name in self.names if name not in theirs]
+        added = [name for name in theirs if name not in self.names]
+        if any(name.endswith(".values") for name in missing):
+            return (
+                f"{missing[0]} is missing: the engine's weights are quantized, so give quantize= or quantized weights"
+            )
+        if missing:
+            return f"{missing[0]} is missing, which the engine's weights have"
+        if added:
+            return f"{added[0]} is there, which the engine's weights do not have"
+        return "the weights have the names of the engine's, but other types or formats: make them as the engine's were"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Holds new weights that fit an engine, before it takes them."""
+
+    params: Params  # in 16 or 32 bits where formats are given
+    drafter: Drafter | None
+    formats: Mapping[str, Formats] | None = None  # by name, the formats in which the engine rounds them
+
+    def rounded(self, old: Params) -> Params:
+        """Returns the params as the engine's programs take them. The codes of `old` are donated to new ones."""
+        return self.params if self.formats is None else _round(old, self.params, self.formats)
+
+    def drafter_after(self, old: Drafter | None) -> Drafter | None:
+        """Returns the drafter after the update. A quantized copy is made again in the memory of the old one."""
+        if self.drafter is not None or not isinstance(old, QuantizedCopy):
+            return old if self.drafter is None else self.drafter
+        return QuantizedCopy(_round(old.params, self.params, formats_of(old.params)), old.tree)
+
+
+def formats_of(params: Params) -> dict[str, Formats]:
+    """Returns the format of each quantized weight by name, as formats_by_weight does for a scheme."""
+    return {name: (fmt,) for name, fmt in weight_formats(params).items()}
+
+
+def fit_to_round(fit: Fit, params: Params, scheme: str, config: LlamaConfig) -> tuple[Fit, dict[str, Formats]]:
+    """Returns the description of weights that a scheme rounds to the engine's, and the formats. Raises WeightsError for
+    a scheme or for params that give others."""
+    if config.mesh is not None:
+        raise WeightsError("quantize is for one device: quantize weights on a mesh first, and give them without it")
+    leaves, tree = jax.tree.flatten(params)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves) or not isinstance(params, Params):
+        raise WeightsError(f"quantize rounds Params of arrays, not {type(params).__name__}")
+    abstract = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+    try:
+        made = quantize(abstract, scheme, config=config)
+        formats = that_fit(formats_by_weight(abstract, scheme), config)
+    except QuantizationError as error:
+        raise WeightsError(f"quantize={scheme!r}: {error}") from None
+    got = jax.tree.structure(made), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(made)]
+    if got != (fit.tree, [(leaf.aval.shape, leaf.aval.dtype) for leaf in fit.leaves]):
+        raise WeightsError(f"quantize={scheme!r} does not give the engine's weights from these: give what made them")
+    here = fit.leaves[0]
+    taken = (Leaf(jax.typeof(leaf), here.sharding, None, here.committed) for leaf in jax.tree.leaves(abstract))
+    return Fit(tree, tuple(taken), _names(jax.tree_util.tree_flatten_with_path(params)[0])), formats
+
+
+def _round(old: Params, params: Params, formats: Mapping[str, Formats]) -> Params:
+    coded = [leaf for leaf in jax.tree.leaves(old, is_leaf=_is_quantized) if _is_quantized(leaf)]
+    codes = [x for x in jax.tree.leaves(coded) if not x.is_deleted()]
+    return _rounded(codes, params, tuple(sorted(formats.items())))
+
+
+@partial(jax.jit, static_argnums=2, donate_argnums=0, keep_unused=True)
+def _rounded(codes: list[jax.Array], params: Params, formats: tuple[tuple[str, Formats], ...]) -> Params:
+    """Returns rounded params in the memory of `codes`."""
+    return encode_params(params, dict(formats))
+
+
+def _names(found: list[tuple[Any, Any]]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr(path).lstrip(".") for path, _ in found)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
+def _short(x: Any) -> str:
+    return jax.typeof(x).str_short() if isinstance(x, jax.Array | np.ndarray) else type(x).__name__

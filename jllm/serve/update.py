@@ -1,0 +1,59 @@
+"""Lets clients give the served model the weights of another checkpoint, if the server was started with a folder of
+them."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jllm.config import LlamaConfig
+from jllm.engine.engine import RUNNING
+from jllm.errors import CheckpointError, ConfigError, QuantizationError, WeightsError
+from jllm.model.model import Model
+from jllm.serve.errors import HttpError, bad
+
+FIELDS = ("model", "running")
+
+
+class Updates:
+    """Answers POST /v1/update.
+
+    `root` is the folder that has the checkpoints' directories. `read` loads one as the served model was loaded, whose
+    config is `config`. `update` is Engine.update.
+    """
+
+    def __init__(self, root: Path, config: LlamaConfig, read: Callable[[Path], Model], update: Callable[..., int]):
+        self._root, self._config, self._read, self._update = root.resolve(), config, read, update
+        self._busy = threading.Lock()
+
+    def __call__(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the weights of the directory that the body names. Returns their version."""
+        for name in body:
+            if name not in FIELDS:
+                raise bad(name, f"is not known; known are {', '.join(FIELDS)}")
+        folder, running = self._folder(body.get("model")), body.get("running", "recompute")
+        if running not in RUNNING:
+            raise bad("running", f"must be one of {', '.join(RUNNING)}")
+        if not self._busy.acquire(blocking=False):
+            raise HttpError(409, "another update is under way: try again later")
+        try:
+            model = self._read(folder)
+            if differing := [f.name for f in fields(model.config) if self._differs(model.config, f.name)]:
+                raise bad("model", f"its config has another {differing[0]} than the served model's")
+            return {"version": self._update(model.params, running=running)}
+        except (CheckpointError, ConfigError, QuantizationError, WeightsError) as error:
+            raise bad("model", str(error)) from None
+        finally:
+            self._busy.release()
+
+    def _folder(self, name: Any) -> Path:
+        if not isinstance(name, str) or not name:
+            raise bad("model", "must be the name of a directory")
+        folder = (self._root / name).resolve()
+        if not folder.is_relative_to(self._root) or not folder.is_dir():
+            raise bad("model", f"there is no directory {name!r} among the server's updates")
+        return folder
+
+    def _differs(self, config: LlamaConfig, name: str) -> bool:
+        return getattr(config, name) != getattr(self._config, name)
