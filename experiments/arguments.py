@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from experiments.steps.devices import Ceilings, ceilings_of
@@ -18,8 +17,9 @@ from jllm.errors import ConfigError, JllmError, QuantizationError
 from jllm.files.load import BUNDLED, DTYPES
 from jllm.model.cache import parse_kv_cache
 from jllm.quant.schemes import PRESETS, Scheme, find_scheme
-from pallas_kernels.bench.gpus import ask_gpus
+from pallas_kernels.bench.gpus import ask_gpus, device_kind
 from pallas_kernels.bench.numbers import positive, positive_number
+from pallas_kernels.starting import sees_gpu
 
 MEMORY_SHARE = 0.95  # share of a GPU's memory for weights, pages and steps
 
@@ -92,7 +92,7 @@ def config_of(args: argparse.Namespace, tokens: int = 0) -> LlamaConfig:
 def check_backend(name: str | Iterable[str] | None) -> None:
     """Raises ConfigError if a backend needs a GPU and there is none."""
     asked = {name} if isinstance(name, str) else {*(name or ())}
-    if (lacking := asked & {"mosaic", "triton"}) and jax.default_backend() != "gpu":
+    if (lacking := asked & {"mosaic", "triton"}) and not sees_gpu():
         raise ConfigError(f"--backend {', '.join(sorted(lacking))} needs a GPU, and here is none: xla runs everywhere")
 
 
@@ -114,7 +114,7 @@ def add_bandwidth(parser: argparse.ArgumentParser) -> None:
 
 def ceilings_here(args: argparse.Namespace) -> Ceilings:
     """Returns the ceilings of the device that runs, with --bandwidth."""
-    return ceilings_of(jax.devices()[0].device_kind, args.bandwidth)
+    return ceilings_of(device_kind(), args.bandwidth)
 
 
 def claim_memory(patience: float = 20.0) -> None:

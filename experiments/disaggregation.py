@@ -107,7 +107,7 @@ def options_of(level: str, args: argparse.Namespace, steps: str) -> tuple[Row, R
 def make(level: str, model: Model, args: argparse.Namespace, steps: str) -> Engine | Replicas:
     options, prefill = options_of(level, args, steps)
     if level == "replicas":
-        return Replicas(model, 2, **options)
+        return Replicas(model, 2, threads=True, **options)  # as the engines of "apart" are, with the same arrays
     if level == "apart":
         return Disaggregated(model, prefill=prefill, **options)
     if level == "separate":

@@ -3,6 +3,7 @@
     python -m experiments.qps --config configs/llama-2-7b.json --quantize w8a8 --kv-cache int8-g8
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, with static batching
     python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/sampling.md)
+    python -m experiments.qps --replicas 0 1 2              # a plain engine, then one and two in their processes
     python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
@@ -17,16 +18,19 @@ within 2 s, and a mean of at most 50 ms per token after it. The first --cut requ
 left out of both. Intervals are Student's t at 95 % over the repeats.
 
 The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
-The limits of an engine's devices add up. Each replica has the workload once. --batching static, --prefill padded,
+The limits of an engine's devices add up. Each replica has the workload once. The plain engine of --replicas 0 has a
+process of its own, so that the main one opens no GPU. --batching static, --prefill padded,
 --sampling sort and --host wait each remove one idea.
 """
 
 import argparse
 import math
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -50,6 +54,7 @@ from jllm.model.model import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.gpus import leave_gpus
 from pallas_kernels.bench.numbers import fraction, gibibytes, natural, positive, positive_number, seed_number
 
 OVER_HTTP = (  # options of a run against a server
@@ -59,6 +64,8 @@ OVER_HTTP = (  # options of a run against a server
 BARS = {("bfloat16", "bf16"): (38.0, 1.25), ("w8a8", "int8-g8"): (56.0, 1.6)}  # requests per second, and over vLLM's
 TRITON = 0.8  # least share of the requests per second of the device's own kernels
 REPLICA = 0.95  # share of one engine's requests per second that each replica must add
+ONE = 0.98  # share of a plain engine's requests per second that one in a process must have
+PLAIN = {"llama-2-7b": 0.985, None: 0.975}  # share that each of several must add, by model
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows if they are not the default
 
 
@@ -66,9 +73,17 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     """Yields a row per repeat and then their summary, one backend after the other. Each replica has the workload once,
     if all is sent at once: as much work as for one engine."""
     for replicas, backend in product(args.replicas or [None], args.backend):
-        own = argparse.Namespace(**{**vars(args), "replicas": replicas})
+        own = argparse.Namespace(**{**vars(args), "replicas": replicas or None})
         each = requests * (replicas or 1) if args.rate is None else requests
-        yield from measure_one(model, each, own, backend)
+        if replicas == 0:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+                yield from alone.submit(measure_plain, each, own, backend).result()
+        else:
+            yield from measure_one(model, each, own, backend)
+
+
+def measure_plain(requests: list[Request], args: argparse.Namespace, backend: str) -> list[Row]:
+    return list(measure_one(make_model(args), requests, args, backend))
 
 
 def measure_one(model: Model, requests: list[Request], args: argparse.Namespace, backend: str) -> Iterator[Row]:
@@ -97,7 +112,7 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
     note(f"served {warmed} requests to warm up")
     least = None
     if args.rate is None:
-        floor = make_floor(model.params, model.config, ceilings_here(args))
+        floor = make_floor(model.params, model.config, ceilings_here(args), args.devices)
         lengths = [(r.prompt, r.output) for r in requests[: len(requests) // (args.replicas or 1)]]
         least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
     rows, busy_s = [], math.inf
@@ -149,13 +164,19 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:
-    """Yields bars of several replicas' means over one engine's."""
-    means = {each["replicas"]: each["qps"] for each in rows if "replicas" in each and each["repeat"] == "mean"}
+    """Yields bars of replicas' means over those of one, and of a plain engine (0)."""
+    means = {
+        each.get("replicas", 0): each["qps"] for each in rows if each.get("repeat") == "mean" and "peer" not in each
+    }
+    on = f" of {row['devices']} devices" if "devices" in row else ""
+    what = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}"
     for count, qps in means.items():
         if count > 1 and 1 in means:
-            on = f" of {row['devices']} devices" if "devices" in row else ""
-            name = f"QPS workload, {row['model']} {row['scheme']} KV {row['kv']}, {count} replicas{on} over one"
-            yield bar(name, round(qps / means[1], 3), "1", REPLICA * count)
+            yield bar(f"{what}, {count} replicas{on} over one", round(qps / means[1], 3), "1", REPLICA * count)
+        if count and 0 in means:
+            some = f"{count} replicas" if count > 1 else "a replica"
+            least = ONE if count == 1 else PLAIN.get(row["model"], PLAIN[None]) * count
+            yield bar(f"{what}, {some}{on} over a plain engine", round(qps / means[0], 3), "1", least)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -189,8 +210,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-p", type=float, default=0.0, help="least probability, as a share of the greatest")
     parser.add_argument("--slots", type=positive, default=512, help="most sequences that run at once")
     parser.add_argument("--devices", type=positive, metavar="N", help="number of devices of each engine")
-    each = "numbers of engines, one after another, each on --devices; --slots and --requests are per engine"
-    parser.add_argument("--replicas", type=positive, nargs="+", help=each)
+    each = "numbers of engines, one after another, each on --devices; --slots and --requests are per engine; "
+    each += "0: a plain engine, to compare with"
+    parser.add_argument("--replicas", type=natural, nargs="+", metavar="N", help=each)
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=16, help="tokens per KV page")
     parser.add_argument(
         "--pages", dest="num_pages", type=positive, help="pages in the pool (default: as memory allows)"
@@ -277,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.url is None and not args.host_only:  # a server may hold the memory of this host's GPUs
         claim_memory()
+    if args.replicas:
+        leave_gpus()
     sampling_of(args)  # a bad request fails before weights take minutes to build
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     if not 0 <= args.cut < len(requests):

@@ -88,7 +88,7 @@ def of_replicas(path: Path) -> Iterator[Row]:
     requests = read_workload(args.workload, args.requests, args.rate, args.seed)
     for row in document["rows"]:
         if row["repeat"] == "mean":
-            each = row["replicas"]
+            each = row.get("replicas", 1)
             options: Row = {
                 "max_slots": args.slots, "page_size": args.page_size, "max_step_tokens": args.max_step_tokens,
                 "num_pages": int(row["pages_total"]) // each, "kv_cache": args.kv_cache,

@@ -95,7 +95,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 @refusing
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.set_defaults(host_only=False, guided=None, devices=None)  # make_model reads them
+    parser.set_defaults(host_only=False, guided=None, devices=None, replicas=None)  # make_model reads them
     parser.add_argument(
         "--config", default="configs/llama-2-7b.json", help="file with the model's shape (a config.json)"
     )

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,16 @@ from experiments.steps.cost_model import shapes_of
 from experiments.steps.floors import token_bytes
 from experiments.steps.timer import random_params
 from experiments.steps.words import words_tokenizer
+from jllm.distributed.processes import share_gpus
 from jllm.distributed.replicas import Replicas
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.kv_policy import Policy
-from jllm.engine.placement import find_placements
 from jllm.engine.request import SamplingParams
 from jllm.engine.room import SHARE
 from jllm.errors import ConfigError
 from jllm.files.hf_config import load_config
-from jllm.files.load import load
+from jllm.files.load import load, load_head
 from jllm.model.model import Model
 from jllm.model.params import tree_bytes
 from jllm.parallel.mesh import make_mesh, spread
@@ -53,6 +54,9 @@ class HostOnly(Device):
 
 
 def make_model(args: argparse.Namespace) -> Model:
+    if args.replicas is not None:  # the engines' processes have the weights
+        config = load_head(args.model).config if args.model else load_config(args.config)
+        return shapes_of(config, args.quantize, config.dtype if args.model else args.dtype)
     if args.model:
         return load(args.model, quantize=args.quantize, mesh=args.devices)
     config = load_config(args.config)
@@ -69,8 +73,8 @@ def rehearse(args: argparse.Namespace, longest: int) -> None:
     check_backend(args.backend)
     alone = argparse.Namespace(**{**vars(args), "host_only": True, "replicas": None})
     model = make_model(alone)
-    for replicas in () if args.devices else args.replicas or ():
-        find_placements(replicas, model.config)
+    for replicas in args.replicas or ():
+        share_gpus(replicas or 1, args.devices)
     if longest > model.config.context:
         raise ConfigError(f"a request has {longest} tokens: the model's context is {model.config.context}")
     make_engine(model, alone).close()
@@ -110,8 +114,9 @@ def make_engine(
     options["kv_policy"] = make_policy(model, args)
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
-    if args.replicas is not None:  # each on a mesh if the model is on one
-        return Replicas(model, args.replicas, make=engine_with, **options)
+    if args.replicas is not None:
+        alone = argparse.Namespace(**{**vars(args), "replicas": None})
+        return Replicas(partial(make_model, alone), args.replicas, mesh=args.devices, make=engine_with, **options)
     if not args.host_only:
         return engine_with(model, device=device, **options)
     if options["num_pages"] is None:

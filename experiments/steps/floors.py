@@ -81,11 +81,11 @@ class Floor:
         return sum(self.parts(work, token_bytes))
 
 
-def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings) -> Floor:
-    """Returns the floor of these weights on a device with these ceilings. Shapes (jax.eval_shape) are enough. On a mesh
-    it is that of the whole weights, with its devices' sum. Raises KeyError for weights whose arithmetic the device
-    lacks."""
-    n, params = ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
+def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings, devices: int | None = None) -> Floor:
+    """Returns the floor of these weights on a device with these ceilings. Shapes (jax.eval_shape) are enough. On a
+    mesh, or on `devices`, it is that of the whole weights, with the devices' sum. Raises KeyError for weights whose
+    arithmetic the device lacks."""
+    n, params = devices or ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
     peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
     layers = (matrix(w, peaks) for w in linears(params).values())
     head = matrix(params.embed if params.head is None else params.head, peaks)

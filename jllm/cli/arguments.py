@@ -303,7 +303,7 @@ def add_replicas(group: Group) -> None:
         "--replicas",
         type=int,
         metavar="N",
-        help="run N engines that share the requests, each on one device or on --devices of them",
+        help="run N engines that share the requests, each in a process with one GPU or --devices of them",
     )
 
 

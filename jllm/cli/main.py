@@ -14,7 +14,7 @@ from jllm.cli.display import Speed, write_stdout
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
-from jllm.cli.process import compile_cache, compiled, load_model, make_engine, note, open_streams, run_command
+from jllm.cli.process import compile_cache, compiled, make_engine, note, open_model, open_streams, run_command
 from jllm.cli.run import drive, made_with, model_folder, output_file, run_identity, run_queue
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
@@ -111,13 +111,13 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
     cache = compile_cache(args)
     from jllm.engine.checks import fitted
 
-    model = load_model(path, args)
+    model = open_model(path, args)
     prompts = []
     for job in jobs:
         with _named(job):
             prompts.append(prompt_of(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
-    engine = make_engine(model, args.replicas, **options, executables=cache)
+    engine = make_engine(model, path, args, **options, executables=cache)
     requests = []
     for job, prompt in zip(jobs, prompts):
         sampling = job.sampling

@@ -6,6 +6,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,12 @@ from jllm.cli.interrupt import INTERRUPTED
 from jllm.errors import JllmError, counted
 
 if TYPE_CHECKING:
+    from jllm.config import LlamaConfig
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
+    from jllm.files.load import Head
     from jllm.model.model import Model
+    from jllm.model.params import Params
 
 BROKEN_PIPE = 141  # the exit status of shells for SIGPIPE
 
@@ -83,16 +87,54 @@ def load_model(folder: Path, args: Namespace) -> "Model":
     """Loads the model in a folder, with the flags' options."""
     from jllm.files.load import load
 
-    numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
-    return load(folder, **numbers, eos_token_ids=args.eos_token_id)
+    return load(folder, **_how(args))
 
 
-def make_engine(model: "Model", replicas: int | None, **options: Any) -> "Engine | Replicas":
-    """Returns an engine, or several replicas. Each is on one device, or on a mesh like the model's."""
+def open_model(folder: Path, args: Namespace) -> "Model | Head":
+    """Loads what this process needs of the model in a folder. With --replicas the engines' processes load its
+    weights."""
+    if args.replicas is None:
+        return load_model(folder, args)
+    leave_gpus_to_engines(args)
+    from jllm.files.load import load_head
+
+    return load_head(folder, eos_token_ids=args.eos_token_id)
+
+
+def read_weights(folder: Path, args: Namespace) -> "tuple[LlamaConfig, Params | Callable[[], Model]]":
+    """Returns the config and the weights in a folder as update() takes them. With --replicas the engines' processes
+    load them."""
+    from jllm.files.load import load
+    from jllm.model.model import Model
+
+    model = open_model(folder, args)
+    return model.config, model.params if isinstance(model, Model) else partial(load, folder, **_how(args))
+
+
+def leave_gpus_to_engines(args: Namespace) -> None:
+    """Keeps this process off the GPUs if --replicas gives them to others. Call it before JAX looks at its devices."""
+    if args.replicas is not None:
+        from pallas_kernels.bench.gpus import leave_gpus
+
+        leave_gpus()
+
+
+def make_engine(model: "Model | Head", folder: Path, args: Namespace, **options: Any) -> "Engine | Replicas":
+    """Returns an engine with the model of open_model, or several. Each has one device, or --devices of them."""
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
+    from jllm.files.load import load
+    from jllm.model.model import Model
 
-    return Engine(model, **options) if replicas is None else Replicas(model, replicas, **options)
+    if isinstance(model, Model):
+        return Engine(model, **options)
+    return Replicas(partial(load, folder, **_how(args)), args.replicas, mesh=args.devices, **options)
+
+
+def _how(args: Namespace) -> dict[str, Any]:
+    """Returns the options of load that the flags give."""
+    numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
+    return numbers | {"eos_token_ids": args.eos_token_id}
 
 
 def compiled(engine: "Engine | Replicas") -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jllm.cli.display import Speed
 from jllm.cli.interrupt import INTERRUPTED, Interrupt
 from jllm.cli.jsonl import ResultsFile
-from jllm.cli.process import drafted, note
+from jllm.cli.process import drafted, leave_gpus_to_engines, note
 from jllm.engine.request import SamplingParams
 from jllm.errors import counted
 
@@ -45,6 +45,7 @@ def run_identity(model: Path, args: Namespace) -> dict[str, str]:
     """Returns the identity of the contents that `made_with` names on this machine."""
     from jllm.files.run_identity import of_machine, of_model, of_scheme
 
+    leave_gpus_to_engines(args)
     scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
     return of_model(model) | scheme | of_machine()
 

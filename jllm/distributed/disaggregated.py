@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from jllm.distributed.handover import DecodeEngine, PrefillEngine, joining_buckets
 from jllm.distributed.remote import RemotePrefill, identity
 from jllm.distributed.replica import Replica, Request
-from jllm.distributed.replicas import Replicas
+from jllm.distributed.replicas import AnyReplica, Replicas
 from jllm.engine.engine import Engine
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
@@ -68,7 +68,7 @@ class Disaggregated(Replicas):
             tokens = given.get("max_step_tokens") or max(256, 2 * slots)
             return DecodeEngine(here, **{**given, "buckets": given.get("buckets") or joining_buckets(slots, tokens)})
 
-        super().__init__(model, chosen, make=make, **options)
+        super().__init__(model, chosen, make=make, threads=True, **options)
         self._link()
 
     @classmethod
@@ -145,7 +145,7 @@ class Disaggregated(Replicas):
         self._requests[request.id] = request, best
         return best.submit(request)
 
-    def _take(self, replica: Replica, events: Iterable[Any]) -> list[Event]:
+    def _take(self, replica: AnyReplica, events: Iterable[Any]) -> list[Event]:
         news = list(events)
         found = super()._take(replica, [one for one in news if isinstance(one, Event)])
         with self._lock:
@@ -179,7 +179,7 @@ class Disaggregated(Replicas):
         self._decode.submit(replace(request, snapshot=given))
         return ends
 
-    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+    def _move(self, replica: AnyReplica, error: BaseException) -> list[Event]:
         if replica is self._decode and isinstance(self._prefill.engine, RemotePrefill):
             replica.failed = True
             raise error  # no other engine decodes
@@ -199,6 +199,6 @@ class Disaggregated(Replicas):
             self._reserved += samples
             return True
 
-    def _drop(self, request: Request, replica: Replica) -> None:
+    def _drop(self, request: Request, replica: AnyReplica) -> None:
         super()._drop(request, replica)
         self._moved.pop(request.id, None)

@@ -25,8 +25,8 @@ class Refused(NamedTuple):
     error: BaseException
 
 
-# The events of a step, under the ids of Replicas; or a call that failed; or the error of a step.
-News = tuple["Replica", list[Event] | Refused | BaseException]
+# The events of a step, which Replica.named names; or a call that failed; or the error of a step.
+News = tuple[Any, list[Event] | Refused | BaseException]
 
 
 @dataclass
@@ -45,14 +45,19 @@ class Sent:
 
     def rest(self, event: Event) -> Event:
         """Returns the part of an event that is new."""
+        if self.again_tokens or self.again_letters:
+            event = self._cut(event)
+        self.tokens += len(event.token_ids)
+        self.letters += len(event.text)
+        if self.first is None and event.token_ids:
+            self.first = time.perf_counter()
+        return event
+
+    def _cut(self, event: Event) -> Event:
         tokens, letters = min(self.again_tokens, len(event.token_ids)), min(self.again_letters, len(event.text))
         self.again_tokens -= tokens
         self.again_letters -= letters
         ids, text, logprobs = event.token_ids[tokens:], event.text[letters:], event.logprobs[tokens:]
-        self.tokens += len(ids)
-        self.letters += len(text)
-        if ids and self.first is None:
-            self.first = time.perf_counter()
         return event._replace(token_ids=ids, text=text, logprobs=logprobs)
 
 
@@ -127,15 +132,15 @@ class Replica:
         self.name, self.engine, self.failed = name, engine, False  # `name` is the name of its place
         limits = engine.sizes.limits
         self.load = Load(limits.page_size, limits.num_pages)  # other threads may read it at any time
-        self._ids: dict[int, int] = {}  # ids in the engine, by ids in Replicas
-        self._names: dict[int, int] = {}  # ids in Replicas, by ids in the engine
+        self.ids: dict[int, int] = {}  # ids in the engine, by ids in Replicas
+        self.names: dict[int, int] = {}  # ids in Replicas, by ids in the engine
         self._news, self._stepping, self._closing = news, False, False
         self.stands = False  # whether its engine has work, and sleeps or lacks its weights
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
         """Begins a request. Its error in the thread is news too."""
-        done = self._ask(partial(self._submit, request), request)
+        done = self.ask(partial(self._submit, request), request)
         if request.unwanted:  # it was aborted in an engine that did not get to it
             self.abort(request)
         return done
@@ -143,39 +148,40 @@ class Replica:
     def abort(self, request: Request) -> None:
         def abort() -> None:
             with suppress(RequestError):  # it has ended, and its last event is on its way
-                self.engine.abort(self._ids.get(request.id, -1))
+                self.engine.abort(self.ids.get(request.id, -1))
 
-        self._ask(abort, request)
+        self.ask(abort, request)
 
     def fork(self, request: Request, sample: int) -> int:
         """Returns Engine.fork. The new sample joins the request before it can have an event, whichever thread takes
         that."""
 
         def fork() -> int:
-            index = self.engine.fork(self._ids.get(request.id, -1), sample)
+            index = self.engine.fork(self.ids.get(request.id, -1), sample)
             request.left.add(index)
             return index
 
-        return self._ask(fork).result()
+        return self.ask(fork).result()
 
     def snapshot(self, request: Request, sample: int) -> Snapshot:
         """Returns Engine.snapshot."""
-        return self._ask(lambda: self.engine.snapshot(self._ids.get(request.id, -1), sample)).result()
+        return self.ask(lambda: self.engine.snapshot(self.ids.get(request.id, -1), sample)).result()
 
     def go_on(self) -> None:
         """Steps again after the engine was not ready."""
         self.stands = False
         with suppress(EngineClosed):
-            self._ask(self._begin_to_step)
+            self.ask(self._begin_to_step)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
         with suppress(EngineClosed):
-            self._ask(lambda: self._names.pop(self._ids.pop(request.id, -1), None))
+            self.ask(lambda: self.names.pop(self.ids.pop(request.id, -1), None))
 
     def named(self, events: Iterable[Event]) -> list[Event]:
         """Returns events of the engine under the ids of Replicas. Drops events of forgotten requests."""
-        return [event._replace(id=self._names[event.id]) for event in events if event.id in self._names]
+        names = self.names
+        return [event._replace(id=names[event.id]) for event in events if event.id in names]
 
     def close(self, reason: str) -> None:
         """Closes the engine, once all earlier calls are done. Raises the error of closing it."""
@@ -184,7 +190,7 @@ class Replica:
         self._thread.shutdown()
         done.result()
 
-    def _ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
+    def ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
         """Runs `work` in the thread. Its error goes to the Future, and to the news if it was for a request."""
         try:
             done = self._thread.submit(work)
@@ -206,7 +212,7 @@ class Replica:
         else:
             snapshot, share = request.snapshot, request.share
             local = self.engine.resume(snapshot, request.sampling, share=share, **request.urgency())
-        self._ids[request.id], self._names[local] = local, request.id
+        self.ids[request.id], self.names[local] = local, request.id
         self._begin_to_step()
 
     def _begin_to_step(self) -> None:
@@ -219,7 +225,7 @@ class Replica:
         if self._closing:
             return
         try:
-            if events := self.named(self.engine.step()):
+            if events := self.engine.step():
                 self._news.put((self, events))
             self._stepping = self.engine.has_work
             if self._stepping:

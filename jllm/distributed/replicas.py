@@ -1,4 +1,4 @@
-"""Runs several engines with the same weights, one a device or a mesh of devices, behind the interface of one."""
+"""Runs several engines with the same weights, one a GPU or a mesh of GPUs, behind the interface of one."""
 
 import itertools
 import queue
@@ -6,12 +6,14 @@ import secrets
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
+from jllm.distributed.processes import EngineProcess, Source, end_processes, fit_processes, start_processes
 from jllm.distributed.replica import News, Refused, Replica, Request
 from jllm.distributed.routing import route
 from jllm.engine.checks import Prompt, check_urgency
@@ -21,68 +23,88 @@ from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, WeightsError
 from jllm.files.snapshot import Snapshot
 from jllm.guides.matcher import Guides
+from jllm.model.model import Model
 from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
 
-if TYPE_CHECKING:
-    from jllm.model.model import Model
+type AnyReplica = Replica | EngineProcess
 
 
 class Replicas:
-    """Serves requests by one engine a device, or a mesh of devices, each with all the weights. It is used as an Engine
-    is.
+    """Serves requests by one engine a GPU, or a mesh of GPUs, each with all the weights. It is used as an Engine is.
 
     Each request goes to the engine with the least remaining work. Prompt tokens that the prefix cache there should have
-    don't count. Each engine steps in its own thread while it has work; step() waits until one has news.
+    don't count. Each engine steps in its own process while it has work; step() waits until one has news.
 
-    When a step fails for good, that engine's requests begin again on the others with the same seeds. Text already
-    returned is not repeated. Except for near ties, the tokens are the same. Samples that fork() made then end with
-    "error". So do samples whose tokens came from weights before an update, and a request that an engine could not begin
-    or abort. step() raises only when the last engine has failed.
+    When a step fails for good or a process ends, its requests begin again on the others with the same seeds. Text
+    already returned is not repeated. Except for near ties, the tokens are the same. Samples that fork() made then end
+    with "error". So do samples whose tokens came from weights before an update, and a request that an engine could not
+    begin or abort. step() raises only when the last engine has failed.
 
     Threads: as with an Engine.
     """
 
     def __init__(
         self,
-        model: "Model",
+        model: Source,
         devices: int | Sequence[Placement] | None = None,
         *,
+        mesh: int | None = None,
         make: Callable[..., Engine] = Engine,
+        threads: bool = False,
         **options: Unpack[EngineKeywords],
     ):
-        """Makes an engine on each of `devices`, with the same options.
+        """Makes `devices` engines with the same options; None means as many as fit. Each has a GPU, or `mesh` of them.
 
-        `devices` has one device for each engine, or one mesh if the model is on a mesh. It may also be the number of
-        engines; None means as many as fit. `make` makes each engine. Raises ConfigError as find_placements does, and
-        for a trace, which belongs to one engine.
+        `model` is a directory, a Hub id, "package.module:NAME", or a function that makes a Model. Each process calls
+        it, and this process opens no GPU. It may also be a Model on the host, whose arrays all processes share. Options
+        and `make`, which makes each engine, are pickled. Without GPUs the processes share the CPU.
+
+        With threads=True the engines are threads of this process, as tests need it. `model` is then a Model. `devices`
+        may have one device for each engine, or one mesh if the model is on a mesh.
+
+        Raises ConfigError for too few devices, for values that cannot be pickled, and for a trace, which belongs to one
+        engine. Raises RemoteError if a process cannot start.
         """
-        placements = find_placements(devices, model.config)
         if options.get("trace") is not None:
             raise ConfigError("a trace records one engine: leave it out with replicas")
-        self._begin_empty(model.tokenizer is not None)
+        self._begin_empty()
         try:
-            given = with_drafter(options, model)
-            for where in placements:
-                self._all.append(Replica(name_of(where), make(copy_to(where, model), **given), self._news))
+            if threads:
+                self._start_threads(model, devices, mesh, make, options)
+            else:
+                weakref.finalize(self, end_processes, self._all)
+                head = start_processes(model, devices, mesh, make, options, self._news, self._all)
+                self._has_text = head.tokenizer is not None
         except BaseException:
             self.close()
             raise
 
-    def _begin_empty(self, has_text: bool) -> None:
+    def _start_threads(
+        self, model: Source, devices: Any, mesh: int | None, make: Callable[..., Engine], options: EngineKeywords
+    ) -> None:
+        if not isinstance(model, Model) or mesh is not None:
+            raise ConfigError("engines in threads take a Model, on a mesh if each is to have one")
+        self._has_text = model.tokenizer is not None
+        placements = find_placements(devices, model.config)
+        given = with_drafter(options, model)
+        for where in placements:
+            self._all.append(Replica(name_of(where), make(copy_to(where, model), **given), self._news))
+
+    def _begin_empty(self, has_text: bool = False) -> None:
         """Sets the fields of an instance without engines."""
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._lock, self._updating = threading.RLock(), threading.Lock()
         self._updates = 0  # of the weights
-        self._requests: dict[int, tuple[Request, Replica]] = {}
+        self._requests: dict[int, tuple[Request, AnyReplica]] = {}
         self._next_id = itertools.count()
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
-        self._all: list[Replica] = []
+        self._all: list[AnyReplica] = []
         self._has_text = has_text
 
     @property
@@ -118,7 +140,7 @@ class Replicas:
         """Compiles steps as Engine.compile_ahead does, on all devices at once."""
         samplings, alive = list(samplings), self._alive()
 
-        def compile_one(replica: Replica) -> int:
+        def compile_one(replica: AnyReplica) -> int:
             return replica.engine.compile_ahead(samplings, wait=wait)
 
         with ThreadPoolExecutor(len(alive)) as threads:
@@ -134,8 +156,7 @@ class Replicas:
 
     @property
     def guides(self) -> Guides:
-        """Returns Engine.guides. All engines of this process share them, and the last engine is always in this
-        process."""
+        """Returns Engine.guides. Each process has its own; these check requests here."""
         return self._alive()[-1].engine.guides
 
     def submit(
@@ -251,7 +272,7 @@ class Replicas:
 
     def update(
         self,
-        params: Params,
+        params: Params | Source,
         *,
         running: Running = "recompute",
         copy: bool = False,
@@ -261,11 +282,19 @@ class Replicas:
         """Takes other weights as Engine.update does, on all devices, or after a WeightsError on none. Each engine takes
         them between two of its own steps.
 
-        If a device fails later, samples whose tokens you have from older weights end with "error".
+        Engines in processes copy the weights, whatever `copy` says: they pass through one file on the host. Instead of
+        Params they take what Replicas() takes as a model, and each process loads it. If a device fails later, samples
+        whose tokens you have from older weights end with "error".
         """
         with self._updating:
             alive = self._alive()
-            fitted = [replica.engine.fit_weights(params, copy, quantize, drafter) for replica in alive]
+            processes = [replica for replica in alive if isinstance(replica, EngineProcess)]
+            if processes:
+                fitted = fit_processes(processes, params, quantize, drafter)
+            elif isinstance(params, Params):
+                fitted = [replica.engine.fit_weights(params, copy, quantize, drafter) for replica in alive]
+            else:
+                raise WeightsError(f"engines in threads take Params, not {type(params).__name__}")
             with self._lock:
                 self._updates += 1
             version = 0
@@ -323,7 +352,7 @@ class Replicas:
                 replica.close(reason)
         for replica, news in self._waiting():
             with _noted(failed):
-                events += self._take(replica, news) if isinstance(news, list) else []
+                events += self._take(replica, replica.named(news)) if isinstance(news, list) else []
         for replica in self._all:
             with _noted(failed):
                 events += self._take(replica, replica.named(replica.engine.last_events))
@@ -339,7 +368,7 @@ class Replicas:
         if self._closed is not None:
             raise EngineClosed(f"these engines take no more work: {self._closed}")
 
-    def _alive(self) -> list[Replica]:
+    def _alive(self) -> list[AnyReplica]:
         """Returns the engines that take work. Raises EngineClosed if there are none."""
         self._check_open()
         alive = [replica for replica in self._all if not replica.engine.closed]
@@ -347,7 +376,7 @@ class Replicas:
             raise EngineClosed("these engines take no more work: all have failed, and step() raises the reason")
         return alive
 
-    def _find(self, request_id: int) -> tuple[Request, Replica]:
+    def _find(self, request_id: int) -> tuple[Request, AnyReplica]:
         self._check_open()
         try:
             return self._requests[request_id]
@@ -390,13 +419,15 @@ class Replicas:
         self._requests[request.id] = request, best
         return best.submit(request)
 
-    def _hear(self, replica: Replica, news: list[Event] | Refused | BaseException) -> list[Event]:
+    def _hear(self, replica: AnyReplica, news: list[Event] | Refused | BaseException) -> list[Event]:
         """Takes in the news of an engine, and returns the events that step() returns of it."""
         if isinstance(news, Refused):
             return self._refuse(replica, news)
-        return self._move(replica, news) if isinstance(news, BaseException) else self._take(replica, news)
+        if isinstance(news, BaseException):
+            return self._move(replica, news)
+        return self._take(replica, replica.named(news))
 
-    def _refuse(self, replica: Replica, refused: Refused) -> list[Event]:
+    def _refuse(self, replica: AnyReplica, refused: Refused) -> list[Event]:
         """Ends a request after a failed call, and returns the ends of its samples."""
         with self._lock:
             request, where = self._requests.get(refused.id, (None, None))
@@ -414,7 +445,7 @@ class Replicas:
             )
             return [request.end(sample, "error", self._has_text) for sample in sorted(request.left)]
 
-    def _take(self, replica: Replica, events: Iterable[Event]) -> list[Event]:
+    def _take(self, replica: AnyReplica, events: Iterable[Event]) -> list[Event]:
         """Returns events of an engine as step() returns them."""
         found = []
         with self._lock:
@@ -433,12 +464,12 @@ class Replicas:
                     found.append(event)
         return found
 
-    def _drop(self, request: Request, replica: Replica) -> None:
+    def _drop(self, request: Request, replica: AnyReplica) -> None:
         replica.load.tokens -= request.tokens
         if self._closed is None:
             replica.forget(request)
 
-    def _move(self, replica: Replica, error: BaseException) -> list[Event]:
+    def _move(self, replica: AnyReplica, error: BaseException) -> list[Event]:
         """Begins the requests of a failed engine again on the others. Returns the ends of samples that cannot begin
         again. Raises the error if there are no others."""
         with self._lock:

@@ -1,7 +1,7 @@
 """Checks a prompt and its parameters before they may wait for a slot."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from jllm.parallel.mesh import has_processes
 
 if TYPE_CHECKING:
     from jllm.files.tokenizer import Tokenizer
+    from jllm.guides.matcher import Guides
 
 
 Array = np.ndarray | jax.Array
@@ -74,6 +75,25 @@ def check_request(
         raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
     if has_processes(config) and params.seed is None and params.temperature > 0.0:
         raise RequestError("processes share this model, and each would draw a seed of its own: give one")
+
+
+def checked(
+    prompt: Prompt,
+    sampling: SamplingParams,
+    config: LlamaConfig,
+    tokenizer: "Tokenizer | None",
+    most: int,
+    fits: Callable[[int, int], None],
+    guides: "Guides",
+) -> list[int]:
+    """Returns a prompt's token ids, or raises the error that submitting it would raise. `fits` checks its length and
+    its most tokens against the page pool. Compiles a guide, which may take seconds."""
+    ids = token_ids(prompt, tokenizer)
+    check_request(ids, sampling, config, tokenizer is not None, most)
+    fits(len(ids), min(len(ids) + sampling.max_new_tokens, config.context))
+    if sampling.guide is not None:
+        guides.matcher(sampling.guide)
+    return ids
 
 
 def _are_ints(tokens: Collection[object]) -> bool:

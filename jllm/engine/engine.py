@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 import jax
 
-from jllm.engine.checks import Prompt, check_request, check_urgency, token_ids
+from jllm.engine.checks import Prompt, check_urgency, checked
 from jllm.engine.device import Device
 from jllm.engine.draft_policy import DraftCounts
 from jllm.engine.drafters import with_drafter
@@ -208,12 +208,8 @@ class Engine:
         """Returns the prompt's token ids, or raises the error that submit would raise. Compiles a guide, which may take
         seconds."""
         self._check_open()
-        ids = token_ids(prompt, self._tokenizer)
-        check_request(ids, sampling, self._config, self._tokenizer is not None, self.most_tokens)
-        self._scheduler.check_length(len(ids), self._max_length(ids, sampling))
-        if sampling.guide is not None:
-            self.guides.matcher(sampling.guide)
-        return ids
+        fits = self._scheduler.check_length
+        return checked(prompt, sampling, self._config, self._tokenizer, self.most_tokens, fits, self.guides)
 
     def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
         return min(len(ids) + sampling.max_new_tokens, self._config.context)

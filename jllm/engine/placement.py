@@ -29,9 +29,7 @@ def find_placements(wanted: int | Sequence[Placement] | None, config: LlamaConfi
     if wanted is None:
         wanted = most
     if isinstance(wanted, int):
-        if not 1 <= wanted <= most:
-            needed = f"{wanted} replicas need {wanted * size} devices, and there are {len(there)}"
-            raise ConfigError(f"{needed}: give 1 to {most}")
+        check_count(wanted, size, len(there))
         groups = [there[i * size : (i + 1) * size] for i in range(wanted)]
         return [group[0] if config.mesh is None else make_mesh(group) for group in groups]
     for each in wanted:
@@ -42,6 +40,18 @@ def find_placements(wanted: int | Sequence[Placement] | None, config: LlamaConfi
     if not used or len(set(used)) < len(used):
         raise ConfigError("replicas need at least one device, and each but once")
     return list(wanted)
+
+
+def check_count(wanted: object, size: int, there: int | None) -> None:
+    """Raises ConfigError unless `wanted` engines of `size` devices fit the devices that are `there`; None: any number
+    fits."""
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise ConfigError(f"replicas need a number of engines, not {wanted!r} (threads=True takes devices)")
+    if there is not None and not 1 <= wanted <= there // size:
+        needed = f"{wanted} replicas need {wanted * size} devices, and there are {there}"
+        raise ConfigError(f"{needed}: give 1 to {there // size}")
+    if wanted < 1:
+        raise ConfigError(f"replicas need at least one engine, not {wanted}")
 
 
 def devices_of(where: Placement) -> list[jax.Device]:

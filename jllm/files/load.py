@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, TokenizerError
 from jllm.files.find import count_layers, find_model, stored_tensors
 from jllm.files.hf_config import load_config
 from jllm.files.load_params import load_params
-from jllm.files.tokenizer import load_tokenizer
+from jllm.files.tokenizer import Tokenizer, load_tokenizer
 from jllm.model.model import Model
 from jllm.parallel.memory import Memory
 from jllm.parallel.mesh import free_of, make_mesh, spread
@@ -21,6 +23,13 @@ from jllm.quant.schemes import PLAIN, PRESETS, Scheme, find_scheme
 
 BUNDLED = Path(__file__).parents[1] / "assets" / "fairytale"
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+class Head(NamedTuple):
+    """Holds what a model needs to check requests and make texts."""
+
+    config: LlamaConfig
+    tokenizer: Tokenizer | None
 
 
 def load(
@@ -56,10 +65,8 @@ def load(
     scheme = None if quantize is None else find_scheme(quantize)
     wanted = _dtype(dtype, scheme)
     folder = find_model(path)
-    config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
+    config, tokenizer = load_head(folder, eos_token_ids=eos_token_ids)
     config = replace(config, activation_parts=activation_parts)
-    if eos_token_ids is not None:
-        config = replace(config, eos_ids=_checked_ids(eos_token_ids, config.vocab_size))
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:
@@ -69,6 +76,16 @@ def load(
     free = memory() if memory else free_of(config.mesh)
     rotated = scheme is not None and scheme.rotate is not None
     params = load_params(folder, config, wanted, None if rotated else scheme, free)
+    model = Model(config, params, tokenizer)
+    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
+
+
+def load_head(path: str | Path = BUNDLED, *, eos_token_ids: Sequence[int] | None = None) -> Head:
+    """Loads a model's config and tokenizer without its weights, and uses no device."""
+    folder = find_model(path)
+    config = load_config(folder, stored_layers=count_layers(stored_tensors(folder)))
+    if eos_token_ids is not None:
+        config = replace(config, eos_ids=_checked_ids(eos_token_ids, config.vocab_size))
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:
@@ -77,8 +94,7 @@ def load(
         tokenizer = None
     if eos_token_ids is not None and tokenizer is not None:
         tokenizer = replace(tokenizer, eos_ids=config.eos_ids)
-    model = Model(config, params, tokenizer)
-    return quantize_model(model, scheme, donate=True) if scheme is not None and rotated else model
+    return Head(config, tokenizer)
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

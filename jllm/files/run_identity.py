@@ -23,9 +23,9 @@ TOKENIZER = (
 
 def of_machine() -> dict[str, str]:
     """Returns the device, and the versions of the packages."""
-    import jax
+    from pallas_kernels.bench.gpus import device_kind
 
-    return {"device": jax.devices()[0].device_kind} | {name: version_of(name) for name in PACKAGES}
+    return {"device": device_kind()} | {name: version_of(name) for name in PACKAGES}
 
 
 def of_model(model: str | Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,21 +267,21 @@ def _decoding(decoder: Mapping[str, Any]) -> tuple[Callable[[str], bytes], int, 
                     f"tokenizer.json has decoder {step.get('type')}, which is not supported here: ByteLevel, Metaspace"
                     " or a Sequence of Replace, ByteFallback, Fuse and Strip (leading spaces) is"
                 )
-    to_latin1 = _byte_level_alphabet()
+    to_latin1 = _byte_level_alphabet() if byte_level else {}
+    return partial(_shown, replaced, fallback, to_latin1), leading, "surrogateescape" if fallback else "replace"
 
-    def show(token: str) -> bytes:
-        for pattern, content in replaced:
-            token = token.replace(pattern, content)
-        if fallback and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
-            return bytes([int(byte[1], 16)])
-        if byte_level:
-            try:
-                return token.translate(to_latin1).encode("latin-1")
-            except UnicodeEncodeError:  # an added token that is not written in the alphabet
-                pass
-        return token.encode()
 
-    return show, leading, "surrogateescape" if fallback else "replace"
+def _shown(replaced: list[tuple[str, str]], fallback: bool, to_latin1: dict[int, int], token: str) -> bytes:
+    for pattern, content in replaced:
+        token = token.replace(pattern, content)
+    if fallback and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
+        return bytes([int(byte[1], 16)])
+    if to_latin1:
+        try:
+            return token.translate(to_latin1).encode("latin-1")
+        except UnicodeEncodeError:  # an added token that is not written in the alphabet
+            pass
+    return token.encode()
 
 
 def _byte_level_alphabet() -> dict[int, int]:

@@ -65,7 +65,7 @@ class Tracers:
         """Returns packed_step exported for these arguments (arrays or shapes), with the JAX settings of this thread.
         Raises TracingFailed where a process cannot trace it, and CancelledError once this is closed."""
         try:
-            job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), _settings(), LOADED))
+            job = _pickled((jax.tree.map(_shape, arguments), static, _platform(arguments), settings(), LOADED))
         except Exception as error:  # an object of the caller may raise anything
             raise TracingFailed(f"{error}") from None
         tracer = self._idle.get()
@@ -155,11 +155,18 @@ def _platform(arguments: object) -> str:
     return {"gpu": "cuda"}.get(found, found)
 
 
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """Returns JAX's settings in this thread, except settings of devices."""
     values = jax.config.values
     names = (name for name in values if not name.startswith(NO_MATTER + OF_DEVICES))
     return {name: getattr(jax.config, name, values[name]) for name in names}
+
+
+def take_settings(values: dict[str, Any]) -> None:
+    """Gives this process the settings of another."""
+    for name, value in values.items():
+        if getattr(jax.config, name, value) != value:
+            jax.config.update(name, value)
 
 
 def named(exported: export.Exported) -> Callable[..., Any]:
@@ -188,10 +195,8 @@ def main() -> None:
 def _answer(job: bytes) -> bytes:
     """Returns a pickle of (the exported step or None, the reason for None)."""
     try:
-        arguments, static, platform, settings, loaded = pickle.loads(job)
-        for name, value in settings.items():
-            if getattr(jax.config, name, value) != value:
-                jax.config.update(name, value)
+        arguments, static, platform, values, loaded = pickle.loads(job)
+        take_settings(values)
         jax.config.update("jax_export_ignore_forward_compatibility", True)
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in CALLS]
         exported = export.export(packed_step, platforms=[platform], disabled_checks=checks)(*arguments, **static)

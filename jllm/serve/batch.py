@@ -14,7 +14,7 @@ from jllm.cli.display import Speed
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import Interrupt, catch_interrupts
 from jllm.cli.jsonl import NAMES
-from jllm.cli.process import compile_cache, compiled, load_model, make_engine, note, open_streams, run_command
+from jllm.cli.process import compile_cache, compiled, make_engine, note, open_model, open_streams, run_command
 from jllm.cli.run import drive, made_with, model_folder, output_file, run_identity, run_queue
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError
@@ -154,7 +154,7 @@ def _prepare(
     from jllm.serve.batch_file import parse
     from jllm.serve.requests import Served
 
-    model = load_model(folder, args)
+    model = open_model(folder, args)
 
     def check(prompt: "Prompt", sampling: SamplingParams) -> list[int]:
         ids = token_ids(prompt, model.tokenizer)
@@ -166,7 +166,7 @@ def _prepare(
     parsed, wrong = _try(lambda task: parse(task, served), todo)
     requests = [(len(ids), one.sampling) for one in parsed.values() for ids in one.prompts]
     options = options_for_run(requests, {name: getattr(args, name) for name in ENGINE_FLAGS})
-    engine = make_engine(model, args.replicas, **options, executables=cache)
+    engine = make_engine(model, folder, args, **options, executables=cache)
 
     def fitting(id: str) -> "Wanted":
         try:

@@ -63,23 +63,23 @@ def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Repl
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: {how_to_install('serve')}") from None
     from jllm.cli.generation_config import warn_of_ignored
-    from jllm.cli.process import compile_cache, load_model, make_engine, plain_warnings
+    from jllm.cli.process import compile_cache, make_engine, open_model, plain_warnings, read_weights
     from jllm.files.find import find_model
     from jllm.files.load import BUNDLED
 
     folder = find_model(BUNDLED if args.model is None else args.model)
     with plain_warnings():
         warn_of_ignored(folder)
-        model = load_model(folder, args)
+        model = open_model(folder, args)
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
-    engine = make_engine(model, args.replicas, **options, executables=cache)
+    engine = make_engine(model, folder, args, **options, executables=cache)
     engine.compile_ahead(wait=False)
     updates = None
     if args.updates is not None:
         from jllm.serve.update import Updates
 
-        updates = Updates(args.updates, model.config, partial(load_model, args=args), engine.update)
+        updates = Updates(args.updates, model.config, partial(read_weights, args=args), engine.update)
     return model.tokenizer, engine, updates
 
 

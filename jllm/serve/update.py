@@ -10,20 +10,20 @@ from typing import Any
 from jllm.config import LlamaConfig
 from jllm.engine.engine import RUNNING
 from jllm.errors import CheckpointError, ConfigError, QuantizationError, WeightsError
-from jllm.model.model import Model
 from jllm.serve.errors import HttpError, bad
 
+type Read = Callable[[Path], tuple[LlamaConfig, Any]]
 FIELDS = ("model", "running")
 
 
 class Updates:
     """Answers POST /v1/update.
 
-    `root` is the folder that has the checkpoints' directories. `read` loads one as the served model was loaded, whose
-    config is `config`. `update` is Engine.update.
+    `root` is the folder that has the checkpoints' directories. `read` returns the config of one, and weights for
+    `update`, which is Engine.update. `config` is the served model's.
     """
 
-    def __init__(self, root: Path, config: LlamaConfig, read: Callable[[Path], Model], update: Callable[..., int]):
+    def __init__(self, root: Path, config: LlamaConfig, read: Read, update: Callable[..., int]):
         self._root, self._config, self._read, self._update = root.resolve(), config, read, update
         self._busy = threading.Lock()
 
@@ -38,10 +38,10 @@ class Updates:
         if not self._busy.acquire(blocking=False):
             raise HttpError(409, "another update is under way: try again later")
         try:
-            model = self._read(folder)
-            if differing := [f.name for f in fields(model.config) if self._differs(model.config, f.name)]:
+            config, weights = self._read(folder)
+            if differing := [f.name for f in fields(config) if self._differs(config, f.name)]:
                 raise bad("model", f"its config has another {differing[0]} than the served model's")
-            return {"version": self._update(model.params, running=running)}
+            return {"version": self._update(weights, running=running)}
         except (CheckpointError, ConfigError, QuantizationError, WeightsError) as error:
             raise bad("model", str(error)) from None
         finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pallas_kernels.bench.bars import asked_of
-from pallas_kernels.bench.gpus import ask_gpus
+from pallas_kernels.bench.gpus import ask_gpus, device_kind
 from pallas_kernels.one_writer import only_writer
 
 OUTPUTS = ("--results", "--out")  # flags that name the place of a command's files
@@ -34,9 +34,7 @@ class ResultFile(contextlib.AbstractContextManager):
     def __init__(
         self, directory: str | Path, experiment: str, command: Sequence[str], label: str | None = None, **extra: Any
     ):
-        import jax
-
-        device = jax.devices()[0].device_kind
+        device = device_kind()
         today = datetime.date.today()
         experiment = labelled(experiment, label)
         short = re.sub(r"\W+", "-", device.lower().removeprefix("nvidia ")).strip("-")

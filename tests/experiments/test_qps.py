@@ -223,6 +223,12 @@ def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):
         "QPS workload, m bfloat16 KV bf16, 2 replicas over one", 1.9, False
     )  # fmt: skip
     assert list(qps.bars(rows[:1])) == []
+    plain = {key: rows[0][key] for key in rows[0] if key != "replicas"} | {"qps": 1.01}
+    assert [(bar["name"].split(", ")[-1], bar["value"], bar["bar"]) for bar in qps.bars([plain, *rows])] == [
+        ("a replica over a plain engine", 0.99, 0.98),
+        ("2 replicas over one", 1.866, 1.9),
+        ("2 replicas over a plain engine", 1.848, 1.95),
+    ]
     assert name_of(args) == "qps_llama-2-7b_bfloat16_replicas1-2"
     on_meshes = [row | {"devices": 2} for row in rows]
     (found,) = qps.bars(on_meshes)

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jllm.distributed.disaggregated import Disaggregated
 from jllm.distributed.handover import PrefillEngine
-from jllm.distributed.replicas import Replicas
 from jllm.engine.drafters import find_drafter
 from jllm.engine.moved import pack_pages
 from jllm.engine.placement import copy_to
@@ -23,7 +22,7 @@ from jllm.parallel.mesh import make_mesh
 from jllm.quant.quantize import quantize
 from jllm.step.buckets import Bucket
 from tests.parallel.meshes import model_of, on_mesh
-from tests.parallel.spread_replicas import JOBS, SIZES, Failing, alone, finish, same
+from tests.parallel.spread_replicas import JOBS, SIZES, Failing, Replicas, alone, finish, same
 
 jax.config.update("jax_enable_x64", True)
 SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate(JOBS)]

@@ -1,7 +1,9 @@
-"""Replicas: each request's tokens are those of one engine alone, wherever it runs and whatever fails meanwhile."""
+"""Replicas in threads: each request's tokens are those of one engine alone, wherever it runs and whatever fails.
+
+test_replicas.py has those in processes.
+"""
 
 import asyncio
-import json
 import threading
 import time
 import warnings
@@ -15,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jllm.cli.main import main
+from jllm.distributed import replicas
 from jllm.distributed.replica import Request
-from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, WeightsError
@@ -35,6 +36,7 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
 jax.config.update("jax_enable_x64", True)
+Replicas = partial(replicas.Replicas, threads=True)
 SIZES = {"max_slots": 3, "page_size": 8, "num_pages": 60, "max_step_tokens": 16, "buckets": (Bucket(3, 13, 3),)}
 PREFIX = tuple(range(3, 27))
 JOBS = [
@@ -708,22 +710,6 @@ def test_a_step_that_waits_ends_where_another_thread_closes(model):
     assert [event.completion.finish_reason for event in engine.last_events] == ["abort"]
 
 
-def test_an_engine_whose_events_cannot_be_named_is_closed(model, wanted):
-    engine = Replicas(model, 2, **SIZES)
-
-    def fail(events):
-        raise KeyError(1)
-
-    replica = engine._all[0]
-    replica.named, named = fail, replica.named
-    name = engine.submit(*JOBS[1])
-    wait_for_the_failure(engine, 0)
-    replica.named = named
-    with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
-        same([finish(engine)[name, 0]], wanted[1:2])
-    engine.close()
-
-
 def test_drafters_have_their_weights_on_each_device(model, wanted):
     small = tiny_model("float64", num_layers=1)
     drafter = DraftModel(small.params, small.config, chain(2))
@@ -753,20 +739,3 @@ def test_drafters_have_their_weights_on_each_device(model, wanted):
 def test_bad_input(model, devices, options, why):
     with pytest.raises(ConfigError, match=why):
         Replicas(model, devices, **options)
-
-
-def test_the_command_spreads_its_prompts(tmp_path, capsys):
-    """And its options that ask for the impossible are an error in one line."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(f'{{"prompt": "Once upon a {word}"}}\n' for word in ("time", "day", "night", "king")))
-    run = ["--input", str(file), "--max-new-tokens", "1", "--temperature", "0", "--json", "--no-compile-cache"]
-
-    def told(*more: str) -> dict[int, str]:
-        assert main([*run, *more]) == 0
-        return {line["index"]: line["text"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
-
-    assert told("--replicas", "2") == told("--replicas", "2", "--devices", "2") == told()
-    assert main([*run, "--replicas", "9"]) == 2
-    assert "9 replicas need 9 devices, and there are 8" in capsys.readouterr().err
-    assert main([*run, "--replicas", "3", "--devices", "4"]) == 2
-    assert "3 replicas need 12 devices, and there are 8: give 1 to 2" in capsys.readouterr().err

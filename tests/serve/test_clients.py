@@ -287,8 +287,10 @@ def command(checkpoint, *more, **environment):
     return subprocess.Popen([*arguments, "--max-slots", "2", "--max-step-tokens", "8", *more], **pipes)
 
 
-def test_the_command_serves_and_stops(checkpoint):
-    with command(checkpoint, "--served-name", "small", "--grace", "20", **{KEY_VARIABLE: "secret"}) as process:
+@pytest.mark.parametrize(("engines", "stop"), [((), signal.SIGTERM), (("--replicas", "2"), signal.SIGINT)])
+def test_the_command_serves_and_stops(checkpoint, engines, stop):
+    more = ("--served-name", "small", "--grace", "20", *engines)
+    with command(checkpoint, *more, **{KEY_VARIABLE: "secret"}) as process:
         line = process.stderr.readline()
         while not line.startswith("serving small at http://127.0.0.1:"):
             assert line
@@ -296,7 +298,7 @@ def test_the_command_serves_and_stops(checkpoint):
         with openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0) as client:
             stream = client.completions.create(model="small", prompt="the wolf", max_tokens=40, stream=True, **GREEDY)
             next(stream)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(stop)
             chunks = list(stream)
             assert chunks[-1].choices[0].finish_reason == "length"
         out, err = process.communicate(timeout=300)

@@ -1,0 +1,574 @@
+"""Runs engines in processes of their own, each with its own JAX and GPUs.
+
+A process runs its engine by a Replica, as Replicas does in a thread. Here an EngineProcess stands for both. Calls go to
+the process as they are made. Events come back once a step, and the step does not wait for them to be read. The messages
+are pickles, since both ends are one program of one user.
+"""
+
+import itertools
+import logging
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import jax
+
+from jllm.distributed.crossing import Packed, unpacked
+from jllm.distributed.replica import News, Refused, Replica, Request
+from jllm.distributed.routing import Load
+from jllm.engine.checks import Prompt, checked
+from jllm.engine.engine import Engine, Running
+from jllm.engine.kv_policy import Policy, policy_of
+from jllm.engine.loop import first_line
+from jllm.engine.metrics import Metrics
+from jllm.engine.placement import check_count, copy_to
+from jllm.engine.request import Event, SamplingParams
+from jllm.engine.weights import Weights
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, JllmError, RemoteError, RequestError
+from jllm.files.find import find_model
+from jllm.files.load import Head, load
+from jllm.files.snapshot import Snapshot
+from jllm.guides.guide_trials import MOST
+from jllm.guides.matcher import Guides, guides_of
+from jllm.model.model import Model, end_ids
+from jllm.model.params import Params
+from jllm.parallel.mesh import make_mesh, ranks_of
+from jllm.programs.sizes import EngineSizes
+from jllm.programs.tracing import settings, take_settings
+from jllm.speculative.drafter import Drafter
+from pallas_kernels.bench.gpus import visible_gpus
+
+type Source = Model | str | Path | Callable[[], Model]
+PATIENCE = 60.0  # seconds that an engine may take to close
+
+
+class Ready(NamedTuple):
+    """Tells that an engine takes requests."""
+
+    head: Head | None  # of the first engine alone
+    sizes: EngineSizes
+    metrics: Metrics
+
+
+class Ended(NamedTuple):
+    """Tells that an engine has ended. No message follows."""
+
+    error: BaseException | None  # of its step, or of closing it
+    events: list[Event]  # its last_events
+    metrics: Metrics
+
+
+class Answer(NamedTuple):
+    """Answers a call."""
+
+    call: int
+    value: Any
+    error: BaseException | None = None
+
+
+def start_processes(
+    source: Source,
+    wanted: Any,
+    mesh: int | None,
+    make: Callable[..., Engine],
+    options: Mapping[str, Any],
+    news: "queue.SimpleQueue[News]",
+    started: list[Any],
+) -> Head:
+    """Starts an EngineProcess for each engine, adds them to `started`, and waits until all take requests. Returns the
+    head of their model. Raises the first error of a process that could not start."""
+    given, size = _source(source, mesh)
+    shares = share_gpus(wanted, size)
+    packed = Packed({"the model": given, "make": make, **options, "JAX's settings": settings()})
+    policy = policy_of(options.get("kv_policy") or "paged")
+    with packed.file:
+        for place, gpus in enumerate(shares):
+            started.append(EngineProcess(place, gpus, size, packed, policy, news))
+        head = None
+        for each in started:
+            head = each.wait(head)
+    assert head is not None
+    return head
+
+
+def fit_processes(
+    processes: Sequence["EngineProcess"], given: Params | Source, quantize: str | None, drafter: Drafter | None
+) -> list[None]:
+    """Gives new weights to all processes, which hold them for take_weights(). Raises the first error of one, and then
+    none holds them."""
+    source = jax.device_get(given) if isinstance(given, Params) else _source(given, None)[0]
+    packed = Packed({"the weights": source, "drafter": drafter})
+    asked = []
+    with packed.file:
+        for process in processes:
+            with suppress(EngineClosed):
+                asked.append(process.fit_weights(packed, quantize))
+        errors = [error for done in asked if (error := done.exception()) and not isinstance(error, EngineClosed)]
+    if errors:
+        for process in processes:
+            process.drop_weights()
+        raise errors[0]
+    return [None] * len(processes)
+
+
+def end_processes(started: Iterable[Any]) -> None:
+    """Ends processes that were not closed, at the end of this one or of the object that has them."""
+    for each in started:
+        each.kill()
+
+
+def share_gpus(wanted: Any, mesh: int | None) -> list[list[str]]:
+    """Returns the GPUs of each engine: `mesh` of them, or one. Without GPUs an engine has the CPU; None is one then.
+    Raises ConfigError for too few GPUs."""
+    gpus, size = visible_gpus(), mesh or 1
+    most = len(gpus) // size
+    if wanted is None:
+        wanted = most if gpus else 1
+    check_count(wanted, size, len(gpus) if gpus else None)
+    return [gpus[i * size : (i + 1) * size] for i in range(wanted)]
+
+
+def _source(source: Source, mesh: int | None) -> tuple[Model | Callable[[], Model], int | None]:
+    """Returns a model without a mesh, or a function that makes one, and the number of devices of its mesh."""
+    if isinstance(source, Model):
+        if source.config.mesh is not None:
+            mesh = mesh or ranks_of(source.config)
+        return replace(source, config=replace(source.config, mesh=None)), mesh
+    if isinstance(source, str) and ":" in source and not Path(source).exists():
+        return partial(_made_by, source), mesh
+    if isinstance(source, str | Path):
+        return partial(load, find_model(source), mesh=mesh), mesh
+    if not callable(source):
+        raise ConfigError(f"replicas take a Model, a directory, 'package.module:NAME' or a function, not {source!r}")
+    return source, mesh
+
+
+def _made_by(name: str) -> Model:
+    """Returns the model that "package.module:NAME" makes."""
+    try:
+        make = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name} is neither a directory nor 'package.module:NAME': {error}") from None
+    return make()
+
+
+class EngineProcess:
+    """Stands for an engine in another process, with the methods of a Replica and of its engine. Any thread may use
+    it."""
+
+    def __init__(
+        self,
+        place: int,
+        gpus: Sequence[str],
+        mesh: int | None,
+        packed: Packed,
+        policy: Policy,
+        news: "queue.SimpleQueue[News]",
+    ):
+        """Starts the process, and does not wait for it."""
+        self.name = f"engine {place} ({', '.join(gpus) or 'CPU'})"
+        self.failed, self.closed = False, False
+        self.stands = False  # whether its engine has work, and sleeps
+        self.last_events: tuple[Event, ...] = ()
+        self._policy, self._news, self._closing = policy, news, False
+        self._line, theirs = Pipe()
+        self._sending = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {}
+        self._forks: dict[int, Request] = {}  # by call
+        self._next_call = itertools.count()
+        self._ready: Future[Ready] = Future()
+        file = packed.file.fileno()
+        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        own = {"PYTHONPATH": path} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {file})"]
+        # It has its own session: Ctrl+C goes to this process, which then ends it.
+        files = (theirs.fileno(), file)
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=os.environ | own, pass_fds=files, start_new_session=True
+            )
+        self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
+        self._reader.start()
+        with suppress(OSError):  # the reader tells why it has gone
+            self._line.send((self.name, place == 0, bool(gpus), mesh, packed.pickles))
+
+    def wait(self, head: Head | None) -> Head:
+        """Waits until the engine takes requests, and returns its model's head. `head` is that of the first engine."""
+        ready = self._ready.result()
+        head = ready.head or head
+        assert head is not None
+        self.head, self.sizes, self._metrics = head, ready.sizes, ready.metrics
+        limits = ready.sizes.limits
+        self.load = Load(limits.page_size, limits.num_pages)
+        self._policy = self._policy.over(self._policy.make_pool(limits.num_pages, limits.page_size))
+        self.slots, self.vocab_size = limits.max_slots, head.config.vocab_size
+        self.most_tokens = ready.sizes.most_tokens(head.config.context)
+        self.guides: Guides = guides_of(head.tokenizer, head.config.vocab_size, end_ids(*head))
+        return head
+
+    @property
+    def engine(self) -> "EngineProcess":
+        """Returns itself, since it has an engine's methods too."""
+        return self
+
+    # Methods of a replica
+
+    def submit(self, request: Request) -> Future[None]:
+        """Begins a request. Its error in the process is news too, and its result comes only if it is awaited."""
+        try:
+            return self._ask("submit", request, answered=request.awaited)
+        except EngineClosed as error:  # the news of its end is on the way, and the request begins again
+            done: Future[None] = Future()
+            done.set_exception(error)
+            return done
+
+    def abort(self, request: Request) -> None:
+        with suppress(EngineClosed):
+            self._ask("abort", request.id, answered=False)
+
+    def fork(self, request: Request, sample: int) -> int:
+        """Returns Engine.fork. The reader adds the new sample to the request, before it reads an event of it."""
+        return self._ask("fork", request.id, sample, of=request).result()
+
+    def snapshot(self, request: Request, sample: int) -> Snapshot:
+        return self._ask("snapshot", request.id, sample).result()
+
+    def forget(self, request: Request) -> None:
+        with suppress(EngineClosed):
+            self._ask("forget", request.id, answered=False)
+
+    def go_on(self) -> None:
+        """Lets the engine step again after it was not ready."""
+        self.stands = False
+        with suppress(EngineClosed):
+            self._ask("go_on", answered=False)
+
+    def named(self, events: Iterable[Event]) -> list[Event]:
+        """Returns the events as they are: the process has named them."""
+        return list(events)
+
+    def close(self, reason: str) -> None:
+        """Closes the engine, once all earlier calls are done, and ends its process. Raises the error of closing it."""
+        self._closing = True
+        try:
+            if self._ready.done():
+                with suppress(EngineClosed):
+                    self._ask("close", reason).result(PATIENCE)
+            else:
+                self.kill()
+        except TimeoutError:
+            self.kill()
+        finally:
+            self._reader.join()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+
+    # Methods of an engine
+
+    def check(self, prompt: Prompt, sampling: SamplingParams = SamplingParams()) -> list[int]:
+        """Returns Engine.check. It runs here, and waits for no step."""
+        if self.closed:
+            raise EngineClosed(f"{self.name} takes no more work")
+        config, tokenizer = self.head
+        return checked(prompt, sampling, config, tokenizer, self.most_tokens, self._policy.check, self.guides)
+
+    def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
+        return self._ask("compile_ahead", list(samplings), wait=wait).result()
+
+    def measured(self) -> Metrics:
+        """Returns Engine.measured; of a process that has gone, as far as it told them."""
+        with suppress(EngineClosed):
+            self._metrics = self._ask("measured").result()
+        return self._metrics
+
+    def reset_metrics(self) -> None:
+        self._ask("reset_metrics").result()
+
+    def reset_prefix_cache(self) -> None:
+        self._ask("reset_prefix_cache").result()
+
+    @property
+    def version(self) -> int:
+        return self.measured().version
+
+    def fit_weights(self, packed: Packed, quantize: str | None) -> Future[None]:
+        """Lets the process read new weights while its engine steps, and hold them."""
+        path = f"/proc/{os.getpid()}/fd/{packed.file.fileno()}"
+        return self._ask("fit_weights", path, packed.pickles, quantize)
+
+    def drop_weights(self) -> None:
+        with suppress(EngineClosed):
+            self._ask("drop_weights", answered=False)
+
+    def take_weights(self, weights: None, running: Running) -> int:
+        """Takes the weights that fit_weights() gave, as Engine.take_weights does."""
+        return self._ask("take_weights", running).result()
+
+    def sleep(self) -> None:
+        self._ask("sleep").result()
+
+    def wake(self) -> None:
+        self._ask("wake").result()
+
+    # The line
+
+    def _ask(
+        self, method: str, *given: Any, answered: bool = True, of: Request | None = None, **more: Any
+    ) -> Future[Any]:
+        """Sends a call, and returns the Future of its answer. `of` is the request that a fork joins."""
+        done: Future[Any] = Future()
+        with self._sending:
+            if self.closed:
+                raise EngineClosed(f"{self.name} takes no more work")
+            call = next(self._next_call)
+            if answered:
+                self._calls[call] = done
+            if of is not None:
+                self._forks[call] = of
+            with suppress(OSError):  # the process has gone: the reader ends all calls
+                self._line.send((method, call, given, more))
+        return done
+
+    def _read(self) -> None:
+        """Takes in all messages. Then it waits for the end of the process, and tells of one that nobody asked for."""
+        why: BaseException | None = None
+        try:
+            while True:
+                self._take(self._line.recv())
+        except (EOFError, OSError):
+            pass
+        except BaseException as error:  # a message that this process cannot load
+            why = error
+        self._process.kill()
+        status = self._process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        lost = why or RemoteError(f"the process of {self.name} {how}")
+        with self._sending:
+            told, self.closed = self.closed, True
+            left, self._calls = list(self._calls.values()), {}
+        self._line.close()
+        for done in left:
+            done.set_exception(EngineClosed(f"{self.name} takes no more work: {lost}"))
+        if not self._ready.done():
+            self._ready.set_exception(lost)
+        elif not (told or self._closing):
+            self._news.put((self, lost))
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, list):
+            self._news.put((self, list(map(Event, *message))))
+        elif isinstance(message, Refused):
+            self._news.put((self, message))
+        elif isinstance(message, EngineNotReady) and self._ready.done():
+            self.stands = True
+            self._news.put((self, message))
+        elif isinstance(message, Answer):
+            done, request = self._calls.pop(message.call), self._forks.pop(message.call, None)
+            if message.error is not None:
+                done.set_exception(message.error)
+                return
+            if request is not None:
+                request.left.add(message.value)
+            done.set_result(message.value)
+        elif isinstance(message, Ready):
+            self._ready.set_result(message)
+        elif isinstance(message, Ended):
+            self.last_events, self._metrics = tuple(message.events), message.metrics
+            with self._sending:
+                self.closed = True
+            if message.error is not None and not self._closing:
+                self._news.put((self, message.error))
+        else:
+            self._ready.set_exception(message)
+
+
+# In the process of an engine
+
+
+def main(line: int, file: int) -> None:
+    """Makes an engine as the first message says, and serves calls until the last one, or until the other end goes."""
+    process = _Process(Connection(line))
+    with suppress(OSError):  # the other end has gone
+        try:
+            process.begin(file)
+        except Exception as error:
+            why = RemoteError(f"an engine's process cannot start: {type(error).__name__}: {first_line(error)}")
+            process.line.send(_sendable(error if isinstance(error, JllmError) else why))
+        else:
+            process.tell_all()
+    sys.stderr.flush()
+    os._exit(0)  # threads may still compile
+
+
+class _Process:
+    """Serves an engine in its process: one thread takes calls, one steps, and the main one tells the news."""
+
+    def __init__(self, line: Connection):
+        self.line = line
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests: dict[int, Request] = {}
+        self._guides = ThreadPoolExecutor(MOST, "guides")
+        self._replica: Future[Replica] = Future()
+        self._loading = ThreadPoolExecutor(1, "weights")
+        self._fitted: Weights | None = None
+
+    def begin(self, file: int) -> None:
+        """Makes the engine, and tells that it is ready."""
+        name, first, on_gpus, mesh, pickles = self.line.recv()
+        threading.Thread(target=self._obey_all, daemon=True).start()
+        _write_plainly(name)
+        values = unpacked(pickles, file)
+        os.close(file)
+        take_settings(values.pop("JAX's settings"))
+        source, make = values.pop("the model"), values.pop("make")
+        if (jax.default_backend() == "cpu") == on_gpus:
+            what = "finds no GPU in its process" if on_gpus else "finds a GPU that nvidia-smi does not list"
+            raise ConfigError(f"{name}: JAX {what}: set CUDA_VISIBLE_DEVICES, or JAX_PLATFORMS=cpu")
+        model = _model_of(source, mesh)
+        self._config, self._mesh = replace(model.config, mesh=None), mesh
+        if not first:
+            values["progress"] = False  # one engine reports; the others compile the same
+        engine = make(model, **values)
+        head = Head(self._config, model.tokenizer) if first else None
+        self._replica.set_result(Replica(name, engine, self._news))
+        self.line.send(Ready(head, engine.sizes, engine.measured()))
+
+    def tell_all(self) -> None:
+        """Sends all news, until the engine has ended."""
+        replica = self._replica.result()
+        while True:
+            news = self._news.get()
+            if isinstance(news, Answer):
+                self.line.send(news if news.error is None else news._replace(error=_sendable(news.error)))
+                continue
+            _, news = news
+            if isinstance(news, list):
+                ids, *columns = zip(*news)
+                self.line.send([[replica.names.get(id, -1) for id in ids], *columns])
+            elif isinstance(news, Refused):
+                self.line.send(Refused(news.id, _sendable(news.error)))
+            elif isinstance(news, EngineNotReady):
+                self.line.send(news)
+            else:
+                last = replica.named(replica.engine.last_events)
+                self.line.send(Ended(news and _sendable(news), last, replica.engine.measured()))
+                return
+
+    def _obey_all(self) -> None:
+        try:
+            while True:
+                message = self.line.recv()  # first, to notice the end of the other process at once
+                self._obey(self._replica.result(), *message)
+        except (EOFError, OSError):
+            os._exit(1)  # nobody is left to serve
+        except BaseException as error:
+            self._news.put((None, error))
+
+    def _obey(self, replica: Replica, method: str, call: int, given: tuple[Any, ...], more: dict[str, Any]) -> None:
+        if method == "submit":
+            (request,) = given
+            self._requests[request.id] = request
+            guide = request.sampling.guide
+            if guide is None or replica.engine.guides.has(guide):
+                self._submit(replica, call, request)
+            else:  # compiling a large schema holds up neither steps nor other calls
+                self._guides.submit(self._submit, replica, call, request)
+        elif method in ("abort", "forget"):
+            request = self._requests.get(*given)
+            if request is not None and method == "abort":
+                request.unwanted = True
+                replica.abort(request)
+            elif request is not None:
+                replica.forget(self._requests.pop(request.id))
+        elif method == "go_on":
+            replica.go_on()
+        elif method == "fit_weights":
+            self._loading.submit(self._answer, call, partial(self._fit, replica.engine, *given))
+        elif method == "drop_weights":
+            self._loading.submit(setattr, self, "_fitted", None)
+        elif method == "take_weights":
+            replica.ask(partial(self._answer, call, partial(self._take, replica.engine, *given)))
+        elif method == "close":
+            self._answer(call, partial(replica.close, *given))
+            self._news.put((replica, None))
+        else:
+
+            def work() -> Any:
+                mine = (replica.ids.get(given[0], -1), *given[1:]) if method in ("fork", "snapshot") else given
+                return getattr(replica.engine, method)(*mine, **more)
+
+            replica.ask(partial(self._answer, call, work))  # the answer is news before any event that follows it
+
+    def _fit(self, engine: Engine, path: str, pickles: dict[str, bytes], quantize: str | None) -> None:
+        with open(path, "rb") as file:
+            values = unpacked(pickles, file.fileno())
+        given, drafter = values["the weights"], values["drafter"]
+        source = Model(self._config, given) if isinstance(given, Params) else given
+        params = _model_of(source, self._mesh).params
+        self._fitted = engine.fit_weights(params, quantize=quantize, drafter=drafter)
+
+    def _take(self, engine: Engine, running: Running) -> int:
+        weights, self._fitted = self._fitted, None
+        assert weights is not None, "take_weights comes after fit_weights"
+        return engine.take_weights(weights, running)
+
+    def _submit(self, replica: Replica, call: int, request: Request) -> None:
+        with suppress(RequestError):  # submitting raises it again
+            if request.sampling.guide is not None:
+                replica.engine.guides.matcher(request.sampling.guide)
+        done = replica.submit(request)
+        if request.awaited:
+            done.add_done_callback(lambda done: self._answer(call, done.result))
+
+    def _answer(self, call: int, work: Callable[[], Any]) -> None:
+        try:
+            self._news.put(Answer(call, work()))
+        except Exception as error:
+            self._news.put(Answer(call, None, error))
+
+
+def _model_of(source: Model | Callable[[], Model], mesh: int | None) -> Model:
+    """Returns the model on the device of this process, or on a mesh of so many."""
+    model = source if isinstance(source, Model) else source()
+    if not isinstance(model, Model):
+        raise ConfigError(f"replicas need a function that returns a Model, not {model!r}")
+    if mesh is None and model.config.mesh is not None:
+        devices = ranks_of(model.config)
+        raise ConfigError(f"the model is on a mesh of {devices} devices: give Replicas mesh={devices} too")
+    return copy_to(jax.local_devices()[0] if mesh is None else make_mesh(mesh), model)
+
+
+def _write_plainly(name: str) -> None:
+    """Lets warnings and logs of this process be lines that name its engine."""
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        print(f"{name}: warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show
+    logging.basicConfig(format=f"{name}: %(message)s")
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Returns an error that the other process can load. Its notes have the traceback of an unexpected one."""
+    if not isinstance(error, JllmError):
+        error.add_note("".join(traceback.format_exception(error)))
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception of the caller may need arguments that it does not keep
+        return RemoteError(first_line(error))
