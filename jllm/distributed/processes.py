@@ -107,9 +107,9 @@ def start_processes(
 
 def fit_processes(
     processes: Sequence["EngineProcess"], given: Params | Source, quantize: str | None, drafter: Drafter | None
-) -> list[None]:
-    """Gives new weights to all processes, which hold them for take_weights(). Raises the first error of one, and then
-    none holds them."""
+) -> list[Callable[[Running], int]]:
+    """Gives new weights to all processes, and returns for each a function that lets its engine take them. Raises the
+    first error of a process, and then none holds them."""
     source = jax.device_get(given) if isinstance(given, Params) else _source(given, None)[0]
     packed = Packed({"the weights": source, "drafter": drafter})
     asked = []
@@ -122,7 +122,7 @@ def fit_processes(
         for process in processes:
             process.drop_weights()
         raise errors[0]
-    return [None] * len(processes)
+    return [process.take_weights for process in processes]
 
 
 def end_processes(started: Iterable[Any]) -> None:
@@ -316,7 +316,7 @@ class EngineProcess:
         with suppress(EngineClosed):
             self._ask("drop_weights", answered=False)
 
-    def take_weights(self, weights: None, running: Running) -> int:
+    def take_weights(self, running: Running) -> int:
         """Takes the weights that fit_weights() gave, as Engine.take_weights does."""
         return self._ask("take_weights", running).result()
 

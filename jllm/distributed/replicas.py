@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from jllm.distributed.processes import EngineProcess, Source, end_processes, fit_processes, start_processes
@@ -288,23 +289,34 @@ class Replicas:
         """
         with self._updating:
             alive = self._alive()
-            processes = [replica for replica in alive if isinstance(replica, EngineProcess)]
-            if processes:
-                fitted = fit_processes(processes, params, quantize, drafter)
-            elif isinstance(params, Params):
-                fitted = [replica.engine.fit_weights(params, copy, quantize, drafter) for replica in alive]
-            else:
-                raise WeightsError(f"engines in threads take Params, not {type(params).__name__}")
+            take = self._fit(alive, params, copy, quantize, drafter)
             with self._lock:
                 self._updates += 1
             version = 0
-            for replica, weights in zip(alive, fitted):
+            for replica, own in zip(alive, take):
                 with suppress(EngineClosed):  # it has just failed, and its requests begin again on others
-                    version = replica.engine.take_weights(weights, running)
+                    version = own(running)
                 with self._lock:
                     replica.load.forget_prefixes()
                 replica.go_on()
             return version
+
+    def _fit(
+        self,
+        alive: list[AnyReplica],
+        params: Params | Source,
+        copy: bool,
+        quantize: str | None,
+        drafter: Drafter | None,
+    ) -> list[Callable[[Running], int]]:
+        """Returns for each engine a function that lets it take the weights, which fit all."""
+        if processes := [replica for replica in alive if isinstance(replica, EngineProcess)]:
+            return fit_processes(processes, params, quantize, drafter)
+        if not isinstance(params, Params):
+            raise WeightsError(f"engines in threads take Params, not {type(params).__name__}")
+        engines = [replica.engine for replica in alive if isinstance(replica, Replica)]
+        fitted = [engine.fit_weights(params, copy, quantize, drafter) for engine in engines]
+        return [partial(engine.take_weights, weights) for engine, weights in zip(engines, fitted)]
 
     def sleep(self) -> None:
         """Gives the memory of pages and slots back on all devices, as Engine.sleep does."""
