@@ -60,3 +60,4 @@ from jllm.step.sample import sample as sample
 from jllm.step.state import Outputs as Outputs
 from jllm.step.state import State as State
 from jllm.step.state import init_state as init_state
+from jllm.training.logprobs import token_logprobs as token_logprobs

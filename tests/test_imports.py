@@ -9,7 +9,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Folders and files of jllm: each imports only what stands before it.
 ORDER = [
-    *("errors", "config", "parallel", "model", "quant", "speculative", "guides", "step", "files", "programs", "engine"),
+    *(
+        "errors",
+        "config",
+        "parallel",
+        "model",
+        "quant",
+        "training",
+        "speculative",
+        "guides",
+        "step",
+        "files",
+        "programs",
+        "engine",
+    ),
     *("api", "distributed", "kv_policies", "analysis", "cli", "chat", "generate", "serve", "batch", "__main__"),
 ]
 OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))

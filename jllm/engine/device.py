@@ -22,13 +22,13 @@ from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
 from jllm.engine.weights import Fit, Weights, fit_to_round
-from jllm.errors import EngineClosed, EngineNotReady, SnapshotError, WeightsError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
 from jllm.model.cache import distinct, parse_kv_cache, repeated
 from jllm.model.paged import NOWHERE
-from jllm.model.params import Params
+from jllm.model.params import Params, matrix_modules
 from jllm.parallel.memory import Memory
 from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, REPLICATED, place
@@ -36,13 +36,15 @@ from jllm.programs.executables import Executables, jax_cache_is_on
 from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, Layout
 from jllm.programs.programs import Programs
 from jllm.programs.step_shapes import StepShapes
-from jllm.quant.schemes import Formats
+from jllm.quant.quantize import weight_formats
+from jllm.quant.schemes import Formats, scheme_of
 from jllm.speculative.drafter import Drafter
 from jllm.step import between_steps
 from jllm.step.between_steps import padded
 from jllm.step.buckets import Bucket
 from jllm.step.forward import Logits
 from jllm.step.state import Outputs, State, Variant, init_state, spread_drafter
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,20 @@ class Device:
     def lacks_weights(self) -> bool:
         """Returns whether an array that steps take was donated or deleted."""
         return any(leaf.is_deleted() for leaf in self._held)
+
+    def token_logprobs_options(self) -> dict[str, Any]:
+        """Returns the options of jllm.token_logprobs, as Engine.token_logprobs_options does."""
+        formats = weight_formats(self._params)
+        leaves = jax.tree.leaves(self._params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+        if any(isinstance(w, QuantizedWeight) and (w.columns, w.input_scale) != (None, None) for w in leaves):
+            raise ConfigError("these weights were calibrated, and jllm.token_logprobs rounds them to nearest")
+        return {
+            "page_size": self._page_size,
+            "dtype": self._params.dtype,
+            "quantize": scheme_of(formats, matrix_modules(self._params)) if formats else None,
+            "kv_cache": self.formats,
+            "deterministic": self._options.deterministic,
+        }
 
     def renew(self) -> None:
         """Makes a fresh state: an empty page pool and empty slots. The old pool is dropped first, since there is room

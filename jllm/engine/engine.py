@@ -111,6 +111,11 @@ class Engine:
         """Returns the fingerprint of the model. Engines with equal ones can continue each other's requests."""
         return self._device.fingerprint
 
+    def token_logprobs_options(self) -> dict[str, Any]:
+        """Returns the options with which jllm.token_logprobs has this engine's log-probabilities. Raises ConfigError
+        for weights whose codes it could not make again."""
+        return self._device.token_logprobs_options()
+
     @property
     def guides(self) -> Guides:
         """Returns the object that compiles guides and caches recent ones. Any thread may use it at any time."""

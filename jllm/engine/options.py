@@ -14,6 +14,7 @@ from jllm.errors import ConfigError
 from jllm.files.hf_fields import MOST
 from jllm.model.cache import KVCache, shared_block
 from jllm.model.hooks import Hooks
+from jllm.model.paged import PAGE_SIZE
 from jllm.programs.sizes import EngineSizes, Limits
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import MOST_NODES
@@ -41,7 +42,7 @@ class EngineOptions:
     """Holds the options of an engine; None means a default that depends on the model and the device."""
 
     max_slots: int = MAX_SLOTS  # sequences that run at once
-    page_size: int = 16  # tokens a KV page
+    page_size: int = PAGE_SIZE  # tokens a KV page
     num_pages: int | None = None  # pages in the pool; default: every slot's whole context, or as many as fit
     max_step_tokens: int | None = None  # tokens in a step; default: max(256, 2 * max_slots)
     # KV format, e.g. "int8-g8" or "k=int8-g8,v=int4-g32", or an object, or two for K and V; default: the model's dtype.

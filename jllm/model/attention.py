@@ -25,6 +25,7 @@ from jllm.model.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.formats.kv_formats import KVFormat, decode, encode
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.formats.kv_tail import settle, with_row_map
 from pallas_kernels.formats.numerics import compute_dtype
@@ -124,7 +125,9 @@ def _fast_block(
     qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
     if isinstance(batch, Packed):
         q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
-        out, kept = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, batch.segments, **options), None
+        wide = None if batch.stored is None else compute_dtype(k.dtype)  # a cache stores K without rounding it before
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin, wide)
+        out, kept = packed_attention(q, k, v, batch, **options), None
     else:
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
@@ -160,7 +163,7 @@ def _open_block(
     if isinstance(batch, Packed):
         if tap.wants("weights"):
             tap("weights", packed_weights(q, k, batch.segments, **scope))
-        out, kept = causal_attention(q, k, v, batch.segments, **scope, backend=backend), None
+        out, kept = packed_attention(q, k, v, batch, **scope, backend=backend), None
     else:
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
@@ -196,6 +199,25 @@ def _split_qkv(
     if p.q_norm is not None and p.k_norm is not None:
         q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
     return q, k, v
+
+
+@shaped
+def packed_attention(
+    q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"], batch: Packed, **options: Any
+) -> Float[Array, "T H D"]:
+    """Returns attention within the segments of a batch without a cache. Takes the options scale, window and backend."""
+    if batch.stored is None:
+        return causal_attention(q, k, v, batch.segments, **options)
+    wide = compute_dtype(q.dtype)
+    k, v = (_as_stored(x.astype(wide), fmt) for x, fmt in zip((k, v), batch.stored))
+    return causal_attention(q.astype(wide), k, v, batch.segments, **options).astype(q.dtype)
+
+
+def _as_stored(x: jax.Array, fmt: KVFormat) -> jax.Array:
+    """Returns x [T, K, D] rounded as a cache of that format rounds it. The rounding passes gradients straight
+    through."""
+    fixed = jax.lax.stop_gradient(x)
+    return x + (decode(*encode(fixed, fmt), fmt, x.dtype) - fixed)
 
 
 @shaped

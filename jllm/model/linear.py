@@ -9,7 +9,8 @@ added in the product's epilogue, which saves the pass over the sum that the next
 
 Gradients of products with quantized weights are those of plain jnp, whatever runs forward. They exist for inputs,
 scales, biases and norms. Quantized activations pass gradients straight through, as if they were not rounded (Bengio et
-al., arXiv 1308.3432). Integer codes get float0, and codes of fp8 get zeros.
+al., arXiv 1308.3432). Integer codes get float0, and codes of fp8 get zeros. A weight that holds its original passes
+its own gradient to that, likewise.
 """
 
 from collections.abc import Callable
@@ -194,14 +195,26 @@ def straight_through(
     """Computes linear in plain jnp, on decoded values instead of codes. Rounded activations pass gradients straight
     through."""
     x = rounded_inputs(x, w.format, w.input_scale, **how)
-    w = replace(w, values=jax.lax.stop_gradient(w.values))
     wide = compute_dtype(x.dtype)
-    y = jax.lax.dot_general(x.astype(wide), decode(w, wide), (((x.ndim - 1,), (1,)), ((), ())), precision="highest")
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(x.astype(wide), decoded(w, wide), contract, precision="highest")
     if bias is not None:
         y = y + bias.astype(wide).reshape((1,) * (y.ndim - 1) + bias.shape)
     if residual is not None:
         y = y + residual.astype(wide)
     return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+@shaped
+def decoded(w: Weight, dtype: Any) -> Float[Array, "outputs inputs"]:
+    """Returns a weight's values. Codes have no gradient: where the weight holds its original, that gets the values'."""
+    if not isinstance(w, QuantizedWeight):
+        return w.astype(dtype)
+    values = decode(replace(w, values=jax.lax.stop_gradient(w.values)), dtype)
+    if w.original is None:
+        return values
+    original = w.original.astype(dtype)
+    return original + jax.lax.stop_gradient(values - original)
 
 
 def _in_order(

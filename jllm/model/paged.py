@@ -7,20 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.model.shapes import Array, Int32, shaped
+from pallas_kernels.formats.kv_formats import KVFormat
 from pallas_kernels.formats.kv_pages import RowMap
 from pallas_kernels.formats.segments import Segments, depths
 
 NOWHERE = np.iinfo(np.int32).max  # a slot out of range: gathers clip, scatters drop
+PAGE_SIZE = 16  # tokens of a KV page, by default
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """Holds whole sequences without a cache. vmap may run over a batch of rows."""
+    """Holds whole sequences without a cache. vmap may run over a batch of rows. With `stored`, attention sees K and V
+    as a cache of these formats would store them, and passes gradients straight through that rounding."""
 
     tokens: jax.Array  # i32[T]
     positions: jax.Array  # i32[T], from 0 in each segment
     segments: jax.Array  # i32[T], equal for tokens that may see each other
+    stored: tuple[KVFormat, KVFormat] | None = field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -246,6 +246,14 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> F
 
 
 @shaped
+def token_entropies(logits: Float[Array, "R V"]) -> Float[Array, " R"]:
+    """Returns the entropy of softmax of each row, in the compute dtype."""
+    logp = jax.nn.log_softmax(logits.astype(compute_dtype(logits.dtype)), axis=1)
+    p = jnp.exp(logp)
+    return -jnp.sum(jnp.where(p > 0, p * logp, 0), axis=1)
+
+
+@shaped
 def tempered_logprobs(
     logits: Float[Array, "R V"], tokens: Int32[Array, " R"], top: Int32[Array, "R N"], temperature: Float[Array, " R"]
 ) -> tuple[Float[Array, " R"], Float[Array, "R N"]]:

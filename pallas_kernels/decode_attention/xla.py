@@ -52,8 +52,8 @@ def in_one_order(
     window: int | None,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """Computes each row of a segment by itself: its bits are those of plain decoding. In a tree a row reads its
-    ancestors' keys in the order of their positions, as those of a chain lie."""
+    """Computes each row of a segment by itself: its bits are those of plain decoding, and of a prompt's row. In a tree
+    a row reads its ancestors' keys in the order of their positions, as those of a chain lie."""
     if q.shape[0] == 0:
         return q
     R = lengths.shape[0]
@@ -69,8 +69,13 @@ def in_one_order(
         moved = Moved(jnp.repeat(start, Q), nodes.reshape(R * Q, Q))
     positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1).reshape(-1, 1)
 
+    # A second row, unused, where a head has one query: XLA's matrix-vector products have an order of their own.
+    more = ((0, 0), (0, 1 if q.shape[1] == pages.k.values.shape[1] else 0))
+
     def tile(q: jax.Array, table: jax.Array, position: jax.Array, own: jax.Array, moved: Moved | None) -> jax.Array:
-        return attend(q[:, None], pages, table, position, scale, window, moved=moved, own_row=own)[:, 0].astype(q.dtype)
+        queries, positions = jnp.pad(q[:, None], (*more, (0, 0), (0, 0))), jnp.pad(position, more, constant_values=-1)
+        out = attend(queries, pages, table, positions, scale, window, moved=moved, own_row=own)
+        return out[:, 0].astype(q.dtype)
 
     own_row = Q * (jnp.arange(R * Q, dtype=jnp.int32) // Q)
     return in_tiles(tile, q, jnp.repeat(page_table, Q, axis=0), positions, own_row, moved)

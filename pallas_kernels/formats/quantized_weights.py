@@ -37,6 +37,7 @@ class QuantizedWeight:
     shape: tuple[int, int] = field(metadata={"static": True})  # (N, K)
     format: WeightFormat = field(metadata={"static": True})
     input_scale: jax.Array | None = None  # float32 [1], of every input token, found ahead; None: each has its own
+    original: jax.Array | None = None  # [N, K], what was rounded, where training passes the weight's gradient to it
 
     @property
     def takes_plain_inputs(self) -> bool:

@@ -18,8 +18,8 @@ given, st = hypothesis.given, hypothesis.strategies
 
 REASONS = st.sampled_from([None, "too wide"])
 OPERATIONS = [
-    "all_reduce", "cache_update", "causal_attention", "decode_attention", "matmul", "move_tokens", "norm_quant",
-    "prefill_attention", "sample", "scaled_matmul", "silu_mul_quant", "swiglu", "weight_only_matmul",
+    "all_reduce", "cache_update", "causal_attention", "decode_attention", "head_logprobs", "matmul", "move_tokens",
+    "norm_quant", "prefill_attention", "sample", "scaled_matmul", "silu_mul_quant", "swiglu", "weight_only_matmul",
 ]  # fmt: skip
 
 

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import one_order
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.formats import kv_pages
+from pallas_kernels.formats.kv_formats import KVFormat
 from pallas_kernels.formats.quantized_rows import QuantizedRows, quantize_rows
 from pallas_kernels.formats.quantized_weights import encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
@@ -16,6 +19,7 @@ from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import ROWS, in_tiles
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
@@ -105,6 +109,25 @@ def test_every_product_lowers_for_hopper(kind, monkeypatch):
     for m in (1, 17, 513):
         shapes = [jax.ShapeDtypeStruct((m, width), "bfloat16") for width in (k, n)]
         assert "mosaic_gpu" in of.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(), m
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_a_decoded_row_has_the_bits_of_a_prompts_row(heads):
+    length, page, dim = 40, 8, 16
+    (q, k, v), at = (
+        (draw(i, length, n, dim, dtype="float32") for i, n in enumerate((*heads, heads[1]))),
+        jnp.arange(length, dtype=jnp.int32),
+    )
+    pages = kv_pages.allocate(length // page, heads[1], page, dim, *[KVFormat("float32")] * 2)
+    pages = kv_pages.KVPages(
+        *(kv_pages.write(part, x, at // page, at % page) for part, x in ((pages.k, k), (pages.v, v)))
+    )
+    table, how = jnp.arange(length // page, dtype=jnp.int32)[None], {"scale": 0.25, "backend": "deterministic"}
+    decoded = decode_attention(q, pages, jnp.tile(table, (length, 1)), at + 1, **how)
+    prompt = prefill_attention(
+        q, pages, table, jnp.asarray([0, length], jnp.int32), jnp.asarray([length], jnp.int32), **how
+    )
+    assert np.asarray(decoded).tobytes() == np.asarray(prompt).tobytes()
 
 
 def test_a_product_sees_tiles_of_one_shape():

@@ -1,0 +1,1 @@
+"""Trains what the engines serve: log-probabilities with gradients, equal to the engines' to the bit."""

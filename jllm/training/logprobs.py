@@ -1,0 +1,326 @@
+"""Computes log-probabilities of given tokens as a deterministic engine serves them, with a gradient.
+
+The forward pass is the engine's: each sequence is one prompt chunk over a paged cache, and head and log-softmax run on
+the same tiles of rows as in a step. The backward pass goes through the layers from the last to the first. Each layer
+is differentiated without a cache, at the input that it had in the forward pass. Activations, K and V are rounded as
+they were there, and the rounding passes gradients straight through (Bengio et al., arXiv 1308.3432). The gradient of a
+quantized weight is that of the weight from which it was made.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.model.backbone import head, run_layers, tapped_backbone
+from jllm.model.cache import KVCache, make_cache, parse_kv_cache
+from jllm.model.linear import decoded, embed
+from jllm.model.paged import PAGE_SIZE, Chunks, Packed, no_segments, paged_batch
+from jllm.model.param_specs import param_dtype
+from jllm.model.params import (
+    EMBED,
+    HEAD,
+    LayerParams,
+    Params,
+    Weight,
+    layer_prefix,
+    matrices,
+    matrix_entries,
+    with_matrices,
+)
+from jllm.model.sampling import token_entropies
+from jllm.model.sampling import token_logprobs as logprobs_of
+from jllm.model.weight_inputs import rounded_inputs
+from jllm.quant.quantize import check_shapes, formats_by_weight, map_weights
+from jllm.quant.schemes import Formats, Scheme, choose_format
+from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, TRAINING
+from pallas_kernels.formats.kv_formats import Kivi, KVFormat
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.formats.rounding import round_to
+from pallas_kernels.head_logprobs import head_logprobs
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import fenced, in_tiles
+from pallas_kernels.tiled_attention import check_page_size
+
+HEAD_ROWS = 128  # rows of logits in memory at once
+
+Scored = tuple[jax.Array, jax.Array]  # log-probabilities [B, L] and entropies [B, L]
+
+
+@dataclass(frozen=True)
+class Served:
+    """Describes the engine whose log-probabilities are computed."""
+
+    config: LlamaConfig
+    dtype: np.dtype
+    page_size: int
+    stored: tuple[KVFormat, KVFormat]
+    formats: tuple[tuple[str, Formats], ...]  # of each weight that is quantized here, by name
+    backend: str | None
+    tempered: bool
+    entropy: bool
+
+
+def token_logprobs(
+    params: Params,
+    config: LlamaConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    page_size: int = PAGE_SIZE,
+    dtype: Any = None,
+    quantize: str | Path | Scheme | None = None,
+    kv_cache: KVCache | None = None,
+    temperature: float | jax.Array | None = None,
+    entropy: bool = False,
+    deterministic: bool = True,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns float32 [B, L] (float64 in that dtype): at [b, t] the log-probability of tokens[b, t + 1] after
+    tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on.
+
+    Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` on a CPU the values are to the bit those of an
+    engine with these options and deterministic=True, whether it drew the tokens, recomputed or scored them.
+    Engine.token_logprobs_options() gives an engine's options. `params` are cast to `dtype` (default: theirs), then
+    quantized by the scheme `quantize`; gradients have the dtypes of `params`. With a temperature the values are those
+    of logits / temperature (logprobs_mode="tempered"). With `entropy` it returns the entropies [B, L] too.
+
+    It is differentiable once, by params: under jit, grad and remat. Raises EvaluationError under vmap and for second
+    derivatives, ConfigError for options that no engine has, and QuantizationError for a scheme that does not fit.
+    """
+    if config.mesh is not None:
+        raise ConfigError("token_logprobs computes on one device: give a config without a mesh")
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"tokens have shape {tokens.shape} and lengths {lengths.shape}, expected [B, L] and [B]")
+    kind = param_dtype(config, params.dtype if dtype is None else dtype)
+    stored = parse_kv_cache(kv_cache, config, kind)
+    if isinstance(stored[0], Kivi):
+        raise ConfigError(f"token_logprobs has no KV format {stored[0].name}, whose newest tokens are in no page")
+    try:
+        check_page_size(page_size)
+    except NotImplementedError as refusal:
+        raise ConfigError(str(refusal)) from None
+    formats = {} if quantize is None else _formats(params, quantize, deterministic)
+    how = Served(
+        config=config,
+        dtype=kind,
+        page_size=page_size,
+        stored=stored,
+        formats=tuple(formats.items()),
+        backend=DETERMINISTIC if deterministic else None,
+        tempered=temperature is not None,
+        entropy=entropy,
+    )
+    heat = jnp.asarray(1.0 if temperature is None else temperature, compute_dtype(kind))
+    ints = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
+    logprobs, entropies = _jitted(how, params, *ints, heat)
+    return (logprobs, entropies) if entropy else logprobs
+
+
+def _formats(params: Params, quantize: str | Path | Scheme, deterministic: bool) -> dict[str, Formats]:
+    """Returns the one format of each weight that the scheme quantizes, and none for others that it names."""
+    wanted = formats_by_weight(params, quantize)
+    check_shapes(params, wanted)
+    found: dict[str, Formats] = {}
+
+    def choose(name: str, leaf: Weight, some: Formats) -> Weight:
+        if some and isinstance(leaf, QuantizedWeight):
+            raise QuantizationError(f"{name} is quantized already ({leaf.format.name}): leave quantize out")
+        found[name] = (choose_format(name, leaf.shape, some),) if some else ()
+        if some and deterministic and found[name][0].per_tensor:
+            raise ConfigError(f"{name} takes activations with one scale for all tokens, and deterministic=True none")
+        return leaf
+
+    map_weights(choose, params, wanted)
+    return {name: found[name] for name in wanted}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scored(how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array) -> Scored:
+    return _forward(how, params, tokens, lengths, temperature)[0]
+
+
+_jitted = partial(jax.jit, static_argnums=0)(_scored)
+
+
+def _forward(
+    how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array, keep: bool = False
+) -> tuple[Scored, tuple[jax.Array, ...]]:
+    """Returns the engine's log-probabilities and, to keep, the input of each layer [B L, E] and of the head."""
+    params, tokens = _alone((params, tokens))
+    served = jax.lax.optimization_barrier(_served(how, params))  # else XLA may leave out how these are rounded
+    (B, L), config = tokens.shape, how.config
+    M = -(-L // how.page_size)
+    table = jnp.arange(B * M, dtype=jnp.int32).reshape(B, M)
+    chunks = Chunks(tokens.reshape(-1), jnp.zeros(B, jnp.int32), jnp.full(B, L, jnp.int32), table)
+    batch = paged_batch(no_segments(M), chunks, num_pages=B * M, page_size=how.page_size)
+    cache = make_cache(config, B * M, how.page_size, how.stored)
+    taps = tuple(f"layers.{i}.input" for i in range(config.num_layers)) if keep else ()
+    hidden, _, found = tapped_backbone(served, config, batch, cache, taps, backend=how.backend)
+
+    def score(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> Scored:
+        if how.tempered:
+            logits = logits / temperature[:, None]
+        logprobs = logprobs_of(logits, tokens)
+        return logprobs, token_entropies(logits) if how.entropy else jnp.zeros_like(logprobs)
+
+    def rows(hidden: jax.Array, tokens: jax.Array, temperature: jax.Array) -> Scored:
+        return fenced(how.backend, score, head(served, config, hidden, backend=how.backend), tokens, temperature)
+
+    inputs = hidden, _targets(tokens), jnp.full(B * L, temperature)
+    logprobs, entropies = in_tiles(rows, *inputs, size=min(HEAD_ROWS, B * L))
+    scored = _masked(logprobs.reshape(B, L), lengths), _masked(entropies.reshape(B, L), lengths)
+    return scored, (*(found[name] for name in taps), hidden)
+
+
+def _keep(how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array) -> tuple:
+    scored, kept = _forward(how, params, tokens, lengths, temperature, keep=True)
+    return scored, (params, tokens, lengths, temperature, kept)
+
+
+def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
+    """Returns the gradients of _scored's arguments by params, tokens, lengths and temperature."""
+    masters, tokens, lengths, temperature, (*inputs, hidden) = residuals
+    params, of = _alone((_cast(how, masters), of))
+    (B, L), config, formats = tokens.shape, how.config, dict(how.formats)
+    of_logprobs, of_entropies = (_masked(each, lengths).reshape(-1) for each in of)
+
+    own = params.embed if params.head is None else params.head
+    of_head = formats.get(HEAD, formats.get(EMBED, ()) if params.head is None else ())
+
+    def top(norm: jax.Array, w: Weight, hidden: jax.Array) -> Scored:
+        rows = norm_quant(hidden, norm, eps=config.norm_eps, backend=DIFFERENTIABLE)[0]
+        return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, temperature))
+
+    _, pull = jax.vjp(top, params.norm, own, hidden)
+    dnorm, dhead, dx = pull((of_logprobs, of_entropies))
+    dx, layers = dx.reshape(B, L, -1), []
+    for i in reversed(range(config.num_layers)):
+        named = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(params.layers[i]).items()}
+        wanted = tuple((field, formats.get(name, ())) for field, name in named.items())
+        x = inputs[i].reshape(B, L, -1)
+        # A layer waits for the gradient of the one after it, so that memory holds one layer's inner values.
+        dlayer, dx = _pull_layer(config.one_layer(i), _differing(how), wanted, params.layers[i], x, dx)
+        layers.append(dlayer)
+    _, pull = jax.vjp(lambda w: embed(w, tokens.reshape(-1), how.dtype), params.embed)
+    (dembed,) = pull(dx.reshape(B * L, -1))
+    if params.head is None:
+        dembed, dhead = jax.tree.map(_sum, dembed, dhead), None
+    found = Params(dembed, tuple(reversed(layers)), dnorm, dhead)
+    zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in (tokens, lengths))
+    return jax.tree.map(_as_master, found, masters), *zeros, jnp.zeros_like(temperature)
+
+
+_scored.defvjp(_keep, _pull)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _pull_layer(
+    config: LlamaConfig,
+    stored: tuple[KVFormat, KVFormat] | None,
+    formats: tuple[tuple[str, Formats], ...],
+    layer: LayerParams,
+    x: jax.Array,
+    dx: jax.Array,
+) -> tuple[LayerParams, jax.Array]:
+    """Returns the gradients by one layer's weights and by its input x [B, L, E], for that of its output."""
+
+    def unpaged(layer: LayerParams, x: jax.Array) -> jax.Array:
+        changed = {field: _straight(matrices(layer)[field], some) for field, some in formats if some}
+        coded = with_matrices(layer, changed)
+
+        def one(x: jax.Array) -> jax.Array:
+            position = jnp.arange(x.shape[0], dtype=jnp.int32)
+            batch = Packed(position, position, jnp.zeros_like(position), stored)
+            return run_layers((coded,), config, x, batch, None, backend=TRAINING)[0]
+
+        return jax.vmap(one)(x)
+
+    return jax.vjp(unpaged, layer, x)[1](dx)
+
+
+def _unpaged_head(x: jax.Array, w: Weight, tokens: jax.Array, temperature: jax.Array) -> Scored:
+    """Returns log-probabilities and entropies of the normed inputs x [T, E] of the head."""
+    if isinstance(w, QuantizedWeight):
+        wide = compute_dtype(x.dtype)
+        x, w = rounded_inputs(x, w.format, w.input_scale).astype(wide), decoded(w, wide)
+    return head_logprobs(x, w, tokens, temperature)
+
+
+def _served(how: Served, params: Params) -> Params:
+    """Returns the weights with which the engine serves."""
+    formats = dict(how.formats)
+
+    def convert(name: str, w: Weight, wanted: Formats) -> Weight:
+        return encode(jax.lax.optimization_barrier(w), wanted[0]) if wanted else w
+
+    return map_weights(convert, _cast(how, params), formats)
+
+
+def _straight(w: Weight, wanted: Formats) -> Weight:
+    """Returns the weight in its format, with itself as the original that its gradient goes to."""
+    return replace(encode(jax.lax.stop_gradient(w), wanted[0]), original=w) if wanted else w
+
+
+def _cast(how: Served, params: Params) -> Params:
+    """Returns params with plain weights in the dtype that the engine serves."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, QuantizedWeight) or leaf.dtype == how.dtype:
+            return leaf
+        return round_to(leaf, how.dtype) if leaf.dtype.itemsize > how.dtype.itemsize else leaf.astype(how.dtype)
+
+    return jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+
+
+def _differing(how: Served) -> tuple[KVFormat, KVFormat] | None:
+    """Returns the formats of K and V if a cache rounds them more than the model's dtype does."""
+    return None if all(fmt == KVFormat(how.dtype.name) for fmt in how.stored) else how.stored
+
+
+def _targets(tokens: jax.Array) -> jax.Array:
+    return jnp.roll(tokens, -1, axis=1).reshape(-1)
+
+
+def _masked(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns x [B, L] with 0 where a sequence has no next token."""
+    return jnp.where(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None] - 1, x, jnp.zeros((), x.dtype))
+
+
+def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a if a.dtype == jax.dtypes.float0 else a + b
+
+
+def _as_master(gradient: jax.Array, master: jax.Array) -> jax.Array:
+    return gradient if gradient.dtype == jax.dtypes.float0 else gradient.astype(master.dtype)
+
+
+@jax.custom_jvp
+def _once[T](arrays: T) -> T:
+    return arrays
+
+
+@_once.defjvp
+def _refuse_second(primals: Any, tangents: Any) -> NoReturn:
+    raise EvaluationError("token_logprobs is differentiable once, backward: second derivatives and jvp are not there")
+
+
+@jax.custom_batching.custom_vmap
+def _unbatched[T](arrays: T) -> T:
+    return arrays
+
+
+@_unbatched.def_vmap
+def _refuse_vmap(size: int, batched: Any, arrays: Any) -> NoReturn:
+    raise EvaluationError("token_logprobs has no vmap: give all sequences as rows of tokens [B, L]")
+
+
+def _alone[T](arrays: T) -> T:
+    """Returns the arrays, and raises EvaluationError under vmap and where they are differentiated."""
+    return _unbatched(_once(arrays))

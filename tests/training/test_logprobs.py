@@ -1,0 +1,206 @@
+"""Checks token_logprobs: its values are the engines' to the bit, and its gradients those of plain autodiff."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jllm
+from jllm.engine.engine import Engine
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.model.backbone import packed_logits
+from jllm.model.cache import parse_kv_cache
+from jllm.model.paged import Packed
+from jllm.model.params import map_linears
+from jllm.quant.quantize import quantize
+from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.norm_quant import api as norm_quant_api
+from tests.tiny import one_size, tiny_model
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 259}
+LENGTH = 40
+CASES = [
+    ("float32", None, None, {"num_kv_heads": 4}),
+    ("float32", "w8a8", "fp8", {"num_layers": 1, "tie_embeddings": True}),
+    ("bfloat16", "w4a16-g32", "int8-g8", {"num_layers": 1}),
+    ("bfloat16", "fp8", None, {"num_layers": 1, "windows": (9,)}),
+]
+options_of = partial(dict, page_size=8)
+
+
+def drawn(engine, requests=7, seed=0):
+    """Serves prompts that share beginnings, in a pool that is too small for all. Returns tokens [B, L], lengths, and
+    the drawn tokens' log-probabilities, NaN at other places."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(3, 250, 18).tolist()
+    prompts = [base[: rng.integers(1, 18)] + rng.integers(3, 250, rng.integers(1, 4)).tolist() for _ in range(requests)]
+    asked = [
+        SamplingParams(temperature=1.3, seed=i, max_new_tokens=19 - i, ignore_eos=True, logprobs=0)
+        for i in range(requests)
+    ]
+    ids = [engine.submit(*each) for each in zip(prompts, asked)]
+    done = {event.id: event.completion for event in engine.run() if event.completion}
+    tokens, lengths = np.zeros((requests, LENGTH), np.int32), np.zeros(requests, np.int32)
+    found = np.full((requests, LENGTH), np.nan)
+    for row, (i, prompt) in enumerate(zip(ids, prompts)):
+        whole = [*prompt, *done[i].token_ids]
+        tokens[row, : len(whole)], lengths[row] = whole, len(whole)
+        found[row, len(prompt) - 1 : len(whole) - 1] = [each.logprob for each in done[i].logprobs]
+    return tokens, lengths, found
+
+
+@pytest.mark.parametrize(("dtype", "scheme", "kv_cache", "changes"), CASES, ids=str)
+def test_values_in_a_foreign_training_step_are_the_engines_to_the_bit(dtype, scheme, kv_cache, changes):
+    """Of masters in float32, which the step casts, quantizes, donates and updates."""
+    masters = tiny_model("float32", **WIDE | changes)
+    served = tiny_model(dtype, **WIDE | changes)
+    if scheme is not None:
+        served = replace(served, params=quantize(served.params, scheme))
+    sizes = one_size(4, 8, 12) | {"num_pages": 12, "kv_cache": kv_cache, "deterministic": True}
+    engine = Engine(served, **sizes)
+    tokens, lengths, want = drawn(engine)
+    counts, options = engine.metrics(), engine.token_logprobs_options()
+    engine.close()
+    assert counts["preemptions"]
+    assert counts["prefix_hits"]
+    optimizer = optax.sgd(1e-3)
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(params, state):
+        def loss(params):
+            found = jllm.token_logprobs(params, masters.config, tokens, lengths, **options)
+            return found.sum(), found
+
+        (_, found), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, changes), gradient, found
+
+    params = jax.tree.map(jnp.copy, masters.params)
+    _, gradient, found = train(params, optimizer.init(params))
+    assert found.dtype == np.float32
+    known = ~np.isnan(want)
+    np.testing.assert_array_equal(np.asarray(found, np.float64)[known], want[known])
+    outside = np.arange(LENGTH)[None] >= lengths[:, None] - 1
+    assert not np.asarray(found)[outside].any()
+    assert all(
+        leaf.dtype == np.float32 and np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(gradient)
+    )
+
+
+def test_scored_prompts_are_the_engines_and_an_unfenced_sum_is_not(monkeypatch):
+    model = tiny_model("float32", **WIDE, num_layers=1, context=126)  # of no other test: nothing of it is traced yet
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 250, (3, LENGTH)).astype(np.int32)
+    lengths = np.asarray([LENGTH, 23, 2], np.int32)
+    engine = Engine(model, **one_size(4, 8, 12), deterministic=True)
+    asked = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=True)
+    ids = [engine.submit(row[:n].tolist(), asked) for row, n in zip(tokens, lengths)]
+    done = {event.id: event.completion for event in engine.run() if event.completion}
+    engine.close()
+    found, entropies = jllm.token_logprobs(model.params, model.config, tokens, lengths, entropy=True, **options_of())
+    for row, (i, n) in enumerate(zip(ids, lengths)):
+        np.testing.assert_array_equal(np.asarray(found, np.float64)[row, : n - 1], done[i].prompt_logprobs)
+    logits = np.asarray(jax.jit(_logits, static_argnums=1)(model.params, model.config, tokens), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(entropies[0, :-1], -(np.exp(logp) * logp).sum(-1)[0, :-1], rtol=1e-4)
+    monkeypatch.delitem(norm_quant_api.BACKENDS, "deterministic")
+    other = replace(model.config, context=127)
+    unfenced = jllm.token_logprobs(model.params, other, tokens, lengths, **options_of())
+    assert (np.asarray(unfenced) != np.asarray(found)).any()
+
+
+def _logits(params, config, tokens, stored=None):
+    def one(row):
+        position = jnp.arange(row.shape[0], dtype=jnp.int32)
+        return packed_logits(params, config, Packed(row, position, jnp.zeros_like(position), stored))
+
+    return jax.vmap(one)(jnp.asarray(tokens))
+
+
+@partial(jax.jit, static_argnames=("config", "temperature", "stored"))
+@partial(jax.value_and_grad, allow_int=True)
+def plain(params, tokens, lengths, weights, *, config, temperature=1.0, stored=None):
+    """A weighted sum of log-probabilities and half of the entropies, by JAX's own differentiation."""
+    logp = jax.nn.log_softmax(_logits(params, config, tokens, stored) / temperature)
+    chosen = jnp.take_along_axis(logp, jnp.roll(tokens, -1, axis=1)[:, :, None], axis=2)[:, :, 0]
+    used = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None] - 1
+    entropies = -(jnp.exp(logp) * logp).sum(-1)
+    return (jnp.where(used, chosen + entropies / 2, 0) * weights).sum()
+
+
+@partial(jax.jit, static_argnames=("config", "quantize", "kv_cache"))
+@jax.value_and_grad
+def served(params, tokens, lengths, weights, temperature=None, **options):
+    options |= {"tokens": tokens, "lengths": lengths, "temperature": temperature, "entropy": True}
+    found, entropies = jax.checkpoint(partial(jllm.token_logprobs, **options))(params)
+    return ((found + entropies / 2) * weights).sum()
+
+
+def check_equal(got, want, tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(a - b).max() < tolerance * max(1, np.abs(b).max())
+
+
+@pytest.fixture
+def batch():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(1)
+        tokens = jnp.asarray(rng.integers(3, 90, (3, 13)), jnp.int32)
+        yield tokens, jnp.asarray([13, 7, 2], jnp.int32), jnp.asarray(rng.standard_normal((3, 13)))
+
+
+def test_gradients_are_those_of_packed_logits_in_float64(batch):
+    model = tiny_model("float64", windows=(None, 4), tie_embeddings=True)
+    value, gradient = served(model.params, *batch, 0.7, config=model.config)
+    wanted, reference = plain(model.params, *batch, config=model.config, temperature=0.7)
+    assert abs(value - wanted) < 1e-11
+    check_equal(gradient, reference, 1e-12)
+
+
+def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
+    """Of weight-only codes it is that of plain weights with the codes' values. Where activations are rounded too, norms
+    have the gradient of the quantized model."""
+    model = tiny_model("float64", num_layers=1, intermediate_size=64)
+    values = map_linears(lambda _, w: decode(w, jnp.float64), quantize(model.params, "w4a16-g32"))
+    _, got = served(model.params, *batch, config=model.config, quantize="w4a16-g32")
+    check_equal(got, plain(values, *batch, config=model.config)[1], 1e-9)
+    value, got = served(model.params, *batch, config=model.config, quantize="w8a8-all", kv_cache="int8-g8")
+    formats = parse_kv_cache("int8-g8", model.config, "float64")
+    coded = quantize(model.params, "w8a8-all")
+    wanted, reference = plain(coded, *batch, config=model.config, stored=formats)
+    assert abs(value - wanted) < 1e-9
+    for pick in (lambda p: (p.embed, p.norm), lambda p: p.layers[0].attention.norm, lambda p: p.layers[0].mlp.norm):
+        check_equal(pick(got), pick(reference), 1e-9)
+    assert np.abs(got.layers[0].attention.qkv).max() > 0
+
+
+def test_what_it_does_not_do_is_refused_in_one_line():
+    model = tiny_model(num_layers=1)
+    tokens, lengths = jnp.ones((2, 5), jnp.int32), jnp.asarray([5, 3], jnp.int32)
+    of = partial(jllm.token_logprobs, config=model.config, lengths=lengths)
+    with pytest.raises(EvaluationError, match="no vmap: give all sequences as rows"):
+        jax.vmap(lambda tokens: of(model.params, tokens=tokens))(tokens[None])
+    with pytest.raises(EvaluationError, match="differentiable once"):
+        jax.hessian(lambda norm: of(replace(model.params, norm=norm), tokens=tokens).sum())(model.params.norm)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(
+            lambda norm: of(replace(model.params, norm=norm), tokens=tokens), [model.params.norm], [model.params.norm]
+        )
+    for error, message, options in (
+        (ConfigError, "no KV format kivi2-g16-r32", {"kv_cache": "kivi2-g16-r32"}),
+        (ConfigError, "page size 7 is not supported", {"page_size": 7}),
+        (ConfigError, "one scale for all tokens", {"quantize": "w8a8-tensor"}),
+        (QuantizationError, "unknown quantization scheme", {"quantize": "w9"}),
+    ):
+        with pytest.raises(error, match=message):
+            of(model.params, tokens=tokens, **options)
+    with pytest.raises(QuantizationError, match="quantized already .*: leave quantize out"):
+        of(quantize(model.params, "w8a8"), tokens=tokens, quantize="w8a8")
+    with pytest.raises(ValueError, match=r"expected \[B, L\] and \[B\]"):
+        of(model.params, tokens=tokens[0])
