@@ -18,6 +18,11 @@ QUICK = (
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
 
+# Each operation of a lowered program names the Python lines that made it. Finding them slows lowering, and no test
+# reads them.
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 # XLA's thread pool has a thread a core. Each thread of an interpreted kernel that waits at a barrier holds one of them:
 # with two cores, three threads wait forever.
 os.environ.setdefault("NPROC", "16")
@@ -42,14 +47,17 @@ with contextlib.suppress(ImportError):  # tests that need it are skipped without
     settings.load_profile("no clock")
 
 
-MAPPINGS = 15_000  # Linux lets a process have 65,530, a compiled step takes 180, and XLA crashes past that
+MAPPINGS = 25_000  # Linux lets a process have 65,530, a compiled step takes 180, and XLA crashes past that
 
 
 @pytest.fixture(autouse=True, scope="session")
 def own_compile_cache(tmp_path_factory):
-    """What generate() and commands keep goes to a folder of this run's."""
+    """What generate() and commands keep goes to a folder of this run's, which its workers share."""
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

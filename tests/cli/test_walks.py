@@ -48,7 +48,7 @@ def home(folder, tmp_path) -> Path:
 
 def environment(home: Path) -> dict[str, str]:
     path = f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    paths = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "PATH": path, "PYTHONPATH": str(ROOT)}
+    paths = {"HOME": str(home), "PATH": path, "PYTHONPATH": str(ROOT)}
     return {**os.environ, **paths, "JAX_PLATFORMS": "cpu"}
 
 

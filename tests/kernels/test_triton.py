@@ -27,7 +27,7 @@ from pallas_kernels.triton.triton_call import typed_call
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -56,10 +56,10 @@ def test_every_case_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = {}
-    for case in (*NORMS, *WIDEST_NORMS):
+    for case in cases_of(capability, (*WIDEST_NORMS, *NORMS)):
         x = jax.ShapeDtypeStruct((case.rows, case.width), case.dtype)
         launches[case] = norm.launch(x, case.residual, norm_cases.EPS, case.kind), [x.dtype] * (2 + case.residual)
-    for case in (*SILUS, *WIDEST_SILUS):
+    for case in cases_of(capability, (*WIDEST_SILUS, *SILUS)):
         gate_up = jax.ShapeDtypeStruct((case.rows, 2 * case.width), case.dtype)
         launches[case] = silu.launch(gate_up, case.kind), [gate_up.dtype]
     for case, (launch, inputs) in launches.items():

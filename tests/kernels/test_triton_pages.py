@@ -28,7 +28,7 @@ from pallas_kernels.prefill_attention.config import triton_config
 from pallas_kernels.triton import pages_triton
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for, run_ptx
+from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for, run_ptx
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 pytest.importorskip("hypothesis")  # which triton_cases.py takes trees from
@@ -106,7 +106,7 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for D, kv, heads, Q, window, trees in COMPILED_DECODE:
+    for D, kv, heads, Q, window, trees in cases_of(capability, COMPILED_DECODE):
         q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
         table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
         pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
@@ -134,16 +134,19 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, *pools), capability, tmp_path)
 
 
-COMPILED_PREFILL = [  # head dim, format, window, chunks: 512 rows each, or 32
-    (64, "bf16", None, (4, 64)),
-    (128, "bf16", None, (4,)),
-    (128, "int8-g8", 4096, (4, 64)),
-    (128, "fp8", None, (4,)),
-    (128, "int4-g32", None, (4,)),
-    (128, "int8-g8-zp", None, (4,)),
-    (256, "f16", None, (4,)),
-    (256, "int8-g8-zp", None, (4, 64)),
-    (256, "int4-g32", None, (4,)),
+COMPILED_PREFILL = [  # head dim, format, window, chunks: 4 of 512 rows each, or 64 of 32
+    (64, "bf16", None, 4),
+    (64, "bf16", None, 64),
+    (128, "bf16", None, 4),
+    (128, "int8-g8", 4096, 4),
+    (128, "int8-g8", 4096, 64),
+    (128, "fp8", None, 4),
+    (128, "int4-g32", None, 4),
+    (128, "int8-g8-zp", None, 4),
+    (256, "f16", None, 4),
+    (256, "int8-g8-zp", None, 4),
+    (256, "int8-g8-zp", None, 64),
+    (256, "int4-g32", None, 4),
 ]
 
 
@@ -153,7 +156,7 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for D, kv, window, chunks in ((*case, n) for *case, sizes in COMPILED_PREFILL for n in sizes):
+    for D, kv, window, chunks in cases_of(capability, COMPILED_PREFILL):
         table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((chunks, 64), (chunks + 1,), (chunks,)))
         q, pages = jax.ShapeDtypeStruct((2048, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
         config = triton_config(q, pages, chunks, hopper=capability == 90)

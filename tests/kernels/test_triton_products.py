@@ -18,7 +18,7 @@ from pallas_kernels.scaled_matmul.cases import make_cases
 from pallas_kernels.scaled_matmul.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.test_gemm_tall import FP8_TOLERANCE
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -45,7 +45,7 @@ def test_compiles(capability, tmp_path, monkeypatch):
         (512, 4096, 4096, True, "bfloat16"),
     )
     operands = ("int8", "float8_e4m3fn") if capability >= 89 else ("int8",)
-    for operand, (m, n, k, added, out) in itertools.product(operands, shapes):
+    for operand, (m, n, k, added, out) in cases_of(capability, itertools.product(operands, shapes)):
         x, w = (jax.ShapeDtypeStruct((rows, k), operand) for rows in (m, n))
         config = triton_config(m, hopper=capability == 90)
         launch = triton.launch(x, w, added, added, out, config)

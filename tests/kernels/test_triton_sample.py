@@ -14,7 +14,7 @@ from pallas_kernels.sample import sample
 from pallas_kernels.sample.cases import arguments
 from tests.kernels.helpers import same_bits
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
@@ -35,7 +35,7 @@ def test_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.sample import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for vocabulary in (300, 128256):
+    for vocabulary in cases_of(capability, (300, 128256)):
         logits = jax.ShapeDtypeStruct((4, vocabulary), jnp.float32)
         of_row = ["float32", "int32", "float32", "float32"]
         arrays = (

@@ -17,7 +17,7 @@ from pallas_kernels.weight_only_matmul import api
 from pallas_kernels.weight_only_matmul.cases import CASES, Case
 from pallas_kernels.weight_only_matmul.config import triton_config
 from tests.kernels.helpers import same_bits
-from tests.kernels.triton_tools import SHARED_MEMORY, compile_for
+from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
 from tests.kernels.triton_weights_cases import run, within
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
@@ -44,11 +44,12 @@ def test_compiles(capability, tmp_path, monkeypatch):
     from pallas_kernels.weight_only_matmul import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for m, name, added in (
+    cases = (
         (1, "w4a16-g128", True), (1, "nf4", False), (1, "w8a16", True), (16, "w4a16-g32-zp", True),
         (64, "w4a16-g64", True), (512, "w4a16-g128-zp", True), (512, "nf4", True), (512, "w8a16", False),
         (512, "fp8-weight", True),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for m, name, added in cases_of(capability, cases):
         fmt = parse_weight_format(name)
         w = jax.eval_shape(lambda fmt=fmt: encode(jnp.zeros((4096, 4096)), fmt))
         x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)

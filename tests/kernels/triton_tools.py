@@ -3,6 +3,7 @@
 import inspect
 import re
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,15 @@ TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
     "uint32": "u32", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
 }  # fmt: skip
+
+
+def cases_of[T](capability: int, cases: Iterable[T]) -> list[T]:
+    """Returns the cases to compile for a GPU. 8.6 and 9.0 get all: blocks have the least memory on 8.6, and 9.0 has
+    configurations of its own. 8.0 gets the first one, and 8.9 those of float8 too, which 8.6 cannot convert."""
+    found = list(cases)
+    if capability in (86, 90):
+        return found
+    return found[:1] + [case for case in found[1:] if capability == 89 and re.search("fp8|float8", str(case))]
 
 
 class Compiled(NamedTuple):
