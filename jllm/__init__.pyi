@@ -19,6 +19,7 @@ from jllm.errors import ConfigError as ConfigError
 from jllm.errors import DrafterError as DrafterError
 from jllm.errors import EngineBusy as EngineBusy
 from jllm.errors import EngineClosed as EngineClosed
+from jllm.errors import EngineNotReady as EngineNotReady
 from jllm.errors import EvaluationError as EvaluationError
 from jllm.errors import InputFileError as InputFileError
 from jllm.errors import JllmError as JllmError
@@ -32,6 +33,7 @@ from jllm.errors import SnapshotError as SnapshotError
 from jllm.errors import TokenizerError as TokenizerError
 from jllm.errors import TooLongError as TooLongError
 from jllm.errors import UnknownParameterError as UnknownParameterError
+from jllm.errors import WeightsError as WeightsError
 from jllm.files.drafters import load_drafter as load_drafter
 from jllm.files.load import load as load
 from jllm.files.save import save as save

@@ -317,7 +317,8 @@ def test_the_command_keeps_what_its_start_made_out_of_collections(model, monkeyp
         frozen.append(gc.get_freeze_count())
         await made._engine.close()
 
-    monkeypatch.setattr(main, "_prepare", lambda args: (model, Engine(model, max_slots=2, max_step_tokens=8)))
+    made = model.tokenizer, Engine(model, max_slots=2, max_step_tokens=8), None
+    monkeypatch.setattr(main, "_prepare", lambda args: made)
     monkeypatch.setattr(server, "run", run)
     try:
         assert main.main(["--port", "0"]) == 0
