@@ -21,7 +21,7 @@ from jllm.engine.placement import Placement, on
 from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
-from jllm.engine.weights import Fit, Weights, fit_to_round
+from jllm.engine.weights import Fit, Weights, check_remade, fit_to_round
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
@@ -39,6 +39,7 @@ from jllm.programs.step_shapes import StepShapes
 from jllm.quant.quantize import weight_formats
 from jllm.quant.schemes import Formats, scheme_of
 from jllm.speculative.drafter import Drafter
+from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.step import between_steps
 from jllm.step.between_steps import padded
 from jllm.step.buckets import Bucket
@@ -141,6 +142,8 @@ class Device:
             if self._drafter is None:
                 raise WeightsError("drafter is given, and the engine has none: leave it out")
             drafter = self._drafter_fit.take(drafter, copy)
+        elif isinstance(self._drafter, QuantizedCopy):
+            check_remade(self._drafter, self._config)
         if scheme is None:
             return Weights(self._fit.take(params, copy), drafter)
         if scheme not in self._to_round:

@@ -28,7 +28,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 class Leaf(NamedTuple):
     """Describes an array as programs take it."""
 
-    aval: Any  # its shape and dtype; its type is not weak
+    aval: Any  # its shape and dtype, and whether its type is weak
     sharding: jax.sharding.Sharding
     layout: Layout | None  # None: any
     committed: bool
@@ -111,6 +111,14 @@ class Weights:
         if self.drafter is not None or not isinstance(old, QuantizedCopy):
             return old if self.drafter is None else self.drafter
         return QuantizedCopy(_round(old.params, self.params, formats_of(old.params)), old.tree)
+
+
+def check_remade(copy: QuantizedCopy, config: LlamaConfig) -> None:
+    """Raises WeightsError for a copy that rounding other weights does not make again."""
+    coded = [w for w in jax.tree.leaves(copy.params, is_leaf=_is_quantized) if _is_quantized(w)]
+    if config.mesh is not None or any(w.input_scale is not None or w.columns is not None for w in coded):
+        where = "is calibrated" if config.mesh is None else "is on a mesh"
+        raise WeightsError(f"the quantized copy that drafts {where}, and is not made again here: give drafter=")
 
 
 def formats_of(params: Params) -> dict[str, Formats]:

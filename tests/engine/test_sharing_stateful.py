@@ -1,4 +1,5 @@
-"""Sequences that share pages: cached prefixes, forks, samples, snapshots; in any interleaving, under any KV policy."""
+"""Sequences that share pages: cached prefixes, forks, samples, snapshots; in any interleaving with updates of the
+weights, under any KV policy."""
 
 import random
 from dataclasses import dataclass
@@ -80,6 +81,13 @@ class SharingLoop(Loop):
         self.scheduler.begun.clear()
         super().lose_device()
 
+    def update(self):
+        """Other weights: K and V so far mean nothing."""
+        while self.unread:
+            self.read()
+        self.scheduler.start_over()
+        self.device.memory.clear()
+
     def check_pages(self, taken):
         pool, cache, memory = self.scheduler.pool, self.scheduler.sharing.cache, self.device.memory
         nodes = {} if cache is None else cache._nodes
@@ -135,6 +143,11 @@ class SharingMachine(Machine):
         seq = self.one(data, self.loop.limits.num_pages * self.loop.limits.page_size + 1)
         seq.snapshot = Snap(data.draw(st.integers(1, len(seq.prompt)), "snapshot"))
         seq.private = data.draw(st.booleans(), "private")
+
+    @rule()
+    def update(self):
+        self.calm = False  # what runs is preempted
+        self.loop.update()
 
     @precondition(lambda self: any(not seq.finished for seq in self.loop.seqs))
     @rule(data=st.data())
@@ -192,6 +205,13 @@ class DoesNotWait(Sharing):
         return found
 
 
+class KeepsPrefixes(Sharing):
+    """Over an update."""
+
+    def clear(self):
+        pass
+
+
 class ForgetsLoads(Watched):
     def _begin(self, seq, reused, parts):
         super()._begin(seq, reused, parts)
@@ -202,12 +222,13 @@ FAULTS = {
     of(SharesTheLastPage): "is written that others hold",
     of(TrustsTokensInFlight): "a cached page holds other tokens",
     of(DoesNotWait): "another output than alone|is written that others hold|index out of range",
+    of(KeepsPrefixes): "a cached page holds other tokens",
     ForgetsLoads: "another output than alone",
 }
 
 
 def play(scheduler, runs: int) -> None:
-    """Random requests that begin alike, samples, forks and snapshots, on small pools."""
+    """Random requests that begin alike, samples, forks, snapshots and updates, on small pools."""
     for seed in range(runs):
         play_one(scheduler, random.Random(seed))
 
@@ -227,6 +248,8 @@ def play_one(scheduler, rng: random.Random) -> None:
         if alive and rng.random() < 0.2:
             seq = rng.choice(alive)
             loop.continue_from(seq, seq.length)
+        if rng.random() < 0.05:
+            loop.update()
         loop.step()
     loop.run()
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lax.lax import _convert_element_type
+from jax.experimental.layout import Format, Layout
 
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
@@ -163,13 +165,15 @@ class Run:
                 assert got[start:stop] == want, (name, start, stop, versions)
 
 
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+TURNED = Format(Layout((1, 0)), HERE)
 FORMS = {  # as trainers may hold their weights
     "as they are": lambda params: params,
-    "put on a device": lambda params: jax.device_put(params, jax.devices()[0]),
+    "put on a device": lambda params: jax.device_put(params, HERE),
     "numpy": lambda params: jax.tree.map(np.asarray, params),
     "made by jit": jax.jit(lambda params: jax.tree.map(lambda x: x * 1, params)),
-    "weak": lambda params: replace(params, norm=jnp.where(True, 1.0, params.norm * 0) * 1.0 * 0 + params.norm),
-    "turned": lambda params: replace(params, embed=jax.jit(lambda x: x.T)(params.embed).T),
+    "weak": lambda params: replace(params, norm=_convert_element_type(params.norm, weak_type=True)),
+    "turned": lambda params: replace(params, embed=jax.device_put(params.embed, TURNED)),
 }
 
 
@@ -329,6 +333,7 @@ def test_no_form_of_the_weights_compiles_a_step(engine, caplog, monkeypatch):
             list(engine.run())
         return any("packed_step" in record.getMessage() for record in caplog.records)
 
+    assert (forms["weak"].norm.weak_type, forms["turned"].embed.format) == (True, TURNED)
     list(engine.run())
     assert not compiled(MODELS[0].params)
     for name, params in forms.items():
