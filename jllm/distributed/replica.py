@@ -180,8 +180,8 @@ class Replica:
 
     def named(self, events: Iterable[Event]) -> list[Event]:
         """Returns events of the engine under the ids of Replicas. Drops events of forgotten requests."""
-        names = self.names
-        return [event._replace(id=names[event.id]) for event in events if event.id in names]
+        found = ((self.names.get(event.id), event) for event in events)  # in one look-up: the engine's thread forgets
+        return [event._replace(id=name) for name, event in found if name is not None]
 
     def close(self, reason: str) -> None:
         """Closes the engine, once all earlier calls are done. Raises the error of closing it."""
