@@ -9,21 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Folders and files of jllm: each imports only what stands before it.
 ORDER = [
-    *(
-        "errors",
-        "config",
-        "parallel",
-        "model",
-        "quant",
-        "training",
-        "speculative",
-        "guides",
-        "step",
-        "files",
-        "programs",
-        "engine",
-    ),
-    *("api", "distributed", "kv_policies", "analysis", "cli", "chat", "generate", "serve", "batch", "__main__"),
+    *("errors", "config", "parallel", "model", "quant", "training", "nnx", "speculative", "guides", "step", "files"),
+    *("programs", "engine", "api", "distributed", "kv_policies", "analysis", "cli", "chat", "generate", "serve"),
+    *("batch", "__main__"),
 ]
 OPERATIONS = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
 
