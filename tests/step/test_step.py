@@ -1,4 +1,4 @@
-"""The step as a function: it lowers at full size for every bucket, and it is pure when asked to be."""
+"""The step as a function: it is traced at full size for every bucket, and it is pure when asked to be."""
 
 import re
 from collections import Counter
@@ -35,8 +35,8 @@ MIXED, PLAIN = Bucket(64, 512, 64), Variant()
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_a_7b_step_lowers_for_every_bucket(bucket):
-    """Shapes alone, no memory."""
+def test_a_7b_step_is_traced_for_every_bucket(bucket):
+    """Shapes alone, no memory. The first and the last bucket are lowered too."""
     config = load_config(CONFIGS / "llama-2-7b.json")
     formats = parse_kv_cache("int8-g8", config, jnp.bfloat16)
 
@@ -46,10 +46,11 @@ def test_a_7b_step_lowers_for_every_bucket(bucket):
     layout = Layout(bucket, deltas=1152)
     buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
     params = abstract_params(config, jnp.bfloat16)
-    lowered = packed_step.lower(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
-    text = lowered.as_text()
-    assert text.count("call @_layer(") == config.num_layers
-    assert text.count("func private @_layer(") == 1  # one body for all layers
+    traced = packed_step.trace(params, jax.eval_shape(state), buffer, config=config, layout=layout, variant=Variant())
+    if bucket in (BUCKETS[0], BUCKETS[-1]):
+        text = traced.lower().as_text()
+        assert text.count("call @_layer(") == config.num_layers
+        assert text.count("func private @_layer(") == 1  # one body for all layers
 
 
 def traced_for_cuda(shape: str, scheme: str, bucket=MIXED, variant=PLAIN, backend="hopper", **changes):
