@@ -147,10 +147,11 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
     config.write_text(json.dumps(TOY))
     options = ["--config", str(config), "--kind", kind, "--batch", "2", "--dtype", "float32"]
     options += [f"--{length[0]}", str(length[1]), "--steps", "1", "--results", str(tmp_path)]
-    assert step_profile.main([*options, "--scheme", "w8a8"]) == 0
-    (file,) = tmp_path.glob("step_profile*-w8a8-*.json")
-    assert all(row["scheme"] == "w8a8" for row in json.loads(file.read_text())["rows"])
-    file.unlink()
+    if kind == "decode":  # quantizing is the same for all
+        assert step_profile.main([*options, "--scheme", "w8a8"]) == 0
+        (file,) = tmp_path.glob("step_profile*-w8a8-*.json")
+        assert all(row["scheme"] == "w8a8" for row in json.loads(file.read_text())["rows"])
+        file.unlink()
     assert step_profile.main(options) == 0
     (file,) = tmp_path.glob("step_profile*.json")
     rows = json.loads(file.read_text())["rows"]
