@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import pytest
 from pallas_kernels.decode_attention import warp_layouts_sm90, warp_queries_sm90, warp_stores_sm90, warps_sm90
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.storage_sm90 import storage
+from pallas_kernels.formats import kv_formats
 from pallas_kernels.formats.hadamard import hadamard
-from pallas_kernels.formats.kv_formats import decode, encode, parse_format
+from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import Pages
 from tests.kernels.helpers import error
 from tests.kernels.inlined.now import inlined_now
 
+encode = jax.jit(kv_formats.encode, static_argnums=1)
+decode = jax.jit(kv_formats.decode, static_argnums=(2, 3))
 FORMATS = [
     ("fp8", 64), ("fp8", 128), ("fp8", 256), ("int8-g8", 64), ("int8-g8", 128), ("int8-g32", 128), ("int8-g128", 128),
     ("int8-g64", 256), ("int8-g256", 256), ("int4-g8", 64), ("int4-g8", 128), ("int4-g16", 128), ("int4-g32", 128),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.quantized_weights import decode, encode, group_scales, take_rows
+from pallas_kernels.formats import quantized_weights
+from pallas_kernels.formats.quantized_weights import group_scales
 from pallas_kernels.formats.weight_codes import pack4, unpack4
 from pallas_kernels.formats.weight_formats import TABLES, check_shape, parse_weight_format
 
@@ -13,6 +14,9 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+encode = jax.jit(quantized_weights.encode, static_argnums=1)
+decode = jax.jit(quantized_weights.decode, static_argnums=1)
+take_rows = jax.jit(quantized_weights.take_rows, static_argnums=2)
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
     "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp", "llm-int8", "llm-int8-t4.5",
