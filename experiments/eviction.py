@@ -41,13 +41,15 @@ def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConf
     the kept tokens. K and V must be floats."""
     kept = np.r_[: policy.sinks, policy.sinks + gone : policy.sinks + gone + policy.recent]
     back = jnp.where(jnp.arange(len(kept)) < policy.sinks, 0, -gone)
+    scaling = config.rope_scaling  # stored keys have its attention factor already
+    unscaled = config if scaling is None else replace(config, rope_scaling=replace(scaling, attention_factor=1.0))
 
     def shorter(pages: Pages, turns: bool) -> Pages:
         N, K, P, D = pages.values.shape
         rows = pages.values.reshape(texts, -1, K, P, D).swapaxes(2, 3).reshape(texts, -1, K, D)  # [B, tokens, K, D]
         room, rows = rows.shape[1] - len(kept), rows[:, kept]
         if turns:
-            cos, sin = angles(config, back, rows.dtype)
+            cos, sin = angles(unscaled, back, rows.dtype)
             rows = jax.vmap(lambda text: rotate(text, cos, sin))(rows)
         rows = jnp.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0)))
         return replace(pages, values=rows.reshape(N, P, K, D).swapaxes(1, 2))

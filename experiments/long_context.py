@@ -4,7 +4,9 @@
 
 Part "needle" asks the model of experiments.train_needle for the value of a key. `accuracy` is the share of correct
 answers by the depth of the pair in the context (0 is the beginning), with its 95 % Wilson interval. Each context asks
-one question at each depth, so a row's answers are independent. `nats` is the mean -log p of the answers.
+one question at each depth, so a row's answers are independent. `nats` is the mean -log p of the answers. Part "rope"
+has needles in a context twice as long as the longest of --sizes, by scaling of the rotary embedding ("default" has
+none).
 
 Part "position" has nats per token of a text by the bundled model. `upto` ends a bin of positions. `nats_95` is its
 bootstrap interval over windows. Positions beyond the model's context show the purpose of eviction.
@@ -32,6 +34,7 @@ from experiments.needles import KEYS, VOCAB, draw, questions
 from experiments.result_file import ResultFile, command_line, refusing, rounded, told
 from experiments.texts.read import BUNDLED_TEXT, read_documents
 from jllm.errors import ConfigError, between
+from jllm.files.hf_rope import read_rope
 from jllm.files.load import BUNDLED
 from jllm.model.backbone import head
 from jllm.model.model import Model
@@ -45,6 +48,7 @@ DEPTHS = 8  # questions of a context, one in each part of it
 BIN = 128  # positions
 FLOOR, FOUND = 0.05, 0.95  # of the questions: most by chance, and least if the answer can be found
 ALL = "all"
+ROPES = ("default", "linear", "dynamic", "yarn")  # LongRoPE's factors are a model's own
 LEFT_OUT = ("fp8", "int4-g32", "int4-g32-h")  # left out of perplexity by position, as in quant_accuracy
 
 
@@ -127,6 +131,17 @@ def needle_rows(model: Model, args: argparse.Namespace, policy: Policy) -> Itera
             yield rounded(row | shares(found["nats"][:, i], found["hits"][:, i]))
 
 
+def rope_rows(model: Model, args: argparse.Namespace) -> Iterator[Row]:
+    size = max(args.sizes)
+    tokens = min(2 * size, 2 * (KEYS + DEPTHS) + 1)
+    for kind in ROPES:
+        _, scaling = read_rope({"rope_scaling": {"type": kind, "factor": 2.0}}, size, kind)
+        config = replace(model.config, rope_scaling=scaling, context=2 * size)
+        found = ask(replace(model, config=config), "bf16", args, tokens)
+        row = {"part": "rope", "tokens": tokens, "kv": "bf16", "rope": kind}
+        yield rounded(row | shares(found["nats"], found["hits"]))
+
+
 def windows_of(model: Model, args: argparse.Namespace) -> np.ndarray:
     """Returns i32[B, 1 + L]: BOS and L tokens of the text, from every multiple of L / 2. Raises ConfigError for too
     few."""
@@ -155,6 +170,7 @@ def position_rows(model: Model, ids: np.ndarray, args: argparse.Namespace, polic
 def rows(needle: Model, model: Model, args: argparse.Namespace, policy: Policy) -> Iterator[Row]:
     ids = windows_of(model, args)  # a bad text fails before the long measurements
     yield from needle_rows(needle, args, policy)
+    yield from rope_rows(needle, args)
     yield from position_rows(model, ids, args, policy)
 
 

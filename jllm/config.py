@@ -24,13 +24,20 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Holds the frequency scaling of rotary embeddings. Kind "linear" uses `factor` alone, "llama3" all fields."""
+    """Holds the frequency scaling of rotary embeddings (jllm.model.rope). Kinds are "linear", "dynamic", "llama3",
+    "yarn" and "longrope". Fields that a kind does not read keep their defaults."""
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_context: int = 8192  # all but linear: the positions of the first training
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
+    beta_fast: float = 32.0  # yarn: turns from which a pair keeps its frequency
+    beta_slow: float = 1.0  # yarn: turns up to which a pair is slowed by the whole factor
+    truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of D/2 frequencies, for a context up to the original
+    long_factors: tuple[float, ...] = ()  # longrope: divisors for a longer one
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,11 @@ class LlamaConfig:
             raise ConfigError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
+            for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
+                if len(factors) != self.head_dim // 2:
+                    wanted = f"one for each of the {self.head_dim // 2} pairs of a head"
+                    raise ConfigError(f"longrope has {len(factors)} factors; give {wanted}")
         for name in ("num_heads", "intermediate_size"):
             if self.activation_parts < 1 or getattr(self, name) % self.activation_parts:
                 raise ConfigError(f"activation_parts is {self.activation_parts}, but must divide {name}")

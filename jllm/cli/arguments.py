@@ -196,7 +196,9 @@ Group = argparse._ArgumentGroup
 
 def add_model(group: Group) -> None:
     group.add_argument(
-        "--model", metavar="DIR|ID", help="Hugging Face model directory, or Hub id (default: the bundled model)"
+        "--model",
+        metavar="DIR|ID|GGUF",
+        help="Hugging Face directory, Hub id or .gguf file (default: the bundled model)",
     )
     ends = "token id that ends an answer, instead of the ids in the model's files; may be repeated"
     group.add_argument("--eos-token-id", type=_some_ids, action="extend", metavar="ID", help=ends)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jllm.errors import CheckpointError, OutputError
+from jllm.files.gguf.reader import ROPE_FACTORS, is_gguf, read_gguf
 from jllm.files.safetensors_io import StoredTensor, check_fetched, read_header
 from jllm.files.stored_names import by_our_names
 from jllm.model.params import layer_prefix
@@ -21,8 +22,8 @@ LAYER = re.compile(re.escape(layer_prefix(0)).replace("0", r"(\d+)"))
 
 
 def find_model(path_or_id: str | Path) -> Path:
-    """Returns a model's directory. A local directory is returned as it is. Any other name is a Hugging Face Hub id,
-    which is downloaded once and cached.
+    """Returns a model's directory, or its GGUF file. A local one is returned as it is. Any other name is a Hugging Face
+    Hub id, which is downloaded once and cached.
 
     Raises CheckpointError, in one line, for a name that is neither, or a model that cannot be downloaded now.
     """
@@ -32,10 +33,13 @@ def find_model(path_or_id: str | Path) -> Path:
     if path.is_dir():
         _check_folder(path)
         return path
+    if is_gguf(path):
+        return path
     if path.exists():
-        raise CheckpointError(f"{name}: is not a directory; a model is a directory with config.json and {WEIGHTS}")
-    if not HUB_ID.fullmatch(name):
-        raise CheckpointError(f"{name}: no such directory")
+        known = f"a directory with config.json and {WEIGHTS}, or a .gguf file"
+        raise CheckpointError(f"{name}: is not a directory; a model is {known}")
+    if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise CheckpointError(f"{name}: no such {'file' if path.suffix == '.gguf' else 'directory'}")
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -77,7 +81,9 @@ def _check_folder(path: Path) -> None:
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Returns all tensors of a checkpoint directory by their names in Params, without prefixes that files add. It reads
-    the single file, or the shards that the index lists."""
+    the single file, or the shards that the index lists. `path` may be a GGUF file."""
+    if is_gguf(path):
+        return {name: tensor for name, tensor in read_gguf(path).tensors.items() if name != ROPE_FACTORS}
     stored = _tensors_of(path)
     try:
         return by_our_names(stored)
@@ -101,7 +107,9 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     if (found := _of_another_name(path, names)) is not None:
         return found
     if other := [name for name in names if name.endswith((".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack"))]:
-        raise CheckpointError(f"{path}: has {other[0]}, but no {WEIGHTS}: convert the weights to safetensors")
+        gguf = f"give the file itself, {path / other[0]}"
+        text = gguf if other[0].endswith(".gguf") else "convert the weights to safetensors"
+        raise CheckpointError(f"{path}: has {other[0]}, but no {WEIGHTS}: {text}")
     raise CheckpointError(f"{path}: has neither {WEIGHTS} nor {INDEX}")
 
 

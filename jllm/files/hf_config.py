@@ -1,15 +1,16 @@
 """Reads and writes the config.json of Hugging Face directories."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig
 from jllm.errors import ConfigError
+from jllm.files.gguf.config import raw_config
+from jllm.files.gguf.reader import is_gguf
 from jllm.files.hf_fields import (
     FAMILIES,
-    ROPE_FIELDS,
     UNDERSTOOD_BY,
     check_fields,
     read_architecture,
@@ -18,13 +19,7 @@ from jllm.files.hf_fields import (
     read_number,
     read_token_ids,
 )
-
-if TYPE_CHECKING:
-    pass
-from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig, RopeScaling
-
-ROPE_KINDS = ("default", "linear", "llama3")
-
+from jllm.files.hf_rope import read_rope, rope_scaling_to_hf, served_context, written_context
 
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # both files must agree on these
 
@@ -33,13 +28,15 @@ _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq
 
 
 def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:
-    """Reads a model's config.json, given the file or its directory.
+    """Reads a model's config.json, given the file or its directory, or a GGUF file's metadata.
 
     A generation_config.json beside it overrides the begin and end token ids. Its sampling defaults (temperature, top_k,
     ...) are ignored, since the caller decides how to sample. Raises ConfigError, also if the config has more layers
     than the weights (`stored_layers`).
     """
     path = Path(path)
+    if is_gguf(path):
+        return from_hf(raw_config(path), source=str(path))
     file = path / "config.json" if path.is_dir() else path
     raw = _read_json(file)
     generation = file.parent / "generation_config.json"
@@ -107,7 +104,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         head_dim = hidden // heads
     layers = read_integer(raw, "num_hidden_layers", least=1, most=MOST_LAYERS)
     context = read_integer(raw, "max_position_embeddings", family.context, least=1)
-    rope_theta, rope_scaling = _rope(raw, context, source)
+    rope_theta, rope_scaling = read_rope(raw, context, source)
     attention_bias = read_boolean(raw, "attention_bias")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
@@ -121,7 +118,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         num_heads=heads,
         num_kv_heads=read_integer(raw, "num_key_value_heads", family.kv_heads or heads, null=heads, least=1),
         head_dim=head_dim,
-        context=context,
+        context=served_context(rope_scaling, context),
         norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -158,10 +155,10 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": written_context(config),
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling_to_hf(config.rope_scaling),
+        "rope_scaling": rope_scaling_to_hf(config.rope_scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_id,
@@ -189,17 +186,6 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     return raw
 
 
-def _rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        raw["low_freq_factor"] = scaling.low_freq_factor
-        raw["high_freq_factor"] = scaling.high_freq_factor
-        raw["original_max_position_embeddings"] = scaling.original_context
-    return raw
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -210,50 +196,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: holds a {type(raw).__name__}, not a JSON object")
     return raw
-
-
-def _rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
-    """Returns rotary base and scaling, of either layout. A value in the dict wins over one beside it, as in
-    transformers."""
-    older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
-    differing = [key for key in older if key in newer and older[key] != newer[key]]
-    if differing:
-        raise ConfigError(f"rope_scaling and rope_parameters disagree about {', '.join(differing)}")
-    rope = newer | older
-    if nested := [key for key, value in rope.items() if isinstance(value, dict) and key != "rope_type"]:
-        raise ConfigError(
-            f"rope parameters of their own for {', '.join(nested)} are not supported; give all layers one"
-        )
-    theta = read_number({"rope_theta": 10000.0} | dict(raw) | rope, "rope_theta", 10000.0)
-    kind = rope.get("rope_type", "default")
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ConfigError(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; supported: 1")
-    if unknown := sorted(set(rope) - ROPE_FIELDS):
-        warnings.warn(f"{source}: unknown rope fields are ignored: {', '.join(unknown)}", stacklevel=5)
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling(kind, read_number(rope, "factor"))
-    low, high = read_number(rope, "low_freq_factor"), read_number(rope, "high_freq_factor")
-    if high <= low:
-        raise ConfigError(f"rope high_freq_factor {high} must be greater than low_freq_factor {low}")
-    beside = raw if raw.get("original_max_position_embeddings") is not None else rope
-    original = read_integer(beside, "original_max_position_embeddings", context, null=context)
-    return theta, RopeScaling(kind, read_number(rope, "factor"), low, high, original)
-
-
-def _rope_fields(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the rope dict of either layout, with its kind under "rope_type", whichever name the file has for it."""
-    fields = raw.get(key) or {}
-    if not isinstance(fields, dict):
-        raise ConfigError("rope_scaling and rope_parameters must be JSON objects or null")
-    kinds = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
-    if len(kinds) == 2 and kinds[0] != kinds[1]:
-        raise ConfigError(f"{key} has rope_type {kinds[0]!r} and type {kinds[1]!r}; they must be the same")
-    rest = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
-    return rest | ({"rope_type": kinds[0]} if kinds else {})
 
 
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:

@@ -36,10 +36,6 @@ _UNDERSTOOD = set(
     "rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings bos_token_id eos_token_id "
     "quantization_config compression_config".split()  # the last two describe stored weights: load_params.py reads them
 )
-ROPE_FIELDS = set(
-    "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "partial_rotary_factor".split()
-)
 UNDERSTOOD_BY = {
     "LlamaForCausalLM": {"attention_bias", "mlp_bias"},
     "MistralForCausalLM": {"sliding_window"},

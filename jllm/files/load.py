@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, TokenizerError
 from jllm.files.find import count_layers, find_model, stored_tensors
+from jllm.files.gguf.reader import is_gguf
+from jllm.files.gguf.tokenizer import has_tokenizer
 from jllm.files.hf_config import load_config
 from jllm.files.load_params import load_params
 from jllm.files.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +44,7 @@ def load(
     memory: Memory | None = None,
     eos_token_ids: Sequence[int] | None = None,
 ) -> Model:
-    """Loads a Hugging Face directory or Hub id; without a path, the bundled model.
+    """Loads a Hugging Face directory or Hub id, or a GGUF file; without a path, the bundled model.
 
     dtype (a jax dtype or its name) is the dtype of the weights. None means as stored. But a CPU has no 16-bit
     arithmetic, so there None widens 16-bit weights to float32.
@@ -89,7 +91,8 @@ def load_head(path: str | Path = BUNDLED, *, eos_token_ids: Sequence[int] | None
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError:
-        if any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+        files = any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json"))
+        if files or (is_gguf(folder) and has_tokenizer(folder)):
             raise
         tokenizer = None
     if eos_token_ids is not None and tokenizer is not None:

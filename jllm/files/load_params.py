@@ -19,6 +19,8 @@ from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, QuantizationError, counted
 from jllm.files.find import BLOCK, stored_tensors
 from jllm.files.fit import check_weights
+from jllm.files.gguf import weights as gguf
+from jllm.files.gguf.reader import GGUFTensor, is_gguf
 from jllm.files.hf_config import load_quantization
 from jllm.files.importers.kv_scales import scale_names, tensor_factors
 from jllm.files.safetensors_io import DTYPES as STORED_DTYPES
@@ -46,7 +48,7 @@ def load_params(
     scheme: Scheme | None = None,
     free: int | None = None,
 ) -> Params:
-    """Reads a directory's safetensors files into Params of one dtype (None: config.dtype, as stored).
+    """Reads a directory's safetensors files, or a GGUF file, into Params of one dtype (None: config.dtype, as stored).
 
     Every leaf is read, part by part, into one host buffer, put on the device, and dropped before the next. So host
     memory beyond the params stays under the largest leaf. A `scheme` quantizes each weight as soon as it is read, so
@@ -67,18 +69,21 @@ def load_params(
     formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
-    total = sum(tensor.nbytes for tensor in stored.values())
+    total = sum(_loaded_bytes(tensor, quantized, dtype) for tensor in stored.values())
     room = None if free is None else free * ranks_of(config)  # replicated leaves are small
     check_weights(path, config, dtype, scheme, room, total if quantized else None)
-    with _progress_bar(total) as advance:
+    with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
         with _named(path):
             factors = tensor_factors({name: read_as_stored(stored[name], advance) for name in kv_scales}, stored)
 
         def read(spec: LeafSpec) -> np.ndarray:
             host, row = np.empty(spec.shape, dtype), 0
             for name, rows in spec.parts:
-                part = host[row : row + rows]
-                read_tensor(stored[name], part, advance)
+                part, tensor = host[row : row + rows], stored[name]
+                if isinstance(tensor, GGUFTensor):
+                    gguf.read_values(tensor, part, advance)
+                else:
+                    read_tensor(tensor, part, advance)
                 if name in factors:
                     part[...] = part.astype(compute_dtype(dtype)) * factors[name]
                 row += rows
@@ -103,6 +108,13 @@ def load_params(
     return params
 
 
+def _loaded_bytes(tensor: StoredTensor, quantized: Mapping[str, StoredWeight], dtype: np.dtype) -> int:
+    """Counts the bytes that a stored tensor takes on the device. Those of GGUF that are not kept as codes grow."""
+    if not isinstance(tensor, GGUFTensor) or any(tensor.name in weight.tensors for weight in quantized.values()):
+        return tensor.nbytes
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
 def _specs(config: LlamaConfig, *, head: bool) -> Params:
     """Returns param_specs with or without a head. A tied model has a head if it is quantized apart from the
     embedding."""
@@ -113,6 +125,8 @@ def _quantized_weights(
     path: Path, config: LlamaConfig, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredWeight], tuple[str, ...]]:
     """Returns a checkpoint's quantized weights by name, and the names of its scales of K and V."""
+    if is_gguf(path):
+        return gguf.stored_weights(weight_specs(config), stored), ()
     raw = load_quantization(path)
     if raw is None:
         return {}, ()
@@ -136,7 +150,14 @@ def _build(
     factors: Mapping[str, np.float32],
 ) -> QuantizedWeight:
     with _named(path):
-        built = weight.build({name: read_as_stored(stored[name], advance) for name in weight.tensors})
+        found: dict[str, np.ndarray] = {}
+        for name in weight.tensors:
+            tensor = stored[name]
+            if isinstance(tensor, GGUFTensor):
+                found[name] = gguf.read_raw(tensor, advance)
+            else:
+                found[name] = read_as_stored(tensor, advance)
+        built = weight.build(found)
         if any(name in factors for name, _ in spec.parts):
             rows = np.concatenate([np.full(rows, factors.get(name, 1), np.float32) for name, rows in spec.parts])
             built = scale_rows(built, rows, factors.get(f"{spec.modules[0]}.input_scale"))
@@ -195,7 +216,7 @@ def _check_tensors(
             )
         if dtype is not None and found.dtype != dtype:
             raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}, but the {config} says {dtype}")
-        if dtype is None and found.dtype not in STORED_DTYPES:
+        if dtype is None and found.dtype not in STORED_DTYPES and not isinstance(found, GGUFTensor):
             supported = ", ".join(STORED_DTYPES)
             raise CheckpointError(f"{path}: tensor {name} is stored as {found.dtype}; supported are {supported}")
 

@@ -29,12 +29,16 @@ def of_machine() -> dict[str, str]:
 
 
 def of_model(model: str | Path) -> dict[str, str]:
-    """Returns the identity of a directory or Hub id by the content of its files, wherever they lie. Raises
+    """Returns the identity of a directory, Hub id or GGUF file by the content of its files, wherever they lie. Raises
     CheckpointError."""
     from jllm.files import fingerprint
     from jllm.files.find import find_model
+    from jllm.files.gguf.reader import is_gguf, read_gguf
 
     folder = find_model(model)
+    if is_gguf(folder):
+        metadata = digest([json.dumps(read_gguf(folder).metadata, sort_keys=True).encode()])
+        return {"config": metadata, "weights": fingerprint.of_files(folder), "tokenizer": metadata}
     return {
         "config": _of_files(folder, CONFIG),
         "weights": fingerprint.of_files(folder),

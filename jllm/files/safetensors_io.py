@@ -127,7 +127,6 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int],
     read. Raises CheckpointError if the file ends early or a value is out of the new dtype's range.
     """
     stored, flat = DTYPES[tensor.dtype], out.reshape(-1)
-    narrower = ml_dtypes.finfo(out.dtype).maxexp < ml_dtypes.finfo(stored).maxexp
     buffer = np.empty(0 if stored == out.dtype else min(_PIECE // stored.itemsize, flat.size), stored)
     step = max(1, _PIECE // stored.itemsize)
     with tensor.path.open("rb", buffering=0) as file:
@@ -137,14 +136,21 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, progress: Callable[[int],
             source = target if stored == out.dtype else buffer[: target.size]
             _read_exactly(file, source, tensor)
             if source is not target:
-                with np.errstate(over="ignore"):
-                    target[:] = source
-                if narrower and np.isfinite(source).all() and not np.isfinite(target).all():
-                    raise CheckpointError(
-                        f"{tensor.path}: tensor {tensor.name} has values beyond the range of {out.dtype}; "
-                        "load it as bfloat16 or float32"
-                    )
+                cast_into(target, source, tensor)
             progress(source.nbytes)
+
+
+def cast_into(target: np.ndarray, source: np.ndarray, tensor: StoredTensor) -> None:
+    """Writes values of a tensor to an array of another float dtype. Raises CheckpointError for values that are out of
+    its range."""
+    with np.errstate(over="ignore"):
+        target[:] = source.reshape(target.shape)
+    narrower = ml_dtypes.finfo(target.dtype).maxexp < ml_dtypes.finfo(source.dtype).maxexp
+    if narrower and np.isfinite(source).all() and not np.isfinite(target).all():
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name} has values beyond the range of {target.dtype}; "
+            "load it as bfloat16 or float32"
+        )
 
 
 def read_as_stored(tensor: StoredTensor, progress: Callable[[int], object] = lambda n: None) -> np.ndarray:

@@ -90,6 +90,8 @@ def save(
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Returns the files that a tokenizer was loaded from."""
+    if tokenizer.files is not None:
+        return dict(tokenizer.files)
     folder = tokenizer.folder
     found = {} if folder is None else {n: (folder / n).read_bytes() for n in TOKENIZER if (folder / n).is_file()}
     if not found:

@@ -10,6 +10,7 @@ the sentencepiece and tokenizers libraries. The clean-up that transformers may a
 import codecs
 import operator
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from jllm.errors import TokenizerError
 from jllm.files.chat_template import find_chat_template, read_json, render_chat
+from jllm.files.gguf.reader import is_gguf
+from jllm.files.gguf.tokenizer import tokenizer_files
 from jllm.files.messages import Message
 from jllm.files.vocabulary import (
     DECODER,
@@ -91,6 +94,7 @@ class Tokenizer:
     chat_template: str | None
     tool_template: str | None = None  # for chats with tools, if it differs
     folder: Path | None = field(default=None, compare=False)  # folder of its files, which saving a model copies
+    files: Mapping[str, bytes] | None = field(default=None, compare=False)  # its files, if they lie in no folder
 
     @property
     def vocab_size(self) -> int:
@@ -161,7 +165,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face checkpoint directory.
+    """Returns the tokenizer of a Hugging Face checkpoint directory, or of a GGUF file.
 
     It reads tokenizer.json (which wins, as in transformers) or tokenizer.model (SentencePiece). It also reads
     tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.*. A special token without an id
@@ -169,6 +173,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     a file is broken.
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return _of_gguf(directory)
     config = read_json(directory / "tokenizer_config.json")
     named = _read_named(directory, config)
     fast, slow = directory / "tokenizer.json", directory / "tokenizer.model"
@@ -195,6 +201,17 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         tool_template=find_chat_template(directory, config, "tool_use"),
         folder=directory,
     )
+
+
+def _of_gguf(path: Path) -> Tokenizer:
+    files = tokenizer_files(path)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        try:
+            return replace(load_tokenizer(folder), folder=None, files=files)
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from None
 
 
 def _read_named(directory: Path, config: Mapping[str, Any]) -> Named:

@@ -1,5 +1,9 @@
 """Computes rotary position embeddings (Su et al., arXiv 2104.09864): a config's frequencies, and angles of
-positions."""
+positions.
+
+Frequencies never depend on a sequence's length, so a request's tokens do not depend on others. Dynamic NTK and LongRoPE
+choose them by a length. Here that is the longest that the model serves (config.context).
+"""
 
 import math
 
@@ -12,13 +16,25 @@ from jllm.model.shapes import Array, Float, Int32, shaped
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """Returns the radians per position of each of the D/2 rotated pairs, float64, with the config's scaling."""
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float64)
-    freq = config.rope_theta ** (-pairs / config.head_dim)
-    if config.rope_scaling is None:
+    scaling, theta, D = config.rope_scaling, config.rope_theta, config.head_dim
+    if scaling is not None and scaling.kind == "dynamic":
+        theta *= _ntk(scaling, config.context) ** (D / (D - 2))
+    freq = theta ** (-np.arange(0, D, 2, dtype=np.float64) / D)
+    if scaling is None or scaling.kind == "dynamic":
         return freq
-    if config.rope_scaling.kind == "linear":
-        return freq / config.rope_scaling.factor
-    return _llama3(freq, config.rope_scaling)
+    if scaling.kind == "linear":
+        return freq / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(freq, scaling, theta)
+    if scaling.kind == "longrope":
+        longer = config.context > scaling.original_context
+        return freq / np.asarray(scaling.long_factors if longer else scaling.short_factors)
+    return _llama3(freq, scaling)
+
+
+def _ntk(s: RopeScaling, context: int) -> float:
+    """Returns the factor by which the base grows for a length, before the exponent that keeps the fastest pair."""
+    return s.factor * max(context, s.original_context) / s.original_context - (s.factor - 1)
 
 
 def _llama3(freq: np.ndarray, s: RopeScaling) -> np.ndarray:
@@ -30,11 +46,33 @@ def _llama3(freq: np.ndarray, s: RopeScaling) -> np.ndarray:
     return keep * freq + (1 - keep) * freq / s.factor
 
 
+def _yarn(freq: np.ndarray, s: RopeScaling, theta: float) -> np.ndarray:
+    """Returns scaled frequencies: pairs of few turns within the original context are slowed by `factor`, those of many
+    kept, and a linear ramp over pairs lies between (Peng et al., arXiv 2309.00071)."""
+    D = 2 * len(freq)
+
+    def pair(turns: float) -> float:
+        return D * math.log(s.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(s.beta_fast), pair(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
+    if low == high:
+        high += 0.001  # as in transformers: a step needs a width
+    slowed = np.clip((np.arange(len(freq)) - low) / (high - low), 0.0, 1.0)
+    return slowed * freq / s.factor + (1 - slowed) * freq
+
+
 @shaped
 def angles(
     config: LlamaConfig, positions: Int32[Array, " T"], dtype
 ) -> tuple[Float[Array, "T {config.head_dim//2}"], Float[Array, "T {config.head_dim//2}"]]:
-    """Returns cos and sin of the angles at positions, in `dtype` (float32 or float64)."""
+    """Returns cos and sin of the angles at positions, in `dtype` (float32 or float64). Both carry the scaling's
+    attention factor."""
     freq = jnp.asarray(inverse_frequencies(config), dtype)
     angle = positions.astype(dtype)[:, None] * freq[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    if config.rope_scaling is None or config.rope_scaling.attention_factor == 1:
+        return jnp.cos(angle), jnp.sin(angle)
+    factor = jnp.asarray(config.rope_scaling.attention_factor, dtype)
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor

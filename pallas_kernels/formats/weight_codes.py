@@ -30,7 +30,9 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
         scales = storable((high - low) / (15 if fmt.packed else 255), fmt)
         return scales, jnp.round(-low / scales) - (8 if fmt.packed else 128)
-    return storable(absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp4": 1, "fp8": _FP8_MAX}[fmt.codes], fmt), None
+    return storable(
+        absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp4": 1, "iq4nl": 113, "fp8": _FP8_MAX}[fmt.codes], fmt
+    ), None
 
 
 def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:

@@ -7,7 +7,7 @@ A weight becomes codes with one scale a row, or one for every `group` values alo
 | int8 | int8 [N, K] | (code - zero) * scale |
 | fp8 | float8_e4m3fn [N, K] | code * scale |
 | int4 | uint8 [N, K/2], two signed codes a byte, in the order of pack4 | (code - zero) * scale |
-| nf4, fp4 | uint8 [N, K/2], likewise two indices | NF4[code] * scale, FP4[code] * scale |
+| nf4, fp4, iq4nl | uint8 [N, K/2], likewise two indices | NF4[code] * scale, likewise FP4 and IQ4NL |
 | e2m1 | uint8 [N, K/2], likewise two codes of block_floats.py | E2M1[code] * scale |
 | e5m2 | float8_e5m2 [N, K] | code * scale |
 
@@ -36,11 +36,13 @@ NF4 = (
 # FP4 of bitsandbytes (functional.py, get_4bit_type): floats of a sign, two bits of exponent and one of mantissa. They
 # are no E2M1: code 1 is a ninety-sixth of what E2M1 has there.
 FP4 = tuple(sign * x / 12 for sign in (1.0, -1.0) for x in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-TABLES = {"nf4": NF4, "fp4": FP4}  # what codes that are indices stand for, in [-1, 1]
+# ggml's kvalues_iq4nl (ggml-common.h): integers, so that a product with a scale of 16 bits is exact in float32.
+IQ4NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLES = {"nf4": NF4, "fp4": FP4, "iq4nl": tuple(map(float, IQ4NL))}  # what codes that are indices stand for
 MULTIPLE = 32  # of N and K as stored
 STORED = {  # dtypes of values, by codes
     "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "fp4": "uint8",
-    "e2m1": "uint8",
+    "iq4nl": "uint8", "e2m1": "uint8",
 }  # fmt: skip
 LLM_INT8 = "llm-int8"
 THRESHOLD = 6.0  # of LLM.int8's outliers, where none is given (arXiv 2208.07339, section 3.2)
@@ -50,7 +52,7 @@ THRESHOLD = 6.0  # of LLM.int8's outliers, where none is given (arXiv 2208.07339
 class WeightFormat:
     """Says how a weight is stored, and how its inputs are quantized before the product."""
 
-    codes: str  # "int8", "fp8", "int4", "nf4", "fp4", "e2m1" or "e5m2"
+    codes: str  # "int8", "fp8", "int4", a key of TABLES, "e2m1" or "e5m2"
     group: int | None = None  # values along K that share a scale; None: a row's
     zero_point: bool = False
     double_quant: bool = False  # scales are stored as int8 themselves
@@ -86,7 +88,7 @@ class WeightFormat:
     @property
     def packed(self) -> bool:
         """Tells whether two codes share a byte."""
-        return self.codes in ("int4", "nf4", "fp4", "e2m1")
+        return self.codes in ("int4", "e2m1", *TABLES)
 
     @property
     def storage_dtype(self) -> jnp.dtype:
@@ -143,8 +145,9 @@ NAMED = {
 
 def parse_weight_format(name: str) -> WeightFormat:
     """Returns the format called `name`. Raises ValueError for others. Names are w8a8, w8a8-tensor, w8a8-act-gN,
-    w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq], fp8, fp8-weight, uint8-zp, llm-int8[-tX], or a kind of
-    block_floats.py[-h][-weight]. N is a multiple of 8 (of 32 for inputs), X a positive threshold."""
+    w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq], iq4nl[-gN][-dq], fp8, fp8-weight, uint8-zp,
+    llm-int8[-tX], or a kind of block_floats.py[-h][-weight]. N is a multiple of 8 (of 32 for inputs), X a positive
+    threshold."""
     if name in NAMED:
         return NAMED[name]
     threshold = re.fullmatch(rf"{LLM_INT8}-t([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", name)
@@ -152,12 +155,13 @@ def parse_weight_format(name: str) -> WeightFormat:
         return replace(NAMED[LLM_INT8], outliers=float(threshold[1]))
     if (of_inputs := re.fullmatch(r"w8a8-act-g([1-9][0-9]*)", name)) and int(of_inputs[1]) % MULTIPLE == 0:
         return replace(NAMED["w8a8"], row_group=int(of_inputs[1]))
-    match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4)-g([1-9][0-9]*)(-zp|-dq)?", name)
-    suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), "nf4": (None, "-dq"), "fp4": (None, "-dq")}
+    match = re.fullmatch(r"(w8a16|w4a16|nf4|fp4|iq4nl)-g([1-9][0-9]*)(-zp|-dq)?", name)
+    suffixes = {"w8a16": (None, "-zp"), "w4a16": (None, "-zp"), **dict.fromkeys(TABLES, (None, "-dq"))}
     if match is None or int(match[2]) % 8 or match[3] not in suffixes[match[1]]:
         raise ValueError(
             f"unknown weight format {name!r}; formats: {', '.join(NAMED)}, w8a16-gN[-zp], w4a16-gN[-zp], nf4-gN[-dq], "
-            f"fp4-gN[-dq] (N = 8, 16, ..), w8a8-act-gN (N = {MULTIPLE}, {2 * MULTIPLE}, ..), llm-int8-tX (X > 0)"
+            f"fp4-gN[-dq], iq4nl-gN[-dq] (N = 8, 16, ..), w8a8-act-gN (N = {MULTIPLE}, {2 * MULTIPLE}, ..), "
+            "llm-int8-tX (X > 0)"
         )
     codes = {"w8a16": "int8", "w4a16": "int4"}.get(match[1], match[1])
     return WeightFormat(codes, int(match[2]), match[3] == "-zp", match[3] == "-dq")

@@ -50,6 +50,7 @@ CASES = (
     Case((17,), 256, 1280, "nf4", out_dtype="float32"),
     Case((1,), 288, 512, "nf4-dq", "float16"),
     Case((3,), 64, 256, "fp4-g32"),
+    Case((4,), 64, 256, "iq4nl-g32", "float16"),
     Case((64,), 64, 512, "nf4-g128", "float32", bias=True),
     Case((33,), 128, 256, "w8a16"),
     Case((1,), 96, 1024, "w8a8", "float16", residual=True, out_dtype="float32"),

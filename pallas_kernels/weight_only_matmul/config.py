@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_listed
-from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.formats.weight_formats import TABLES, WeightFormat
 from pallas_kernels.hopper.hopper import SMS
 from pallas_kernels.triton.triton_call import check_installed
 
@@ -247,7 +247,7 @@ def triton_config(m: int, k: int, n: int, codes: str) -> TritonConfig:
     """Returns the configuration for M rows of x [M, K] and N results. With up to 64 rows, few columns of the result are
     shared by several programs."""
     config = next(config for most, config in TRITON if m <= most)
-    if m == 1 and codes in ("nf4", "fp4", "e2m1"):  # tables take registers
+    if m == 1 and codes in (*TABLES, "e2m1"):  # tables take registers
         return replace(config, columns=config.columns // 4)
     if m == 1 and codes == "int4" and n >= 2 * PROGRAMS * config.columns:
         return replace(config, columns=2 * config.columns)
@@ -265,7 +265,7 @@ def check_triton(x_dtype: jax.typing.DTypeLike, fmt: WeightFormat) -> None:
     check_installed()
     check_listed(
         ("x of", str(x_dtype), ("bfloat16", "float16")),
-        ("codes", fmt.codes, ("int8", "fp8", "int4", "nf4", "fp4", "e2m1")),
+        ("codes", fmt.codes, ("int8", "fp8", "int4", *TABLES, "e2m1")),
         ("groups of", fmt.group or ROW, (32, 64, 128) if fmt.packed else (ROW, 32, 64, 128)),
         backend="triton",
     )

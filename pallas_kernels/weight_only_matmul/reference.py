@@ -14,6 +14,7 @@ _NORMAL_FLOAT = np.array([
 # OCP Microscaling Formats (MX) v1.0, section 5.3.3: a sign, two bits of exponent with bias 1, one of mantissa.
 _FLOAT_4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])  # bitsandbytes' FP4, of positive codes
 _FLOAT_4 = np.concatenate([_FLOAT_4, -_FLOAT_4])
+_INTEGERS = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # llama.cpp's IQ4_NL
 _E2M1 = np.array([
     (-1.0) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
     for sign in (0, 1) for exponent in range(4) for mantissa in (0, 1)
@@ -24,13 +25,13 @@ def decoded(w: QuantizedWeight) -> np.ndarray:
     """Returns float64 [N, K'], columns as stored."""
     rows = w.shape[0]
     values = np.asarray(w.values)[:rows]
-    if w.format.codes in ("int4", "nf4", "fp4", "e2m1"):
+    if w.format.codes in ("int4", "nf4", "fp4", "e2m1", "iq4nl"):
         words = np.ascontiguousarray(values).view("<u4")  # each 32 columns 8p + 2c + i: nibble 4i + p of word c
         column = np.arange(2 * values.shape[1])
         p, c, i = column % 32 // 8, column % 8 // 2, column % 2
         codes = (words[:, column // 32 * 4 + c] >> (4 * (4 * i + p)).astype(np.uint32)) & 15
         signed = np.where(codes > 7, codes.astype(np.int64) - 16, codes)
-        tables = {"nf4": _NORMAL_FLOAT, "fp4": _FLOAT_4, "e2m1": _E2M1}
+        tables = {"nf4": _NORMAL_FLOAT, "fp4": _FLOAT_4, "e2m1": _E2M1, "iq4nl": np.array(_INTEGERS, np.float64)}
         numbers = tables[w.format.codes][codes] if w.format.codes in tables else signed.astype(np.float64)
     else:
         numbers = values.astype(np.float64)

@@ -1,6 +1,6 @@
 """Make tests/data/parity: tiny random checkpoints and what Hugging Face transformers computes from them.
 
-    pip install torch transformers && python tests/data/make_parity.py
+    pip install torch transformers && python tests/data/make_parity.py [FAMILY ...]
 
 The tests read its results and need neither torch nor transformers. Each parity/<family>/ holds config.json, float32
 safetensors (one file, or shards with their index) and expected.npz with, for prompts i = 0, 1, 2 of different lengths:
@@ -10,21 +10,28 @@ safetensors (one file, or shards with their index) and expected.npz with, for pr
     greedy_i  int32 [GREEDY]            the greedy continuation (no end token)
     gap_i     float32 [GREEDY]          how far the best logit is above the second, at each of its steps
 
+ropes.json beside it has rotary frequencies of many configs, in float64.
+
 Weights are large and everything is random, biases and norm weights too, so that no mistake hides behind a zero or a
 one; seeds are tried until every greedy step is decided by a clear gap.
 """
 
+import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 OUT = Path(__file__).parent / "parity"
 GREEDY = 24
 LENGTHS = (3, 17, 40)
+LENGTHS_OF = {"llama-longrope": (18, 25, 40)}  # up to the original length transformers takes the other frequencies
 CLEAR_GAP = 0.02
 
 LLAMA3 = {
@@ -33,6 +40,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # small enough for the scaling to bite at these lengths
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "type": "longrope",
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.7, 1.9, 2.0],
+    "long_factor": [1.0, 1.5, 2.2, 3.0, 4.1, 5.5, 7.0, 8.0],
 }
 OLDER = {"torch_dtype": "float32"}
 NEWER = {"dtype": "float32"}
@@ -68,20 +82,45 @@ FAMILIES = {
     "llama2": llama(num_key_value_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **NEWER),
     "llama3": llama(rope_theta=500000.0, **OLDER),
     "llama3.1": llama(rope_theta=10000.0, rope_scaling=LLAMA3, **OLDER),
-    "llama3.1-newer": llama(rope_parameters=LLAMA3 | {"rope_theta": 10000.0}, **NEWER),
     "llama3.2": llama(
         rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "factor": 32.0},
         tie_word_embeddings=True,
         head_dim=16,
         **NEWER,
     ),
-    "llama-linear": llama(rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}, **OLDER),
+    "llama-longrope": llama(rope_theta=10000.0, rope_scaling=LONGROPE, head_dim=16, **OLDER),
     "llama-mqa": llama(num_key_value_heads=1, num_hidden_layers=3, **SMALLER, **OLDER),
     "llama-bias": llama(attention_bias=True, mlp_bias=True, **OLDER),
     "mistral": base("Mistral", "mistral", sliding_window=8, rope_theta=10000.0, **OLDER),
     "qwen2": base("Qwen2", "qwen2", rope_theta=1000000.0, rms_norm_eps=1e-6, **OLDER),
     "qwen2-window": base("Qwen2", "qwen2", rope_parameters={"rope_theta": 1e6}, **QWEN_WINDOW, **SMALLER, **NEWER),
     "qwen3": base("Qwen3", "qwen3", head_dim=32, rope_parameters={"rope_theta": 1e6}, intermediate_size=32, **NEWER),
+    "qwen3-yarn": base(
+        "Qwen3", "qwen3", head_dim=16, rope_parameters=YARN | {"rope_theta": 1e4}, intermediate_size=32, **NEWER
+    ),
+}
+ROPES_BASE = {"head_dim": 16, "max_position_embeddings": 128, "torch_dtype": "float32"}
+ROPES = {  # by name: fields beside ROPES_BASE, and the length of the sequence that transformers is shown
+    "default": ({"rope_theta": 5e5}, 128),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
+    "llama3": ({"rope_scaling": LLAMA3}, 128),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.5}}, 320),
+    "dynamic-newer": ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}}, 512),
+    "yarn": ({"rope_scaling": YARN}, 128),
+    "yarn-newer": ({"rope_parameters": YARN | {"rope_theta": 1e6, "truncate": False}}, 128),
+    "yarn-given": ({"rope_scaling": YARN | {"attention_factor": 0.9, "beta_fast": 8.0, "beta_slow": 2.0}}, 128),
+    "yarn-mscale": ({"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, 128),
+    "yarn-factorless": ({"rope_scaling": YARN | {"factor": None}}, 128),
+    "yarn-step": ({"rope_scaling": YARN | {"beta_fast": 1e3, "beta_slow": 1e3}}, 128),
+    "longrope": ({"rope_scaling": LONGROPE}, 128),
+    "longrope-beside": (
+        {
+            "rope_scaling": {key: LONGROPE[key] for key in ("type", "short_factor", "long_factor")},
+            "original_max_position_embeddings": 32,
+        },
+        128,
+    ),
+    "longrope-short": ({"rope_scaling": LONGROPE | {"original_max_position_embeddings": 128}}, 128),
 }
 SHARDED = ("llama2", "qwen2-window")
 
@@ -114,7 +153,7 @@ def expected(directory: Path, seed: int) -> dict[str, np.ndarray] | None:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     arrays = {}
-    for i, length in enumerate(LENGTHS):
+    for i, length in enumerate(LENGTHS_OF.get(directory.name, LENGTHS)):
         prompt = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
         logits, greedy, gaps = run(model, prompt)
         if gaps.min() < CLEAR_GAP or len(set(greedy.tolist())) < 6:  # nor one that repeats itself at once
@@ -146,9 +185,27 @@ def make(family: str, raw: dict) -> None:
     print(f"{family:16} {size / 1000:6.1f} kB, seed {seed}, least gap {gap:.3f}, logits' deviation {norm:.2f}")
 
 
+def ropes() -> dict[str, dict]:
+    """The frequencies and the attention factor of each of ROPES."""
+    found = {}
+    for name, (fields, length) in ROPES.items():
+        config = transformers.LlamaConfig(**llama(**copy.deepcopy(fields), **ROPES_BASE))  # it writes into its dicts
+        kind = config.rope_parameters["rope_type"]
+        default = LlamaRotaryEmbedding.compute_default_rope_parameters
+        frequencies, factor = (default if kind == "default" else ROPE_INIT_FUNCTIONS[kind])(config, seq_len=length)
+        assert frequencies.dtype == torch.float64
+        found[name] = {"fields": fields, "frequencies": frequencies.tolist(), "attention_factor": factor}
+    return found
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     for family, raw in FAMILIES.items():
-        make(family, raw)
+        if not sys.argv[1:] or family in sys.argv[1:]:
+            make(family, raw)
+    # transformers computes frequencies in float32 by name, which here means float64.
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    (OUT.parent / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")

@@ -103,10 +103,14 @@ def test_a_small_run_leaves_rows(tmp_path, capsys):
     options = ["--contexts", "2", "--sizes", "64", "--recent", "28", "--positions", "128"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_context, "kv_formats", lambda dim: ("bf16",))
+        patch.setattr(long_context, "ROPES", ("linear", "yarn"))
         assert long_context.main([*options, "--windows", "2", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     parts = [row["part"] for row in document["rows"]]
-    assert [parts.count(part) for part in ("needle", "position")] == [2 * 8, 2]
+    assert [parts.count(part) for part in ("needle", "rope", "position")] == [2 * 8, 2, 2]
+    linear, yarn = (row for row in document["rows"] if row["part"] == "rope")
+    assert linear["tokens"] == yarn["tokens"] == 128
+    assert linear["nats"] != yarn["nats"]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,17 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jllm.config import LlamaConfig, RopeScaling
 from jllm.errors import ConfigError
 from jllm.files.hf_config import from_hf, load_config, to_hf
 from jllm.model.param_specs import abstract_params
+from jllm.model.rope import angles, inverse_frequencies
 
+ROPES = json.loads((Path(__file__).parents[1] / "data" / "ropes.json").read_text())
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 PARAMETER_COUNTS = {  # as published, or as the released checkpoints' index files count them
@@ -146,6 +150,41 @@ def test_both_rope_layouts_mean_the_same(older, newer, theta, scaling):
     assert from_hf(to_hf(one)) == one
 
 
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_frequencies_are_those_of_transformers(name):
+    """In float64, at positions within the original context and beyond it (tests/data/make_parity.py)."""
+    case = ROPES[name]
+    config = from_hf(hf(head_dim=16, max_position_embeddings=128, **case["fields"]))
+    assert from_hf(to_hf(config)) == config
+    positions = np.array([0, 1, 15, 16, 31, 32, 127, 128, 319, 4000], np.int32)
+    want = case["attention_factor"] * np.exp(1j * positions[:, None] * np.asarray(case["frequencies"])[None])
+    with jax.enable_x64(True):
+        cos, sin = angles(config, jnp.asarray(positions), jnp.float64)
+    np.testing.assert_allclose(np.asarray(cos) + 1j * np.asarray(sin), want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"type": "linear", "factor": 4.0}, 128),
+        ({"type": "dynamic", "factor": 2.5}, 320),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 128),
+        ({"type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}, 128),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_factor_extends_the_context_where_the_file_states_the_original(fields, context):
+    assert from_hf(hf(head_dim=16, max_position_embeddings=128, rope_scaling=fields)).context == context
+
+
+def test_up_to_its_original_length_a_dynamic_rope_is_plain():
+    dynamic = from_hf(hf(rope_scaling={"type": "dynamic", "factor": 4.0}, max_position_embeddings=64))
+    plain = inverse_frequencies(dataclasses.replace(dynamic, rope_scaling=None))
+    np.testing.assert_array_equal(inverse_frequencies(dataclasses.replace(dynamic, context=64)), plain)
+    assert (inverse_frequencies(dynamic)[1:] < plain[1:]).all()
+
+
 def test_original_context_defaults_to_the_context_and_may_stand_beside_the_rope_dict():
     rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
     plain = from_hf(hf(rope_scaling=rope, max_position_embeddings=77))
@@ -237,9 +276,17 @@ def test_generation_config_overrides_token_ids(tmp_path):
         ({"eos_token_id": "</s>"}, ["eos_token_id = '</s>'"]),
         ({"eos_token_id": [2, -1]}, ["eos_token_id = [2, -1]"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "default, linear, llama3"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "default, linear, llama3"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope", "default, linear, llama3"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, ["ntk", "default, linear, dynamic, llama3, yarn, longrope"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["factor is missing"]),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 1, "beta_slow": 2}}, ["beta_fast 1.0", "beta_slow 2.0"]),
+        ({"rope_scaling": {"type": "yarn", "truncate": 3}}, ["truncate = 3"]),
+        ({"rope_scaling": {"type": "yarn"}, "rope_theta": 1}, ["rope_theta = 1.0", "yarn"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["short_factor is missing"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 7, "long_factor": [1] * 8}},
+            ["longrope has 7 factors", "8 pairs"],
+        ),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 8}}, ["short_factor = 0"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor is missing"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ["factor = 0"]),
@@ -346,7 +393,8 @@ def test_missing_config(tmp_path):
         {"architecture": "MistralForCausalLM", "windows": (8, None, 8)},
         {"architecture": "Qwen2ForCausalLM", "qkv_bias": True, "windows": (8, 16, 8)},
         {"rope_scaling": RopeScaling("linear", 2.0, original_context=7)},
-        {"rope_scaling": RopeScaling("yarn", 2.0)},
+        {"rope_scaling": RopeScaling("yarn", 2.0, low_freq_factor=2.0)},
+        {"rope_scaling": RopeScaling("ntk", 2.0)},
         {"architecture": "Unknown"},
     ],
 )

@@ -26,7 +26,7 @@ CASES = (
     Case((17,), 40, 96, "w4a16-g32-zp", residual=True),
     Case((5,), 40, 256, "w4a16-g128-zp", bias=True, shuffled=True, out_dtype="float32"),
     Case((5,), 40, 1024, "w4a16-g32", bias=True, residual=True),  # shared by two programs
-    Case((3,), 64, 128, "fp4-g32"),
+    Case((3,), 64, 128, "iq4nl-g32"),
     Case((65,), 130, 128, "nf4", "float16", residual=True),
     Case((66,), 40, 256, "w4a16-g128-zp", out_dtype="float32"),
     Case((9,), 33, 50, "uint8-zp", bias=True, out_dtype="float32"),

@@ -20,7 +20,7 @@ take_rows = jax.jit(quantized_weights.take_rows, static_argnums=2)
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
     "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp", "llm-int8", "llm-int8-t4.5",
-    "llm-int8-t1e-07",
+    "llm-int8-t1e-07", "iq4nl", "iq4nl-g32-dq",
 )  # fmt: skip
 ENCODED = (  # one of those whose codes and scales are made alike
     "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp4", "fp8",
@@ -129,7 +129,8 @@ def test_float64_and_bfloat16(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_codes_of_tables_are_the_nearest(name):
-    x = jnp.asarray(np.linspace(-1, 1, 2048, dtype=np.float32).reshape(32, 64)).at[:, 0].set(1.0)
+    top = max(TABLES[name])
+    x = jnp.asarray(np.linspace(-top, top, 2048, dtype=np.float32).reshape(32, 64)).at[:, 0].set(top)  # scales are one
     got = np.asarray(decode(encode(x, parse_weight_format(name))))
     table = np.asarray(TABLES[name])
     nearest = table[np.abs(np.asarray(x)[..., None] - table).argmin(-1)]

@@ -160,6 +160,6 @@ def test_weights_in_other_formats():
             weight_only_matmul(x, w, backend="mosaic")
         assert weight_only_matmul(x, w, backend="hopper").shape == (2, 32)
     with pytest.raises(
-        NotImplementedError, match="no backend reads codes 'int2'; codes: int8, fp8, e5m2, int4, nf4, fp4, e2m1"
+        NotImplementedError, match="no backend reads codes 'int2'; codes: int8, fp8, e5m2, int4, nf4, fp4, iq4nl, e2m1"
     ):
         weight_only_matmul(x, replace(int8, format=WeightFormat("int2")))

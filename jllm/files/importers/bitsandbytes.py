@@ -134,7 +134,7 @@ def from_config(raw: Mapping[str, Any]) -> FourBitLayout | Int8Layout:
         if type(threshold) not in (int, float) or not 0 <= threshold < math.inf:
             raise refuse(raw, "llm_int8_threshold", "a number, 0 or more")
         return Int8Layout(skip, float(threshold) or None)
-    codes = read_choice(raw, "bnb_4bit_quant_type", "fp4", tuple(TABLES))
+    codes = read_choice(raw, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
     storage = _STORAGE[read_choice(raw, "bnb_4bit_quant_storage", "uint8", tuple(_STORAGE))]
     return FourBitLayout(codes, read_flag(raw, "bnb_4bit_use_double_quant", False), storage, skip)
 
