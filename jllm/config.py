@@ -41,6 +41,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Describes the Mixture of Experts of a model. Raises ConfigError for more chosen experts than there are."""
+
+    count: int  # X
+    chosen: int  # k, of each token
+    ffn: int  # F of one expert
+    normalize: bool = True  # the shares of a token's experts are divided by their sum
+    layers: tuple[bool, ...] = ()  # whether each layer has experts; () means all have
+
+    def __post_init__(self) -> None:
+        for name, most in (("count", MOST_SIZE), ("ffn", MOST_SIZE), ("chosen", self.count)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"experts.{name} is {getattr(self, name)}, but must be at least 1 and at most {most}")
+        if all(self.layers):  # one form of "all layers", so that equal models compare equal
+            object.__setattr__(self, "layers", ())
+
+
+@dataclass(frozen=True)
 class LlamaConfig:
     """Holds the sizes and switches of one model. The README's table explains the letters of axes.
 
@@ -65,6 +83,7 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None  # None: every layer has one MLP
     dtype: str = "bfloat16"  # of the checkpoint
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -97,6 +116,11 @@ class LlamaConfig:
             raise ConfigError(
                 f"{len(self.windows)} sliding windows for {self.num_layers} layers; give one for each layer"
             )
+        if self.experts is not None:
+            if self.experts.layers and len(self.experts.layers) != self.num_layers:
+                raise ConfigError(f"experts.layers has {len(self.experts.layers)} entries for {self.num_layers} layers")
+            if self.activation_parts > 1:
+                raise ConfigError("activation_parts are for models without experts")
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
             raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
         if not any(self.windows):  # one form of "no windows", so that equal models compare equal
@@ -107,9 +131,16 @@ class LlamaConfig:
         all keys up to i are visible."""
         return self.windows[layer] if self.windows else None
 
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has a Mixture of Experts in place of its MLP."""
+        return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
+
     def one_layer(self, layer: int) -> "LlamaConfig":
         """Returns the config of a model that has this layer alone."""
-        return replace(self, num_layers=1, windows=self.windows[layer : layer + 1])
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=()) if self.has_experts(layer) else None
+        return replace(self, num_layers=1, windows=self.windows[layer : layer + 1], experts=experts)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -121,7 +152,7 @@ class LlamaConfig:
             "kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "ffn": self.intermediate_size,
-        }
+        } | ({} if self.experts is None else {"experts": self.experts.count, "expert_ffn": self.experts.ffn})
 
     @staticmethod
     def from_hf(*_: Any, **__: Any) -> NoReturn:

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.config import LlamaConfig
+from jllm.config import Experts, LlamaConfig
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.model import Model
+from jllm.model.param_specs import init_params
 from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params
 from jllm.step.buckets import Bucket
 
@@ -61,6 +62,16 @@ def tiny_model(dtype="float32", seed: int = 0, tokenizer=None, **changes) -> Mod
     layers = tuple(layer() for _ in range(c.num_layers))
     head = None if c.tie_embeddings else normal(V, E, scale=0.4)
     return Model(c, Params(normal(V, E, scale=1.0), layers, normal(E, mean=1.0), head), tokenizer)
+
+
+EXPERTS = Experts(count=5, chosen=2, ffn=32, normalize=True, layers=(False, True))
+
+
+def experts_model(dtype: str = "float32", experts: Experts = EXPERTS) -> Model:
+    """A dense layer and one of experts, with random weights that are scaled such that each block matters."""
+    config = replace(CONFIG, dtype=dtype, intermediate_size=64, experts=experts)
+    params = init_params(config, jax.random.key(0))
+    return Model(config, jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else leaf * 10, params))
 
 
 def with_fields(layer: LayerParams, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None):

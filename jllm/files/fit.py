@@ -36,6 +36,8 @@ def step_bytes(config: LlamaConfig, dtype: DTypeLike, bucket: Bucket) -> int:
     """
     E, F, D, size = config.hidden_size, config.intermediate_size, config.head_dim, jnp.dtype(dtype).itemsize
     qkv = (config.num_heads + 2 * config.num_kv_heads) * D
+    if config.experts is not None:  # each row is there once for each of its experts
+        F = max(F, config.experts.chosen * (config.experts.ffn + E))
     widest = max(3 * F, 2 * qkv + config.num_heads * D)
     logits = 3 * (bucket.decodes * bucket.rows + bucket.chunks) * config.vocab_size * max(4, size)
     return bucket.size * (2 * E + widest) * size + logits

@@ -9,6 +9,7 @@ from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig
 from jllm.errors import ConfigError
 from jllm.files.gguf.config import raw_config
 from jllm.files.gguf.reader import is_gguf
+from jllm.files.hf_experts import experts_to_hf, read_experts
 from jllm.files.hf_fields import (
     FAMILIES,
     UNDERSTOOD_BY,
@@ -127,7 +128,8 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         qkv_bias=True if architecture == "Qwen2ForCausalLM" else attention_bias,
         o_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
         mlp_bias=read_boolean(raw, "mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        experts=read_experts(raw, architecture, layers),
         dtype=dtype,
         bos_id=next(iter(read_token_ids(raw, "bos_token_id", family.bos)), None),
         eos_ids=read_token_ids(raw, "eos_token_id", family.eos),
@@ -164,6 +166,7 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_id,
         "eos_token_id": (config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None),
     }
+    raw |= experts_to_hf(config)
     understood = UNDERSTOOD_BY[config.architecture]
     if "attention_bias" in understood:
         raw["attention_bias"] = config.o_bias
@@ -201,8 +204,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return ()
-    window = read_integer(raw, "sliding_window", 4096, least=1) if raw.get("sliding_window", 4096) is not None else None
-    if architecture == "MistralForCausalLM":
+    usual = None if architecture == "MixtralForCausalLM" else 4096
+    given = raw.get("sliding_window", usual) is not None
+    window = read_integer(raw, "sliding_window", usual, least=1) if given else None
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return (window,) * layers if window is not None else ()
     if not read_boolean(raw, "use_sliding_window"):
         window = None

@@ -26,8 +26,10 @@ class Family:
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", context=2048, bos=1, eos=2),
     "MistralForCausalLM": Family("mistral", context=4096 * 32, bos=1, eos=2, kv_heads=8),
+    "MixtralForCausalLM": Family("mixtral", context=4096 * 32, bos=1, eos=2, kv_heads=8),
     "Qwen2ForCausalLM": Family("qwen2", context=32768, kv_heads=32),
     "Qwen3ForCausalLM": Family("qwen3", context=32768, kv_heads=32, head_dim=128),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", context=32768, kv_heads=4),
 }
 
 _UNDERSTOOD = set(
@@ -39,8 +41,13 @@ _UNDERSTOOD = set(
 UNDERSTOOD_BY = {
     "LlamaForCausalLM": {"attention_bias", "mlp_bias"},
     "MistralForCausalLM": {"sliding_window"},
+    "MixtralForCausalLM": {"sliding_window", "num_local_experts", "num_experts_per_tok"},
     "Qwen2ForCausalLM": {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
     "Qwen3ForCausalLM": {"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
+    "Qwen3MoeForCausalLM": set(
+        "attention_bias sliding_window use_sliding_window max_window_layers layer_types num_experts num_local_experts "
+        "num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split()
+    ),
 }
 
 # Training, bookkeeping, and sampling defaults of old files, which change no forward pass.
@@ -55,7 +62,8 @@ _HARMLESS = set(
     "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
     "begin_suppress_tokens exponential_decay_length_penalty max_sequence_length attn_implementation "
-    "unsloth_fixed unsloth_version initializer_range".split()
+    "unsloth_fixed unsloth_version initializer_range router_aux_loss_coef output_router_logits "
+    "router_jitter_noise".split()
 )
 
 # Fields of this and related architectures that would change the result. Null and these values mean "not used".
@@ -145,7 +153,8 @@ def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None
 
 def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
     """Returns the one layer type of an architecture that has no choice of types."""
-    windowed = architecture == "MistralForCausalLM" and raw.get("sliding_window", 4096) is not None
+    usual = {"MistralForCausalLM": 4096, "MixtralForCausalLM": None}
+    windowed = architecture in usual and raw.get("sliding_window", usual[architecture]) is not None
     return "sliding_attention" if windowed else "full_attention"
 
 

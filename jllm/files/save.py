@@ -15,6 +15,7 @@ from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import CheckpointError, TokenizerError
 from jllm.files.find import BLOCK, INDEX, WEIGHTS, all_or_nothing
 from jllm.files.hf_config import to_hf
+from jllm.files.hf_experts import theirs
 from jllm.files.quantized import arrays, quantization_config
 from jllm.files.run_identity import TOKENIZER
 from jllm.files.safetensors_io import DTYPES as STORED_DTYPES
@@ -149,4 +150,7 @@ def _tensors(spec: LeafSpec, leaf: Any, config: LlamaConfig) -> list[_Tensor]:
         assert spec.weight is not None, "only matrices are quantized"
         return [_Tensor(name, array, 0, array.shape) for name, array in arrays(spec.weight, leaf).items()]
     starts = accumulate((rows for _, rows in spec.parts), initial=0)
-    return [_Tensor(name, leaf, start, spec.part_shape(rows)) for start, (name, rows) in zip(starts, spec.parts)]
+    return [
+        _Tensor(theirs(name, config.architecture), leaf, start, spec.part_shape(rows))
+        for start, (name, rows) in zip(starts, spec.parts)
+    ]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
+from jllm.model import experts as _experts  # noqa: F401  (registers its block)
 from jllm.model.attention import AttentionInputs, attention_block, attention_inputs
 from jllm.model.cache import Cache
 from jllm.model.fused_linear import norm_linear

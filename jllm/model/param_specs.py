@@ -12,7 +12,16 @@ from jax.typing import DTypeLike
 
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError, NoRoomError
-from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params, WeightEntry, entries, layer_prefix
+from jllm.model.params import (
+    AttentionParams,
+    ExpertsParams,
+    LayerParams,
+    MLPParams,
+    Params,
+    WeightEntry,
+    entries,
+    layer_prefix,
+)
 from jllm.parallel.memory import free_memory, gib
 from pallas_kernels.formats.numerics import compute_dtype
 
@@ -56,7 +65,7 @@ def param_specs(config: LlamaConfig) -> Params:
 def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
     """Returns the types of a layer's attention and MLP params. A config class with other layers registers its own
     function."""
-    return AttentionParams, MLPParams
+    return AttentionParams, ExpertsParams if config.has_experts(layer) else MLPParams
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:
@@ -75,7 +84,7 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
     def leaf(entry: WeightEntry) -> LeafSpec | None:
         if entry.switch is not None and not getattr(config, entry.switch):
             return None
-        parts = tuple((prefix + name, size(dimension)) for name, dimension in entry.tensors)
+        parts = tuple((prefix + name, size(dimension)) for name, dimension in entry.tensors(axes))
         mean, std = INITIAL[entry.kind]
         if entry.residual:
             std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs

@@ -32,12 +32,18 @@ class WeightEntry:
     reads: str | None = None  # the tap (jllm.model.taps) that is a linear layer's input
     residual: bool = False  # writes to the residual stream, so it starts smaller
     switch: str | None = None  # the field of LlamaConfig that decides whether a model has this weight
+    over: str | None = None  # an axis: the modules are there once for each of its numbers, which replaces {}
 
-    @property
-    def tensors(self) -> tuple[tuple[str, str], ...]:
+    def modules_of(self, axes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+        """Returns the modules of a model with axes of these sizes."""
+        if self.over is None:
+            return self.modules
+        return tuple((module.format(i), rows) for i in range(axes[self.over]) for module, rows in self.modules)
+
+    def tensors(self, axes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
         """Returns the name of each module's tensor in Hugging Face files, and the tensor's first dimension."""
         suffix = "bias" if self.kind == "bias" else "weight"
-        return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules)
+        return tuple((f"{module}.{suffix}", rows) for module, rows in self.modules_of(axes))
 
 
 def matrix(modules: Mapping[str, str], columns: str, name: str | None = None, **more: Any) -> dict[str, WeightEntry]:
@@ -70,6 +76,9 @@ QKV = {
 OUT = {"self_attn.o_proj": "embed"}
 GATE_UP = {"mlp.gate_proj": "ffn", "mlp.up_proj": "ffn"}
 DOWN = {"mlp.down_proj": "embed"}
+ROUTER = {"mlp.gate": "experts"}
+EXPERT_GATE_UP = {"mlp.experts.{}.gate_proj": "expert_ffn", "mlp.experts.{}.up_proj": "expert_ffn"}
+EXPERT_DOWN = {"mlp.experts.{}.down_proj": "embed"}
 
 
 @jax.tree_util.register_dataclass
@@ -102,12 +111,29 @@ class MLPParams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class ExpertsParams:
+    """Holds the weights of a Mixture of Experts and of the norm before it, for experts.py. Experts lie one after the
+    other in the rows of one matrix: a group of rows and its scales are one expert's."""
+
+    norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]
+    router: Weight = field(metadata=matrix(ROUTER, "embed", reads="mlp_norm"))  # [X, E]
+    # [X 2F, E]: of each expert, gate rows, then up rows
+    gate_up: Weight = field(
+        metadata=matrix(EXPERT_GATE_UP, "embed", "mlp.experts.gate_up_proj", reads="mlp_norm", over="experts")
+    )
+    down: Weight = field(  # [X E, F]
+        metadata=matrix(EXPERT_DOWN, "expert_ffn", "mlp.experts.down_proj", residual=True, over="experts")
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerParams:
     """Holds the weights of one decoder layer. The types of its two parts decide what it computes. Linear weights are
     [out, in]. Merged ones are concatenated along out."""
 
     attention: Any  # AttentionParams, or another type with an attention_block
-    mlp: Any  # MLPParams, or another type with an mlp_block
+    mlp: Any  # MLPParams, ExpertsParams, or another type with an mlp_block
 
 
 @jax.tree_util.register_dataclass
@@ -155,11 +181,18 @@ def matrix_modules(params: Params) -> dict[str, tuple[str, ...]]:
     """Returns the name of every matrix -> the Hugging Face modules that are merged in it. The head is included for tied
     models, too. `params` may have leaves of any type."""
     found = {
-        f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + module for module, _ in entry.modules)
+        f"{layer_prefix(i)}{entry.name}": tuple(layer_prefix(i) + m for m, _ in entry.modules_of(_repeats(layer)))
         for i, layer in enumerate(params.layers)
         for entry in matrix_entries(layer).values()
     }
     return {EMBED: (EMBED,), **found, HEAD: (HEAD,)}
+
+
+def _repeats(layer: LayerParams) -> dict[str, int]:
+    """Returns the sizes of the axes that a layer's modules are repeated over: the rows of the matrix that has them."""
+    over = {entry.over for entry in matrix_entries(layer).values()}
+    rows = {entry.modules[0][1]: name for name, entry in matrix_entries(layer).items() if len(entry.modules) == 1}
+    return {axis: matrices(layer)[rows[axis]].shape[0] for axis in over if axis is not None}
 
 
 def linears(params: Params) -> dict[str, Any]:

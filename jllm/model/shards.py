@@ -129,7 +129,7 @@ def _is_abstract(leaf: object) -> bool:
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
     """Returns the indices of the rows of a weight that a rank has."""
     found, start = [], 0
-    for _, dimension in entry.modules:
+    for _, dimension in entry.modules_of(config.axes):
         axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
         first, count = _span(axis, size, config, rank)
         found.append(start + np.minimum(np.arange(first, first + count), size - 1))

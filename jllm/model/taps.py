@@ -1,9 +1,9 @@
 """Names the values inside a forward pass. Taps return them, and hooks (hooks.py) change them.
 
-A name is one of TOP, or `layers.I.` and one of LAYER. `*` matches anything, as in `layers.*.attention`, except
-attention weights: they are large and must be named. If the reader of a value has quantized activations, the value is
-that before the rounding. Rows are those of the step: R Q rows of short segments, then C prompt tokens. The head's
-values have the rows that the head runs on.
+A name is one of TOP, or `layers.I.` and one of LAYER or EXPERTS. `*` matches anything, as in `layers.*.attention`,
+except the values of NAMED. These must be named: attention weights are large, and only experts have a router. If the
+reader of a value has quantized activations, the value is that before the rounding. Rows are those of the step: R Q rows
+of short segments, then C prompt tokens. The head's values have the rows that the head runs on.
 
 A layer with a tap or an edit inside its blocks runs one operation at a time (Tap.open). In 16 bits it may round
 differently from the fused operations of a step without taps.
@@ -45,6 +45,11 @@ TOP = {
     "logits": "[rows, V]",
 }
 SEAMS = ("input", "middle", "output")  # the names of LAYER outside a layer's two blocks
+EXPERTS = {  # of a Mixture of Experts, after mlp_norm; such a layer has neither gate_up nor silu_mul
+    "router": "[T, X] the experts' scores, before softmax",
+    "routes": "[T, k] i32, the numbers of the experts that compute each token",
+}
+NAMED = ("weights", *EXPERTS)
 NEAR = 4  # names that an error suggests
 
 
@@ -94,13 +99,13 @@ class Tap:
 
 
 def tap_names(num_layers: int) -> list[str]:
-    """Returns every name, in order of computation."""
-    layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in LAYER]
+    """Returns every name, layer by layer."""
+    layers = [f"layers.{i}.{name}" for i in range(num_layers) for name in (*LAYER, *EXPERTS)]
     return ["embedding", *layers, "norm", "logits"]
 
 
 def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Returns the names that patterns match, in order of computation. Raises EvaluationError for a pattern without a
+    """Returns the names that patterns match, layer by layer. Raises EvaluationError for a pattern without a
     match, with similar names."""
     if isinstance(patterns, str):
         raise EvaluationError(f"taps are a list of names, not the string {patterns!r}")
@@ -112,7 +117,8 @@ def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
 
 
 def _means(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) and (pattern.endswith("weights") or not name.endswith("weights"))
+    value = name.rpartition(".")[2]
+    return fnmatchcase(name, pattern) and (value not in NAMED or pattern.endswith(value))
 
 
 def of_layer(names: Sequence[str], layer: int) -> tuple[str, ...]:
@@ -125,7 +131,9 @@ def _unknown(pattern: str, num_layers: int, known: list[str]) -> str:
     parts = pattern.split(".")
     if len(parts) == 3 and parts[0] == "layers" and parts[1].isdecimal() and int(parts[1]) >= num_layers:
         return f"tap {pattern!r}: the model has layers 0 .. {num_layers - 1}"
-    close = get_close_matches(pattern, [*known, *LAYER], NEAR, 0.5)
-    names = dict.fromkeys(f"layers.*.{name}" if name in LAYER else name for name in close)
-    hint = f"near ones: {', '.join(names)}" if names else f"names: {', '.join(TOP)}, layers.I. and {', '.join(LAYER)}"
+    of_layers = [*LAYER, *EXPERTS]
+    close = get_close_matches(pattern, [*known, *of_layers], NEAR, 0.5)
+    names = dict.fromkeys(f"layers.*.{name}" if name in of_layers else name for name in close)
+    every = f"names: {', '.join(TOP)}, layers.I. and {', '.join(of_layers)}"
+    hint = f"near ones: {', '.join(names)}" if names else every
     return f"unknown tap {pattern!r}; {hint}"

@@ -18,7 +18,7 @@ from jllm.parallel.memory import free_memory, is_host
 from pallas_kernels.all_reduce import MeshAxis
 
 AXIS = "model"
-SHARED = ("heads", "kv_heads", "ffn", "vocab")  # the axes of weights that ranks share out
+SHARED = ("heads", "kv_heads", "ffn", "expert_ffn", "vocab")  # the axes of weights that ranks share out
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
@@ -50,7 +50,8 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
             f"activation_parts={config.activation_parts} is for one device: on a mesh each device has one part"
         )
     if mesh.size not in fitting(config):
-        sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate_size} MLP columns"
+        columns = " and ".join(map(str, _widths(config)))
+        sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {columns} MLP columns"
         fits = ", ".join(map(str, fitting(config)))
         devices = counted(mesh.size, "device")
         raise ConfigError(f"{devices} cannot share {sizes} evenly; these numbers of devices can: {fits}")
@@ -59,20 +60,26 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
 
 def fitting(config: LlamaConfig) -> list[int]:
     """Returns the numbers of ranks that share a model evenly. The vocabulary is padded, so any number fits it."""
-    H, K, F = config.num_heads, config.num_kv_heads, config.intermediate_size
-    return [n for n in range(1, H + 1) if H % n == 0 and F % n == 0 and (K % n == 0 or n % K == 0)]
+    H, K, widths = config.num_heads, config.num_kv_heads, _widths(config)
+    return [n for n in range(1, H + 1) if not any(w % n for w in (H, *widths)) and (K % n == 0 or n % K == 0)]
+
+
+def _widths(config: LlamaConfig) -> tuple[int, ...]:
+    """Returns the numbers of columns of a model's MLPs: of the dense ones, and of an expert."""
+    return (config.intermediate_size, *(() if config.experts is None else (config.experts.ffn,)))
 
 
 def rank_config(config: LlamaConfig) -> LlamaConfig:
     """Returns the config of one rank's share of a model on a mesh. Its vocabulary size is the whole model's."""
     if config.mesh is None:
         return config
-    n = config.mesh.size
+    n, experts = config.mesh.size, config.experts
     return replace(
         config,
         num_heads=config.num_heads // n,
         num_kv_heads=max(1, config.num_kv_heads // n),
         intermediate_size=config.intermediate_size // n,
+        experts=None if experts is None else replace(experts, ffn=experts.ffn // n),
         mesh=None,
         axis=mesh_axis(config.mesh),
         kv_copies=max(1, n // config.num_kv_heads),

@@ -140,6 +140,18 @@ def take_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Arra
     return out[:, : w.shape[1]].reshape(*rows.shape, w.shape[1])
 
 
+def take_block(w: QuantizedWeight, index: jax.Array, rows: int) -> QuantizedWeight:
+    """Returns rows index * rows .. (index + 1) * rows of the weight, index i32[] in range. Rows are not padded."""
+
+    def take(x: jax.Array | None, axis: int) -> jax.Array | None:
+        return None if x is None else jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis)
+
+    fmt = replace(w.format, double_quant=False)  # its scales come decoded
+    scales, steps = (group_scales(w), None) if w.format.double_quant else (w.scales, w.scale_steps)
+    block = replace(w, values=take(w.values, 0), zeros=take(w.zeros, -1), scale_steps=take(steps, 0))  # type: ignore[arg-type]
+    return replace(block, scales=take(scales, -1), shape=(rows, w.shape[1]), format=fmt)  # type: ignore[arg-type]
+
+
 def _decode_rows(
     w: QuantizedWeight, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: DTypeLike
 ) -> jax.Array:

@@ -94,6 +94,23 @@ FAMILIES = {
     "mistral": base("Mistral", "mistral", sliding_window=8, rope_theta=10000.0, **OLDER),
     "qwen2": base("Qwen2", "qwen2", rope_theta=1000000.0, rms_norm_eps=1e-6, **OLDER),
     "qwen2-window": base("Qwen2", "qwen2", rope_parameters={"rope_theta": 1e6}, **QWEN_WINDOW, **SMALLER, **NEWER),
+    "mixtral": base(
+        "Mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2, intermediate_size=24, rope_theta=1e6, **OLDER
+    ),
+    "qwen3-moe": base(
+        "Qwen3Moe",
+        "qwen3_moe",
+        head_dim=16,
+        rope_parameters={"rope_theta": 1e6},
+        num_hidden_layers=3,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        **SMALLER,
+        **NEWER,
+    ),
     "qwen3": base("Qwen3", "qwen3", head_dim=32, rope_parameters={"rope_theta": 1e6}, intermediate_size=32, **NEWER),
     "qwen3-yarn": base(
         "Qwen3", "qwen3", head_dim=16, rope_parameters=YARN | {"rope_theta": 1e4}, intermediate_size=32, **NEWER

@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jllm.config import LlamaConfig, RopeScaling
 from jllm.errors import ConfigError
 from jllm.files.hf_config import from_hf, load_config, to_hf
+from jllm.files.load import load
+from jllm.files.save import save
 from jllm.model.param_specs import abstract_params
 from jllm.model.rope import angles, inverse_frequencies
+from tests.parity import PARITY
 
 ROPES = json.loads((Path(__file__).parents[1] / "data" / "ropes.json").read_text())
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,6 +41,7 @@ PARAMETER_COUNTS = {  # as published, or as the released checkpoints' index file
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
     "qwen2-0.5b": 494_032_768,
     "qwen2-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
@@ -47,6 +52,7 @@ PARAMETER_COUNTS = {  # as published, or as the released checkpoints' index file
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 LLAMA3_ROPE = {
@@ -407,3 +413,15 @@ def test_windows_must_fit_the_layers_and_none_has_one_spelling():
     with pytest.raises(ConfigError, match="2 sliding windows for 3 layers"):
         dataclasses.replace(from_hf(hf()), windows=(8, 8))
     assert dataclasses.replace(from_hf(hf()), windows=(None, None, None)) == from_hf(hf())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_come_back_under_the_names_of_their_family(tmp_path, family):
+    model = load(PARITY / family)
+    save(tmp_path, model.params, model.config)
+    before, after = (
+        safetensors.numpy.load_file(folder / "model.safetensors") for folder in (PARITY / family, tmp_path)
+    )
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    assert load_config(tmp_path) == model.config

@@ -35,4 +35,4 @@ def test_greedy_and_logprobs_through_the_engine(family):
 
 def test_every_family_is_there():
     llama = {"llama1", "llama2", "llama3", "llama3.1", "llama3.2", "llama-longrope", "llama-mqa", "llama-bias"}
-    assert set(FAMILIES) >= llama | {"mistral", "qwen2", "qwen2-window", "qwen3", "qwen3-yarn"}
+    assert set(FAMILIES) >= llama | {"mistral", "qwen2", "qwen2-window", "qwen3", "qwen3-yarn", "mixtral", "qwen3-moe"}

@@ -1,0 +1,118 @@
+"""Computes the MLP block of a Mixture of Experts (Shazeer et al., arXiv 1701.06538; Mixtral, arXiv 2401.04088).
+
+A router gives each expert a share of each token. The k experts with the largest shares compute the token, and their
+outputs are added by share. Rows are sorted by expert, so that each expert's weight meets all of its rows at once. The
+sum over a token's experts goes in the order of their numbers, in float32 at least.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.config import Experts, LlamaConfig
+from jllm.model.linear import linear, with_gradient
+from jllm.model.mlp import mlp_block
+from jllm.model.params import ExpertsParams, Weight
+from jllm.model.shapes import Array, Float, Int32, shaped
+from jllm.model.taps import Tap
+from jllm.model.weight_inputs import rounded_inputs, row_codes
+from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.backends import DIFFERENTIABLE, where_faster
+from pallas_kernels.formats.block_floats import KINDS
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode
+from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import fenced
+from pallas_kernels.ragged_matmul import ragged_matmul
+from pallas_kernels.silu_mul_quant import silu_mul_quant
+
+
+@mlp_block.register
+@shaped
+def _(
+    p: ExpertsParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
+) -> Float[Array, "T E"]:
+    experts = config.experts
+    assert experts is not None, "a config whose layers have experts describes them"
+    rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    scores = tap("router", linear(rows, p.router, backend=backend))
+    routes = tap("routes", fenced(backend, partial(choose_experts, experts=experts), scores))
+    shares = fenced(backend, partial(shares_of, experts=experts), scores, routes)
+    added = run_experts(p, rows, routes, shares, backend=backend)
+    if config.axis is not None:
+        return all_reduce(added, config.axis, residual=x, backend=where_faster(backend))
+    return (x.astype(added.dtype) + added).astype(x.dtype)
+
+
+@shaped
+def choose_experts(scores: Float[Array, "T X"], experts: Experts) -> Int32[Array, "T k"]:
+    """Returns the numbers of each token's experts, the best first. Of equal ones the lowest number comes first."""
+    wide = jax.nn.softmax(scores.astype(compute_dtype(scores.dtype)), axis=1)
+    return jax.lax.top_k(wide, experts.chosen)[1].astype(jnp.int32)
+
+
+@shaped
+def shares_of(scores: Float[Array, "T X"], routes: Int32[Array, "T k"], experts: Experts) -> Float[Array, "T k"]:
+    """Returns the share of each chosen expert, in float32 at least. The shares of a token add up to 1 if the model
+    normalizes them."""
+    wide = jax.nn.softmax(scores.astype(compute_dtype(scores.dtype)), axis=1)
+    shares = jnp.take_along_axis(wide, routes, axis=1)
+    return shares / jnp.sum(shares, axis=1, keepdims=True) if experts.normalize else shares
+
+
+@shaped
+def run_experts(
+    p: ExpertsParams,
+    x: Float[Array, "T E"],
+    routes: Int32[Array, "T k"],
+    shares: Float[Array, "T k"],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "T E"]:
+    """Returns the sum of each token's experts by their shares, in the shares' dtype."""
+    (T, k), X = routes.shape, p.router.shape[0]
+    by_number = jnp.argsort(routes, axis=1)
+    routes, shares = (jnp.take_along_axis(each, by_number, axis=1) for each in (routes, shares))
+    flat = routes.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(X, jnp.int32).at[flat].add(1)
+    gate_up = ragged_linear(jnp.take(x, order // k, axis=0), p.gate_up, sizes, backend=backend)
+    hidden = silu_mul_quant(gate_up, backend=where_faster(backend))
+    out = ragged_linear(hidden, p.down, sizes, backend=backend)
+    each = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(T, k, -1)
+
+    def add(each: jax.Array, shares: jax.Array) -> jax.Array:
+        total = jnp.zeros((each.shape[0], each.shape[2]), shares.dtype)
+        for i in range(k):
+            total = total + each[:, i].astype(shares.dtype) * shares[:, i, None]
+        return total
+
+    return fenced(backend, add, each, shares)
+
+
+@shaped
+def ragged_linear(
+    x: Float[Array, "rows inputs"], w: Weight, sizes: Int32[Array, " X"], *, backend: str | None = None
+) -> Float[Array, "rows outputs"]:
+    """Returns the rows of group i times block i of w [X outputs, inputs], in x's dtype. Rows are sorted by group."""
+    if not isinstance(w, QuantizedWeight):
+        return ragged_matmul(x, w, sizes, backend=backend)
+    return with_gradient(partial(_of_codes, backend=backend), _straight_through)(x, w, sizes)
+
+
+def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, backend: str | None) -> jax.Array:
+    how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": None}
+    if w.format.activations in KINDS:
+        x = fenced(backend, partial(rounded_inputs, fmt=w.format, scale=w.input_scale), x)
+    elif w.format.row_codes is not None:
+        codes = fenced(backend, partial(row_codes, **how), x)
+        return ragged_matmul(codes, w, sizes, out_dtype=x.dtype, backend=backend)
+    return ragged_matmul(x, w, sizes, backend=backend)
+
+
+def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array) -> jax.Array:
+    """Computes ragged_linear on decoded values. Rounded activations pass gradients straight through."""
+    x = rounded_inputs(x, w.format, w.input_scale)
+    return ragged_matmul(x, decode(w, x.dtype), sizes, backend=DIFFERENTIABLE)

@@ -1,0 +1,40 @@
+"""Multiplies groups of rows, each by a weight of its own."""
+
+import jax
+from jax.typing import DTypeLike
+
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.checks import check_int32, check_out_dtype
+from pallas_kernels.formats.quantized_rows import QuantizedRows
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.ragged_matmul import xla
+
+
+def ragged_matmul(
+    x: jax.Array | QuantizedRows,
+    w: jax.Array | QuantizedWeight,
+    sizes: jax.Array,
+    *,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Returns [M, N]: the rows of group i of x [M, K] times block i of w [X N, K], transposed.
+
+    x has the rows of group 0 first, then those of group 1, and so on; sizes i32[X] says how many each has. Rows after
+    the last group give zeros, whatever they hold. A quantized w has rows of codes, or of plain values if its format is
+    weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's; QuantizedRows
+    need one). A row's bits depend neither on its group's size nor on other rows. Plain weights have gradients. Raises
+    ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't do.
+    """
+    check_int32(sizes=sizes)
+    values = x.values if isinstance(x, QuantizedRows) else x
+    if sizes.ndim != 1 or values.ndim != 2 or w.shape[0] % sizes.shape[0] or values.shape[1] != w.shape[1]:
+        raise ValueError(f"x {values.shape}, w {w.shape} and sizes {sizes.shape}, expected [M, K], [X N, K] and [X]")
+    if out_dtype is None:
+        if isinstance(x, QuantizedRows):
+            raise ValueError("x is quantized: give out_dtype")
+        out_dtype = x.dtype
+    return choose(BACKENDS, backend).run(x, w, sizes, check_out_dtype(out_dtype))
+
+
+BACKENDS = {"xla": Backend(xla.ragged_matmul)}

@@ -1,0 +1,182 @@
+"""A Mixture of Experts: the formula, its routes as values, its formats, and the engine that serves it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm.analysis.activations import tap
+from jllm.config import Experts
+from jllm.errors import ConfigError, EvaluationError
+from jllm.model.backbone import Packed, packed_logits
+from jllm.model.experts import choose_experts, ragged_linear, run_experts, shares_of
+from jllm.model.mlp import mlp_block
+from jllm.model.model import Model
+from jllm.model.param_specs import param_specs
+from jllm.model.params import ExpertsParams, MLPParams, matrix_modules
+from jllm.model.taps import Tap, tap_names
+from jllm.quant.quantize import quantize, weight_formats
+from pallas_kernels.formats.quantized_weights import decode
+from tests.tiny import CONFIG, EXPERTS, experts_model, full_logits, greedy, one_size, serve
+
+IDS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return experts_model()
+
+
+def by_formula(mlp: ExpertsParams, x: np.ndarray, experts: Experts, eps: float) -> np.ndarray:
+    """The block in numpy and float64, one token and one expert at a time."""
+    X, F, E = experts.count, experts.ffn, x.shape[1]
+    wide = {name: np.asarray(getattr(mlp, name), np.float64) for name in ("norm", "router", "gate_up", "down")}
+    gate_up, down = wide["gate_up"].reshape(X, 2, F, E), wide["down"].reshape(X, E, F)
+    out = x.astype(np.float64)
+    rows = out / np.sqrt((out**2).mean(axis=1, keepdims=True) + eps) * wide["norm"]
+    for t, row in enumerate(rows):
+        likes = np.exp(wide["router"] @ row)
+        likes /= likes.sum()
+        chosen = np.argsort(-likes, kind="stable")[: experts.chosen]
+        total = likes[chosen].sum() if experts.normalize else 1.0
+        for i in chosen:
+            gate, up = gate_up[i] @ row
+            out[t] = out[t] + down[i] @ (gate / (1 + np.exp(-gate)) * up) * likes[i] / total
+    return out
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_block_is_the_formula(normalize):
+    experts = replace(EXPERTS, normalize=normalize)
+    with jax.enable_x64(True):
+        m = experts_model("float64", experts)
+        x = np.random.default_rng(0).normal(size=(40, 32))
+        got = jax.jit(lambda x: mlp_block(m.params.layers[1].mlp, x, config=m.config, backend="xla", tap=Tap(())))(x)
+        want = by_formula(m.params.layers[1].mlp, x, experts, m.config.norm_eps)
+        assert np.linalg.norm(got - want) / np.linalg.norm(want - x) < 1e-12
+
+
+def test_ties_go_to_the_lowest_number_and_one_expert_is_an_mlp():
+    scores = jnp.asarray([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
+    routes = choose_experts(scores, EXPERTS)
+    assert routes.tolist() == [[1, 2], [0, 1]]
+    np.testing.assert_allclose(shares_of(scores, routes, EXPERTS), 0.5, rtol=1e-6)
+    m = experts_model(experts=Experts(count=1, chosen=1, ffn=48))
+    mlp = m.params.layers[1].mlp
+    dense = MLPParams(mlp.norm, mlp.gate_up, None, mlp.down, None)
+    x = jax.random.normal(jax.random.key(1), (7, 32))
+    got, want = (mlp_block(p, x, config=m.config, backend="xla", tap=Tap(())) for p in (mlp, dense))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_table_names_each_expert_and_each_layer_has_its_kind(model):
+    assert [type(layer.mlp) for layer in model.params.layers] == [MLPParams, ExpertsParams]
+    modules = matrix_modules(model.params)["model.layers.1.mlp.experts.down_proj"]
+    assert modules == tuple(f"model.layers.1.mlp.experts.{i}.down_proj" for i in range(5))
+    specs = param_specs(model.config).layers[1].mlp
+    assert [name for name, _ in specs.gate_up.parts[:3]] == [
+        f"model.layers.1.mlp.experts.{name}.weight" for name in ("0.gate_proj", "0.up_proj", "1.gate_proj")
+    ]
+    assert (specs.gate_up.shape, specs.down.shape) == ((5 * 64, 32), (5 * 32, 32))
+    assert model.config.one_layer(0).experts is None
+    assert model.config.one_layer(1).experts == replace(EXPERTS, layers=())
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "fp8"])
+def test_the_engine_serves_what_a_forward_without_a_cache_gives(model, scheme):
+    m = model if scheme is None else replace(model, params=quantize(model.params, scheme))
+    if scheme is not None:
+        names = set(weight_formats(m.params))
+        assert "model.layers.1.mlp.experts.gate_up_proj" in names
+        assert not any("mlp.gate" in name and name.endswith("mlp.gate") for name in names)  # the router stays
+    prompts = [IDS, IDS[:4], IDS[2:]]
+    done = serve(m, prompts, [greedy(8)] * 3, **one_size(3, tokens=12), deterministic=True)
+    for prompt, each in zip(prompts, done, strict=True):
+        logits = full_logits(m, [*prompt, *each.token_ids])
+        best = logits[len(prompt) - 1 : -1]
+        chosen = best[np.arange(8), list(each.token_ids)]
+        assert (best.max(axis=1) - chosen < (1e-4 if scheme is None else 0.2)).all()
+    alone = serve(m, prompts[:1], [greedy(8)], **one_size(3, tokens=12), deterministic=True)
+    assert alone[0].token_ids == done[0].token_ids
+
+
+def test_quantized_experts_are_their_decoded_weights(model):
+    mlp = quantize(model.params, "w4a16-g32").layers[1].mlp
+    plain = replace(mlp, gate_up=decode(mlp.gate_up), down=decode(mlp.down))
+    x = jax.random.normal(jax.random.key(1), (20, 32))
+    scores = x @ mlp.router.T
+    routes = choose_experts(scores, EXPERTS)
+    shares = shares_of(scores, routes, EXPERTS)
+    got, want = (run_experts(p, x, routes, shares, backend="xla") for p in (mlp, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    gradient = jax.grad(lambda x: ragged_linear(x, mlp.down, jnp.asarray([4, 4, 4, 4, 4], jnp.int32)).sum())
+    wanted = jax.grad(lambda x: ragged_linear(x, plain.down, jnp.asarray([4, 4, 4, 4, 4], jnp.int32)).sum())
+    np.testing.assert_allclose(gradient(x), wanted(x), rtol=1e-4, atol=1e-5)
+
+
+def test_routes_are_values(model):
+    """A tap returns them, and an edit replays others: with routes of its own run it changes nothing."""
+    found = tap(model, IDS, ["layers.1.router", "layers.1.routes"])
+    routes = np.asarray(found["layers.1.routes"]).reshape(-1, 2)[: len(IDS)]
+    scores = np.asarray(found["layers.1.router"]).reshape(-1, 5)[: len(IDS)]
+    np.testing.assert_array_equal(routes, np.argsort(-scores, axis=1, kind="stable")[:, :2])
+    batch = Packed(*(jnp.asarray(x, jnp.int32) for x in (IDS, range(len(IDS)), [0] * len(IDS))))
+    plain = packed_logits(model.params, model.config, batch)
+
+    def replayed(kept: np.ndarray) -> np.ndarray:
+        edit = {"layers.1.routes": lambda value, rows: jnp.asarray(kept, jnp.int32)}
+        return packed_logits(model.params, model.config, batch, edit)
+
+    np.testing.assert_array_equal(replayed(routes), plain)
+    np.testing.assert_allclose(replayed(routes[:, ::-1]), plain, rtol=1e-5, atol=1e-5)
+    assert np.abs(replayed((routes + 1) % 5) - plain).max() > 1e-2
+    assert "layers.1.routes" in tap_names(2)
+    with pytest.raises(EvaluationError, match=r"layers\.0\.routes: this kind of layer has no such value"):
+        tap(model, IDS, ["layers.0.routes"])
+
+
+def test_gradients_are_finite_differences():
+    with jax.enable_x64(True):
+        m = experts_model("float64")
+        batch = Packed(*(jnp.asarray(x, jnp.int32) for x in (IDS, range(len(IDS)), [0] * len(IDS))))
+
+        @jax.jit
+        def loss(params):
+            logits = packed_logits(params, m.config, batch)
+            return -jax.nn.log_softmax(logits)[jnp.arange(len(IDS)), jnp.asarray(IDS)].mean()
+
+        gradient = jax.jit(jax.grad(loss))(m.params)
+        rng = np.random.default_rng(1)
+        direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), m.params)
+        slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), gradient, direction)))
+        moved = [jax.tree.map(lambda x, d, h=h: x + h * d, m.params, direction) for h in (1e-6, -1e-6)]
+        assert slope == pytest.approx(float(loss(moved[0]) - loss(moved[1])) / 2e-6, rel=1e-5)
+
+
+FAULTS = {
+    "shares normalized twice": lambda routes, shares: (routes, shares / shares.sum() * 0.5),
+    "experts of another token": lambda routes, shares: (jnp.roll(routes, 1, axis=0), shares),
+    "shares in another order": lambda routes, shares: (routes, shares[:, ::-1]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(model, fault):
+    mlp, x = model.params.layers[1].mlp, np.random.default_rng(0).normal(size=(40, 32)).astype(np.float32)
+    rows = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + model.config.norm_eps)
+    scores = jnp.asarray(rows) @ mlp.router.T
+    routes = choose_experts(scores, EXPERTS)
+    given = FAULTS[fault](routes, shares_of(scores, routes, EXPERTS))
+    got = x + np.asarray(run_experts(mlp, jnp.asarray(rows), *given, backend="xla"))
+    want = by_formula(mlp, x, EXPERTS, model.config.norm_eps)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want - x) > 1e-2
+
+
+def test_what_cannot_be_is_refused():
+    for wrong in ({"chosen": 6}, {"ffn": 0}, {"count": 0}):
+        with pytest.raises(ConfigError, match="must be at least 1 and at most"):
+            replace(EXPERTS, **wrong)
+    with pytest.raises(ConfigError, match="3 entries for 2 layers"):
+        replace(CONFIG, experts=replace(EXPERTS, layers=(True, False, True)))
