@@ -1,6 +1,7 @@
 """Replicas in processes: the tokens are those of one engine, whatever ends a process, and no process outlives them."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -93,10 +94,10 @@ def alone(model):
     return answer
 
 
-def finish(engine, names=()):
-    """The completions by (job, sample), of which each token and letter came once."""
+def finish(engine, names=(), before=()):
+    """The completions by (job, sample), of which each token and letter came once, in `before` or from now on."""
     streamed, texts, ends = {}, {}, {}
-    for event in engine.run():
+    for event in itertools.chain(before, engine.run()):
         key = names.index(event.id) if event.id in names else event.id, event.sample
         streamed[key] = streamed.get(key, ()) + event.token_ids
         texts[key] = texts.get(key, "") + event.text
@@ -136,18 +137,19 @@ def test_engines_in_processes_serve_as_one_does(model, alone):
         assert engine.metrics()["requests"] == 0
         engine.reset_prefix_cache()
 
-        name, other = engine.submit((5, 6, 7), replace(GREEDY, max_new_tokens=30)), engine.submit((8, 9), GREEDY)
+        long = replace(GREEDY, max_new_tokens=90)
+        name, other = engine.submit((5, 6, 7), long), engine.submit((8, 9), long)
         while not any(event.id == name and event.token_ids for event in engine.step()):
             pass
         engine.abort(other)
         late = engine.submit((8, 9), GREEDY, deadline=0.0, priority=-1)
         sample, taken = engine.fork(name), engine.snapshot(name)
-        again = engine.resume(taken, replace(GREEDY, max_new_tokens=33 - len(taken.tokens)))
+        again = engine.resume(taken, replace(GREEDY, max_new_tokens=93 - len(taken.tokens)))
         guided = engine.submit((5, 6, 7), SamplingParams(temperature=0.0, guide=Guide.choice(["yes", "no"])))
         ends, *_ = finish(engine)
-        long = alone([((5, 6, 7), replace(GREEDY, max_new_tokens=30))])[0, 0].token_ids
-        assert ends[name, 0].token_ids == ends[name, sample].token_ids == long
-        assert (*(int(token) for token in taken.tokens[3:]), *ends[again, 0].token_ids) == long
+        tokens = alone([((5, 6, 7), long)])[0, 0].token_ids
+        assert ends[name, 0].token_ids == ends[name, sample].token_ids == tokens
+        assert (*(int(token) for token in taken.tokens[3:]), *ends[again, 0].token_ids) == tokens
         assert [ends[key, 0].finish_reason for key in (other, late, guided)] == ["abort", "deadline", "stop"]
         assert ends[guided, 0].text in ("yes", "no")
         assert [replica.load.tokens for replica in engine._all] == [0, 0]
@@ -200,16 +202,15 @@ def test_engines_in_processes_serve_as_one_does(model, alone):
 def test_a_killed_process_loses_nothing(model, alone):
     """Two requests decode, the second with one token to go. One has its prompt under way or waits for a slot, and two
     are not yet read. The fork ends, the snapshot is refused, and each other token comes once."""
-    long, short = replace(GREEDY, max_new_tokens=40), replace(GREEDY, max_new_tokens=10)
+    long, short = replace(GREEDY, max_new_tokens=90), replace(GREEDY, max_new_tokens=10)
     jobs = [((5, 6, 7), long), ((8, 9), short), (tuple(range(3, 60)), GREEDY), ((40,), GREEDY), ((41, 42), GREEDY)]
     with closing(Replicas(model, 2, make=Slow, **SIZES)) as engine:
         first, other = engine._all
         other.load.tokens += 1 << 20  # all go to the first
         names = [engine.submit(*job) for job in jobs[:2]]
-        streamed = dict.fromkeys(names, ())
-        while len(streamed[names[1]]) < 9:
-            for event in engine.step():
-                streamed[event.id] += event.token_ids
+        before = []
+        while sum(len(event.token_ids) for event in before if event.id == names[1]) < 9:
+            before += engine.step()
         fork = engine.fork(names[0])
         names += [engine.submit(*jobs[2])]
         os.kill(first._process.pid, signal.SIGSTOP)
@@ -222,11 +223,11 @@ def test_a_killed_process_loses_nothing(model, alone):
             with pytest.raises(RequestError, match="begins it again on another"):
                 taken.result(120)
         with pytest.warns(RuntimeWarning, match=r"was killed by signal 9\): each of its [45] requests begins again"):
-            ends, rest, _ = finish(engine)
+            ends, streamed, _ = finish(engine, before=before)
         assert ends.pop((names[0], fork)).finish_reason == "error"
         wanted = alone(jobs)
         for job, name in enumerate(names):
-            assert streamed.get(name, ()) + rest[name, 0] == wanted[job, 0].token_ids == ends[name, 0].token_ids
+            assert streamed[name, 0] == wanted[job, 0].token_ids == ends[name, 0].token_ids
         assert engine.metrics()["replicas_failed"] == 1
         assert first._process.returncode == -signal.SIGKILL, "no zombie"
 
