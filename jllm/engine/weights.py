@@ -30,15 +30,29 @@ class Leaf(NamedTuple):
 
     aval: Any  # its shape and dtype, and whether its type is weak
     sharding: jax.sharding.Sharding
-    layout: Layout | None  # None: any
     committed: bool
+    layout: Layout | None = None  # None: any
+    own_layout: Any = None  # the same in the runtime's words, which are faster to compare
 
     @classmethod
     def of(cls, x: jax.Array) -> "Leaf":
-        return cls(x.aval, x.sharding, x.format.layout, x.committed)  # type: ignore[attr-defined]
+        array: Any = x
+        return cls(array.aval, array.sharding, array.committed, array.format.layout, array._pjrt_layout)
+
+    def is_like(self, x: Any) -> bool:
+        """Returns whether x is such an array already, as the weights of a training loop mostly are."""
+        return (
+            isinstance(x, ArrayImpl)
+            and self.own_layout is not None
+            and not x.is_deleted()
+            and (x.aval, x.committed, x.sharding) == (self.aval, self.committed, self.sharding)
+            and x._pjrt_layout == self.own_layout  # type: ignore[attr-defined]
+        )
 
     def take(self, name: str, x: Any, copy: bool) -> jax.Array:
         """Returns x as this array. Raises WeightsError, with its name, for another shape or dtype."""
+        if not copy and self.is_like(x):
+            return x
         if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
             raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
@@ -144,7 +158,7 @@ def fit_to_round(fit: Fit, params: Params, scheme: str, config: LlamaConfig) -> 
     if got != (fit.tree, [(leaf.aval.shape, leaf.aval.dtype) for leaf in fit.leaves]):
         raise WeightsError(f"quantize={scheme!r} does not give the engine's weights from these: give what made them")
     here = fit.leaves[0]
-    taken = (Leaf(jax.typeof(leaf), here.sharding, None, here.committed) for leaf in jax.tree.leaves(abstract))
+    taken = (Leaf(jax.typeof(leaf), here.sharding, here.committed) for leaf in jax.tree.leaves(abstract))
     return Fit(tree, tuple(taken), _names(jax.tree_util.tree_flatten_with_path(params)[0])), formats
 
 
