@@ -9,7 +9,6 @@ quantized weight is that of the weight from which it was made.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -76,7 +75,7 @@ def token_logprobs(
     *,
     page_size: int = PAGE_SIZE,
     dtype: Any = None,
-    quantize: str | Path | Scheme | None = None,
+    quantize: str | Scheme | None = None,
     kv_cache: KVCache | None = None,
     temperature: float | jax.Array | None = None,
     entropy: bool = False,
@@ -123,7 +122,7 @@ def token_logprobs(
     return (logprobs, entropies) if entropy else logprobs
 
 
-def _formats(params: Params, quantize: str | Path | Scheme, deterministic: bool) -> dict[str, Formats]:
+def _formats(params: Params, quantize: str | Scheme, deterministic: bool) -> dict[str, Formats]:
     """Returns the one format of each weight that the scheme quantizes, and none for others that it names."""
     wanted = formats_by_weight(params, quantize)
     check_shapes(params, wanted)
@@ -265,7 +264,10 @@ def _served(how: Served, params: Params) -> Params:
 
 def _straight(w: Weight, wanted: Formats) -> Weight:
     """Returns the weight in its format, with itself as the original that its gradient goes to."""
-    return replace(encode(jax.lax.stop_gradient(w), wanted[0]), original=w) if wanted else w
+    if not wanted:
+        return w
+    assert not isinstance(w, QuantizedWeight), "_formats refuses such weights"
+    return replace(encode(jax.lax.stop_gradient(w), wanted[0]), original=w)
 
 
 def _cast(how: Served, params: Params) -> Params:

@@ -9,6 +9,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 
 TILE = 4096  # tokens of the vocabulary
 
+Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Kept = tuple[jax.Array, ...]  # what the backward pass needs: the arguments, log-sum-exp [T] and entropies [T]
 
 
@@ -40,7 +41,7 @@ def _forward(
     size, starts = _tiles(w.shape[0])
     temperature = temperature.astype(compute_dtype(x.dtype))
 
-    def tile(carry: Kept, at: tuple[jax.Array, jax.Array]) -> tuple[Kept, None]:
+    def tile(carry: Sums, at: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
         peak, total, moment, chosen = carry  # moment: the sum of exp(logit - peak) * logit
         _, logits, token = _logits(x, w, temperature, *at, size)
         highest = jnp.maximum(peak, logits.max(axis=1))

@@ -33,14 +33,14 @@ CASES = [
 options_of = partial(dict, page_size=8)
 
 
-def drawn(engine, requests=7, seed=0):
+def drawn(engine, mode, requests=7, seed=0):
     """Serves prompts that share beginnings, in a pool that is too small for all. Returns tokens [B, L], lengths, and
-    the drawn tokens' log-probabilities, NaN at other places."""
+    the drawn tokens' log-probabilities of that mode, NaN at other places."""
     rng = np.random.default_rng(seed)
     base = rng.integers(3, 250, 18).tolist()
     prompts = [base[: rng.integers(1, 18)] + rng.integers(3, 250, rng.integers(1, 4)).tolist() for _ in range(requests)]
     asked = [
-        SamplingParams(temperature=1.3, seed=i, max_new_tokens=19 - i, ignore_eos=True, logprobs=0)
+        SamplingParams(seed=i, max_new_tokens=19 - i, ignore_eos=True, logprobs=0, temperature=1.3, logprobs_mode=mode)
         for i in range(requests)
     ]
     ids = [engine.submit(*each) for each in zip(prompts, asked)]
@@ -63,8 +63,9 @@ def test_values_in_a_foreign_training_step_are_the_engines_to_the_bit(dtype, sch
         served = replace(served, params=quantize(served.params, scheme))
     sizes = one_size(4, 8, 12) | {"num_pages": 12, "kv_cache": kv_cache, "deterministic": True}
     engine = Engine(served, **sizes)
-    tokens, lengths, want = drawn(engine)
-    counts, options = engine.metrics(), engine.token_logprobs_options()
+    mode, heat = ("tempered", {"temperature": 1.3}) if dtype == "bfloat16" else ("raw", {})
+    tokens, lengths, want = drawn(engine, mode)
+    counts, options = engine.metrics(), engine.token_logprobs_options() | heat
     engine.close()
     assert counts["preemptions"]
     assert counts["prefix_hits"]
