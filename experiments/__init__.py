@@ -12,7 +12,7 @@ how.
     start-up                    start_up
     claims of others            claims C1 ... C32
     training                    train_small (the bundled model), train_needle, train_heads (KV heads),
-                                train_length_predictor
+                                train_length_predictor, grpo (by rewards)
     all commands for a GPU      measure_all, sanitizer
     the results                 results_page writes RESULTS.md
 
@@ -49,7 +49,8 @@ GONE = {  # removed commands -> their successors
     "experiments.step_tracing": "use experiments.start_up --processes",
     "experiments.train_card": "a model's card is written by hand, as jllm/assets/fairytale/README.md",
 }
-TRAINING = tuple(f"experiments.train_{name}" for name in ("small", "needle", "heads", "drafters", "length_predictor"))
+TRAINED = ("small", "needle", "heads", "drafters", "length_predictor")
+TRAINING = ("experiments.grpo", *(f"experiments.train_{name}" for name in TRAINED))
 refuse_gone(GONE)
 need_gpu(NEED_GPU)
-need_package("optax", TRAINING, how_to_install("learn"))
+need_package("optax", TRAINING, how_to_install("train"))

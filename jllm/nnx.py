@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
+from jllm.errors import how_to_install
 from jllm.model.backbone import packed_logits
 from jllm.model.paged import Packed
 from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params
@@ -15,7 +16,7 @@ from jllm.training.logprobs import token_logprobs
 try:
     from flax import nnx
 except ImportError:
-    raise ImportError("jllm.nnx needs flax: uv pip install -e '.[train]'") from None
+    raise ImportError(f"jllm.nnx needs flax: {how_to_install('train')}") from None
 
 
 class Llama(nnx.Module):

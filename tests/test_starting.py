@@ -161,4 +161,4 @@ def test_no_command_needs_an_extra_for_its_help():
 def test_training_without_optax_says_so_at_once():
     missing = WITHOUT_JAX + "import sys\nsys.modules['optax'] = None\n"
     for name, found in run(missing, [*TRAINING]).items():
-        assert found == (2, f"error: {name} needs optax: {how_to_install('learn')}\n")
+        assert found == (2, f"error: {name} needs optax: {how_to_install('train')}\n")

@@ -13,7 +13,7 @@ else:
             try:
                 import optax as loaded
             except ImportError:
-                raise ConfigError(f"training needs optax: {how_to_install('learn')}") from None
+                raise ConfigError(f"training needs optax: {how_to_install('train')}") from None
             return getattr(loaded, name)
 
     optax = _Later()
