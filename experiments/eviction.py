@@ -46,7 +46,8 @@ def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConf
 
     def shorter(pages: Pages, turns: bool) -> Pages:
         N, K, P, D = pages.values.shape
-        rows = pages.values.reshape(texts, -1, K, P, D).swapaxes(2, 3).reshape(texts, -1, K, D)  # [B, tokens, K, D]
+        held = pages.layers * texts
+        rows = pages.values.reshape(held, -1, K, P, D).swapaxes(2, 3).reshape(held, -1, K, D)  # [L B, tokens, K, D]
         room, rows = rows.shape[1] - len(kept), rows[:, kept]
         if turns:
             cos, sin = angles(unscaled, back, rows.dtype)
@@ -54,7 +55,7 @@ def evict(cache: Cache, texts: int, policy: Policy, gone: int, config: LlamaConf
         rows = jnp.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0)))
         return replace(pages, values=rows.reshape(N, P, K, D).swapaxes(1, 2))
 
-    return tuple(KVPages(shorter(layer.k, True), shorter(layer.v, False)) for layer in cache)
+    return KVPages(shorter(cache.k, True), shorter(cache.v, False))
 
 
 def read(model: Model, ids: np.ndarray, kv: str, policy: Policy | None = None, last: int = 0) -> np.ndarray:

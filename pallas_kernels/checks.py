@@ -122,9 +122,11 @@ def check_window(window: int | None) -> None:
 
 def check_pages(pages: KVPages, num_kv_heads: int | None, head_dim: int) -> None:
     """Raises ValueError unless K and V fit their formats, each other, `num_kv_heads` (None: any) and `head_dim`."""
-    shape = pages.k.values.shape
+    shape, layers = pages.k.values.shape, pages.k.layers
+    if pages.v.layers != layers or shape[0] % layers:
+        raise ValueError(f"{shape[0]} pages are of {layers} layers of K and {pages.v.layers} of V, expected N of each")
     if num_kv_heads is not None and shape[1:2] != (num_kv_heads,):
-        raise ValueError(f"pages.k.values has shape {shape}, expected [N, K, P, D] with K={num_kv_heads}")
+        raise ValueError(f"pages.k.values has shape {shape}, expected [L N, K, P, D] with K={num_kv_heads}")
     for name, part in (("k", pages.k), ("v", pages.v)):
         _check_pool(f"pages.{name}", part, shape[:3], head_dim)
 

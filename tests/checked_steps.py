@@ -79,13 +79,13 @@ def main() -> None:
         jax.eval_shape(lambda params, m=m: packed_logits(params, m.config, Packed(ids, ids, 0 * ids)), m.params)
     pages = jnp.zeros((COPIES, 2), jnp.int32)
     state = init_state(model.config, slots=2, num_pages=4)
-    jax.eval_shape(copy_pages, state.cache, pages)
+    jax.eval_shape(copy_pages, (state.cache,), pages)
 
     x = jnp.zeros((3, 64))
     refused(rms_norm, x, x[0, :5], 1e-5)
     refused(head, model.params, model.config, x[0])
     refused(angles, model.config, x[0], "float32")
-    refused(copy_pages, state.cache, pages[:, 0])
+    refused(copy_pages, (state.cache,), pages[:, 0])
 
 
 if __name__ == "__main__":

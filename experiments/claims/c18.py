@@ -28,6 +28,7 @@ from experiments.claims.unfused import NAMES, Fusions, layers, split
 from jllm.config import LlamaConfig
 from jllm.model.cache import make_cache, parse_kv_cache
 from jllm.model.paged import Chunks, Paged, ShortSegments, no_chunks, no_segments, paged_batch
+from pallas_kernels.formats.kv_pages import KVPages
 
 CASES = (("decode", 64, 1024), ("prefill", 1, 2048))  # phase, sequences, tokens of each
 TOY_CASES = (("decode", 2, 20), ("prefill", 1, 24))
@@ -61,9 +62,8 @@ class Run:
 
     def time(self) -> tuple[float, jax.Array]:
         """Returns the microseconds of a call, after a warm-up, and the last result."""
-        pages = pages_of(self.batch)
-        cache = make_cache(self.config, pages, PAGE, parse_kv_cache(None, self.config, self.x.dtype))
-        out, cache = self.compiled(self.params, self.x, self.batch, cache[: len(self.params)])
+        cache = cache_of(len(self.params), self.x, self.batch, self.config)
+        out, cache = self.compiled(self.params, self.x, self.batch, cache)
         jax.block_until_ready((out, cache))
         start = time.perf_counter()
         for _ in range(CALLS):
@@ -107,9 +107,14 @@ def variant_row(name: str, runs: list[Run], config: LlamaConfig) -> tuple[Row, j
 
 def lower(params: Any, x: jax.Array, batch: Paged, config: LlamaConfig, fusions: Fusions) -> jax.stages.Lowered:
     run = jax.jit(partial(layers, config=config, fusions=fusions), donate_argnums=3)
-    pages = pages_of(batch)
-    cache = jax.eval_shape(lambda: make_cache(config, pages, PAGE, parse_kv_cache(None, config, x.dtype)))
-    return run.lower(params, x, batch, cache[: len(params)])
+    cache = jax.eval_shape(lambda: cache_of(len(params), x, batch, config))
+    return run.lower(params, x, batch, cache)
+
+
+def cache_of(depth: int, x: jax.Array, batch: Paged, config: LlamaConfig) -> KVPages:
+    """Returns an empty cache of `depth` layers."""
+    of_depth = LlamaConfig(**{**vars(config), "num_layers": depth, "windows": ()})
+    return make_cache(of_depth, pages_of(batch), PAGE, parse_kv_cache(None, config, x.dtype))
 
 
 def pages_of(batch: Paged) -> int:

@@ -64,26 +64,24 @@ def layers(
     params: tuple[tuple[LayerParams, Split], ...],
     x: jax.Array,
     batch: Paged,
-    cache: tuple[KVPages, ...],
+    cache: KVPages,
     *,
     config: LlamaConfig,
     fusions: Fusions,
-) -> tuple[jax.Array, tuple[KVPages, ...]]:
+) -> tuple[jax.Array, KVPages]:
     """Runs all layers on x [T, E], which has only decode rows or only chunks. Returns the result and the cache."""
     cos, sin = angles(config, batch.positions, compute_dtype(x.dtype))
     work = _work(x, batch, cache, config) if fusions.attention else None
-    found = []
-    for (merged, apart_weights), pages in zip(params, cache, strict=True):
-        x, pages = _layer(merged, apart_weights, x, cos, sin, batch, pages, work, config, fusions)
-        found.append(pages)
-    return x, tuple(found)
+    for i, (merged, apart_weights) in enumerate(params):
+        x, cache = _layer(merged, apart_weights, x, cos, sin, batch, cache.at_layer(i), work, config, fusions)
+    return x, cache.at_layer(None)
 
 
-def _work(x: jax.Array, batch: Paged, cache: tuple[KVPages, ...], config: LlamaConfig):
+def _work(x: jax.Array, batch: Paged, cache: KVPages, config: LlamaConfig):
     q = jax.ShapeDtypeStruct((x.shape[0], config.num_heads, config.head_dim), x.dtype)
     if batch.decode_lengths.shape[0]:
-        return plan_decode(q, cache[0], batch.decode_lengths)
-    return plan_prefill(q, cache[0], batch.chunk_cu, batch.chunk_lengths, scale=config.head_dim**-0.5)
+        return plan_decode(q, cache, batch.decode_lengths)
+    return plan_prefill(q, cache, batch.chunk_cu, batch.chunk_lengths, scale=config.head_dim**-0.5)
 
 
 def _layer(p, s, x, cos, sin, batch, pages, work, config, fusions):

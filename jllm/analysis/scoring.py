@@ -158,21 +158,21 @@ class Reader:
         """Returns a reader of only these windows, in this order."""
         return self if self.states is None else replace(self, states=tuple(self.states[i] for i in windows))
 
-    def begin(self, sizes: Sizes) -> Cache:
-        """Returns an empty cache, or nothing if the states are recorded."""
+    def begin(self, sizes: Sizes) -> Cache | None:
+        """Returns an empty cache, or None if the states are recorded."""
         if self.states is not None:
-            return ()
+            return None
         c = self.model.config
         formats, dtype = parse_kv_cache(self.kv_cache, c, self.model.params.dtype), self.model.params.dtype
         cache = make_cache(c, sizes.slots * sizes.max_pages, sizes.page_size, formats)
         return with_tails(cache, make_tails(c, formats, dtype, sizes.slots, sizes.page_size))
 
-    def read(self, batch: Paged, chunks: list[Chunk], cache: Cache, backend: str | None) -> tuple[jax.Array, Cache]:
+    def read(
+        self, batch: Paged, chunks: list[Chunk], cache: Cache | None, backend: str | None
+    ) -> tuple[jax.Array, Cache | None]:
         """Returns the hidden states [C, E] of a step's rows, and the cache after it."""
         if self.states is None:
-            x, new = backbone(self.model.params, self.model.config, batch, cache, backend=backend)
-            assert new is not None
-            return x, new
+            return backbone(self.model.params, self.model.config, batch, cache, backend=backend)
         known = np.concatenate([self.states[chunk.window][chunk.begin : chunk.end] for chunk in chunks])
         return jnp.asarray(np.pad(known, ((0, batch.tokens.shape[0] - len(known)), (0, 0)))), cache
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jllm.config import LlamaConfig
 from jllm.engine.model_checks import check_model
@@ -311,7 +310,7 @@ class Device:
         """Sends K and V of `length` tokens in these pages to another engine, after all steps dispatched so far."""
         assert self._state is not None
         arrays = pack_pages(self._state.cache, padded(pages, 0))
-        return DevicePages(length, jax.device_put(arrays, on(to, P(None, *HEADS))))
+        return DevicePages(length, jax.device_put(arrays, on(to, HEADS)))
 
     def warm_up(self, tokens: int, to: Placement | None) -> None:
         """Compiles the functions that move up to `tokens` tokens to an engine at `to`, or from one (None)."""

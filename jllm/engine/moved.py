@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jllm.engine.request import SamplingParams, TokenLogprob
-from jllm.files.snapshot import Snapshot, gather_pages
+from jllm.files.snapshot import Snapshot, gather_pages, scatter_pages
 from jllm.model.backbone import Cache
 
 
@@ -34,8 +33,7 @@ class Begun(NamedTuple):
 @dataclass(frozen=True)
 class DevicePages:
     """K and V of the first `length` tokens of a sequence, in pages that are on their way to a device: what takes the
-    place of a Snapshot between engines whose pages are alike. Layers of one shape and dtype are one array, [layers,
-    pages, ...]: a copy costs the host as much as a large one."""
+    place of a Snapshot between engines whose pages are alike. Arrays are a cache's, of these pages alone."""
 
     length: int
     arrays: tuple[jax.Array, ...]
@@ -63,23 +61,10 @@ class Handover(NamedTuple):
 @jax.jit
 def pack_pages(cache: Cache, page: jax.Array) -> tuple[jax.Array, ...]:
     """Returns these pages of all layers, i32[n]."""
-    leaves = jax.tree.leaves(gather_pages(cache, page))
-    return tuple(jnp.stack([leaves[i] for i in group]) for group in _alike(leaves))
+    return tuple(jax.tree.leaves(gather_pages(cache, page)))
 
 
 @partial(jax.jit, donate_argnums=0)
 def unpack_pages(cache: Cache, page: jax.Array, arrays: tuple[jax.Array, ...]) -> Cache:
     """Returns the cache with what pack_pages took at other pages, i32[n]; a page outside of the cache is dropped."""
-    leaves, tree = jax.tree.flatten(cache)
-    for group, array in zip(_alike(leaves), arrays, strict=True):
-        for i, rows in zip(group, array):
-            leaves[i] = leaves[i].at[page].set(rows, mode="drop")
-    return jax.tree.unflatten(tree, leaves)
-
-
-def _alike(leaves: list[jax.Array]) -> list[list[int]]:
-    """Places of the leaves that differ in their first axis alone."""
-    found: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        found.setdefault((leaf.shape[1:], leaf.dtype), []).append(i)
-    return list(found.values())
+    return scatter_pages(cache, page, jax.tree.unflatten(jax.tree.structure(cache), arrays))

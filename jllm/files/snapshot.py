@@ -44,7 +44,7 @@ class Snapshot:
     """Holds K and V of a sequence's first T tokens, and its L >= T tokens. The newest one has no K and V yet."""
 
     tokens: Any  # i32[L]
-    cache: Cache  # per layer one page of T tokens: values [1, K, T, D], scales [1, K, T * G]
+    cache: Cache  # one page of T tokens for each layer: values [L, K, T, D], scales [L, K, T * G]
     # Fingerprint of the model that made it (fingerprint.of_function). None: unknown, and any model may resume it.
     weights: str | None = field(default=None, metadata={"static": True})
     # The token at which the guided text begins; the guide continues when it is resumed with one. None: it had none.
@@ -53,7 +53,7 @@ class Snapshot:
     @property
     def length(self) -> int:
         """Returns T: the number of tokens whose K and V are in it."""
-        return self.cache[0].k.page_size
+        return self.cache.k.page_size
 
     @property
     def ready(self) -> bool:
@@ -84,7 +84,7 @@ def put(cache: Cache, pages: Sequence[int], snapshot: Snapshot) -> Cache:
     check_fits(snapshot, cache)
     _check_pages(cache, pages, snapshot.length)
     _check_blocks(cache, snapshot.length)
-    size = cache[0].k.page_size
+    size = cache.k.page_size
     count = -(-snapshot.length // size)
     return scatter_pages(cache, jnp.asarray(pages[:count], jnp.int32), split(snapshot, size, count))
 
@@ -120,12 +120,22 @@ def check_guided(snapshot: Snapshot) -> None:
 @jax.jit
 def gather_pages(cache: Cache, page: jax.Array) -> Cache:
     """Returns a cache of these pages alone, i32[n], in this order."""
-    return jax.tree.map(lambda pool: pool[page], cache)
+
+    def found(part: Pages) -> Pages:
+        rows = part.rows_of_all(page).reshape(-1)
+        return jax.tree.map(lambda pool: pool.at[rows].get(mode="clip"), part)
+
+    return replace(cache, k=found(cache.k), v=found(cache.v))
 
 
 def _scatter_pages(cache: Cache, page: jax.Array, rows: Cache) -> Cache:
     """Returns the cache with page i of `rows` at page[i] (i32[n]). A page outside of the cache is dropped."""
-    return jax.tree.map(lambda pool, new: pool.at[page].set(new, mode="drop"), cache, rows)
+
+    def put(part: Pages, new: Pages) -> Pages:
+        at = part.rows_of_all(page).reshape(-1)
+        return jax.tree.map(lambda pool, some: pool.at[at].set(some, mode="drop"), part, new)
+
+    return replace(cache, k=put(cache.k, rows.k), v=put(cache.v, rows.v))
 
 
 scatter_pages = jax.jit(_scatter_pages)
@@ -137,14 +147,16 @@ def join(rows: Cache, tokens: ArrayLike, length: int) -> Snapshot:
 
     def one(pages: Pages) -> Pages:
         values, scales = pages.values, pages.scales
-        count, heads, size, row = values.shape
-        values = values.swapaxes(0, 1).reshape(1, heads, count * size, row)[:, :, :length]
+        (_, heads, size, row), leading = values.shape, (pages.layers, pages.num_pages)
+        values = values.reshape(*leading, *values.shape[1:]).swapaxes(1, 2)
+        values = values.reshape(leading[0], heads, leading[1] * size, row)[:, :, :length]
         if scales is not None:
             numbers = pages.format.numbers(pages.head_dim)
-            scales = scales.swapaxes(0, 1).reshape(1, heads, count * size * numbers)[:, :, : length * numbers]
+            scales = scales.reshape(*leading, *scales.shape[1:]).swapaxes(1, 2)
+            scales = scales.reshape(leading[0], heads, leading[1] * size * numbers)[:, :, : length * numbers]
         return replace(pages, values=values, scales=scales)
 
-    return Snapshot(np.asarray(tokens, np.int32), tuple(KVPages(one(layer.k), one(layer.v)) for layer in rows))
+    return Snapshot(np.asarray(tokens, np.int32), KVPages(one(rows.k), one(rows.v)))
 
 
 def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
@@ -152,37 +164,38 @@ def split(snapshot: Snapshot, page_size: int, count: int) -> Cache:
 
     def many(pages: Pages) -> Pages:
         values, scales = pages.values, pages.scales
-        _, heads, _, row = values.shape
-        values = _padded(values[0], count * page_size).reshape(heads, count, page_size, row).swapaxes(0, 1)
+        layers, heads, _, row = values.shape
+        values = _padded(values, count * page_size).reshape(layers, heads, count, page_size, row)
+        values = values.swapaxes(1, 2).reshape(layers * count, heads, page_size, row)
         if scales is not None:
             flat = page_size * pages.format.numbers(pages.head_dim)
-            scales = _padded(scales[0], count * flat).reshape(heads, count, flat).swapaxes(0, 1)
+            scales = _padded(scales, count * flat).reshape(layers, heads, count, flat)
+            scales = scales.swapaxes(1, 2).reshape(layers * count, heads, flat)
         return replace(pages, values=values, scales=scales)
 
-    return tuple(KVPages(many(layer.k), many(layer.v)) for layer in snapshot.cache)
+    return KVPages(many(snapshot.cache.k), many(snapshot.cache.v))
 
 
 def _padded(x: Any, length: int) -> Any:
-    """Returns x with zeros up to `length` along axis 1."""
+    """Returns x with zeros up to `length` along axis 2."""
     xp = x.__array_namespace__()
-    return xp.concat([x, xp.zeros((x.shape[0], length - x.shape[1], *x.shape[2:]), dtype=x.dtype)], axis=1)
+    return xp.concat([x, xp.zeros((*x.shape[:2], length - x.shape[2], *x.shape[3:]), dtype=x.dtype)], axis=2)
 
 
 def _shape(cache: Cache) -> str:
-    layer = cache[0]
-    heads, dim = layer.k.values.shape[1], layer.k.head_dim
-    return f"{heads} heads of {dim}, k={layer.k.format.name}, v={layer.v.format.name}"
+    heads, dim = cache.k.values.shape[1], cache.k.head_dim
+    return f"{heads} heads of {dim}, k={cache.k.format.name}, v={cache.v.format.name}"
 
 
 def _check_blocks(cache: Cache, length: int) -> None:
-    fmt = cache[0].k.format
+    fmt = cache.k.format
     if isinstance(fmt, Kivi) and length % fmt.residual:
         whole = length - length % fmt.residual
         raise SnapshotError(f"K stored as {fmt.name} leaves its slot in whole blocks: {whole} tokens, not {length}")
 
 
 def _check_pages(cache: Cache, pages: Sequence[int], length: int) -> None:
-    size, count = cache[0].k.page_size, cache[0].k.num_pages
+    size, count = cache.k.page_size, cache.k.num_pages
     if len(pages) * size < length:
         need = counted(-(-length // size), "page")
         raise SnapshotError(f"{counted(length, 'token')} need {need} of {size}, not {len(pages)}")
@@ -226,16 +239,16 @@ def load_snapshot(path: str | Path, formats: Iterable[KVFormat] = ()) -> Snapsho
 def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Returns a snapshot as a file or a message holds it: arrays of dtypes that safetensors have, by name, and
     metadata."""
-    first = snapshot.cache[0]
-    metadata = {"kind": KIND, "k_format": first.k.format.name, "v_format": first.v.format.name}
+    cache = snapshot.cache
+    metadata = {"kind": KIND, "k_format": cache.k.format.name, "v_format": cache.v.format.name}
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
     metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
     arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
-    for i, layer in enumerate(snapshot.cache):
-        for side, pages in (("k", layer.k), ("v", layer.v)):
-            arrays[f"layers.{i}.{side}.values"] = np.asarray(pages.values[0])
-            if pages.scales is not None:
-                arrays[f"layers.{i}.{side}.scales"] = np.asarray(pages.scales[0])
+    for side, pages in (("k", cache.k), ("v", cache.v)):
+        for i, values in enumerate(np.asarray(pages.values)):
+            arrays[f"layers.{i}.{side}.values"] = values
+        for i, scales in enumerate(() if pages.scales is None else np.asarray(pages.scales)):
+            arrays[f"layers.{i}.{side}.scales"] = scales
     return arrays, metadata
 
 
@@ -255,7 +268,7 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
     heads, length = first.shape[:2]
     used = {"tokens"}
 
-    def side(i: int, which: str) -> Pages:
+    def one(i: int, which: str) -> Pages:
         name = f"layers.{i}.{which}"
         values: Any = arrays[f"{name}.values"]  # not a jax.Array, whose dtype depends on JAX's 64-bit mode
         stored = metadata[f"{which}_format"]
@@ -270,9 +283,16 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
             raise ValueError(f"{name}.values is {values.dtype} of shape {list(values.shape)}")
         if scales is not None and (scales.shape, scales.dtype) != ((heads, length * fmt.numbers(dim)), np.float16):
             raise ValueError(f"{name}.scales is {scales.dtype} of shape {list(scales.shape)}")
-        return Pages(values[None], None if scales is None else scales[None], fmt)
+        return Pages(values, scales, fmt)
 
-    layers = tuple(KVPages(side(i, "k"), side(i, "v")) for i in range(count))
+    def side(which: str) -> Pages:
+        every = [one(i, which) for i in range(count)]
+        values: Any = np.stack([each.values for each in every])
+        found: list[Any] = [each.scales for each in every]
+        scales: Any = None if found[0] is None else np.stack(found)
+        return Pages(values, scales, every[0].format, count)
+
+    cache = KVPages(side("k"), side("v"))
     if tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < length:
         raise ValueError(f"tokens is {tokens.dtype} of shape {list(tokens.shape)}, and K and V are of {length}")
     if odd := sorted(arrays.keys() - used):
@@ -280,4 +300,4 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
     guided = int(metadata["guided"]) if "guided" in metadata else None
     if guided is not None and not 0 <= guided <= len(tokens):
         raise ValueError(f"its guide begins at token {guided} of {len(tokens)}")
-    return Snapshot(tokens, layers, metadata.get("weights"), guided)
+    return Snapshot(tokens, cache, metadata.get("weights"), guided)

@@ -59,8 +59,8 @@ def attention_inputs(
     window: int | None,
     backend: str | None,
 ) -> AttentionInputs:
-    """Returns the inputs that all layers of a window share. `dtype` is that of queries, `pages` those of any such
-    layer."""
+    """Returns the inputs that all layers of a window share. `dtype` is that of queries. `pages` are any layer's or all
+    layers'."""
     if pages is None or isinstance(batch, Packed):
         return AttentionInputs(cos, sin, batch)
     R = batch.short_rows

@@ -104,22 +104,20 @@ def run_layers(
         backend = DIFFERENTIABLE
     found: Taps = {}
     cos, sin = fenced(backend, lambda at: angles(config, at, compute_dtype(x.dtype)), batch.positions)
-    rows = (batch, cos, sin, None if cache is None else cache[0], x.dtype)
+    rows = (batch, cos, sin, cache, x.dtype)
     options: dict[str, Any] = {"config": config, "backend": backend}
     windows = dict.fromkeys(config.windows or (None,))
     inputs = {window: attention_inputs(*rows, window=window, **options) for window in windows}
-    pools = []
     for i, layer in enumerate(layers):
         window = config.window(i)
-        pages = None if cache is None else cache[i]
+        pages = None if cache is None else cache.at_layer(i)
         wanted = of_layer(taps, i)
         own = None if edits is None else edits.of_layer(i)
-        x, pages, inside = _layer(layer, x, inputs[window], pages, own, window=window, taps=wanted, **options)
+        x, cache, inside = _layer(layer, x, inputs[window], pages, own, window=window, taps=wanted, **options)
         if missing := [name for name in wanted if name not in inside]:
             raise EvaluationError(f"tap layers.{i}.{missing[0]}: this kind of layer has no such value")
         found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
-        pools.append(pages)
-    return x, None if cache is None else tuple(pools), found
+    return x, None if cache is None else cache.at_layer(None), found
 
 
 @on_mesh({"params": STACKED, "hidden": REPLICATED, "edits": REPLICATED}, REPLICATED)

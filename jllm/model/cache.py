@@ -20,11 +20,11 @@ from jllm.parallel.mesh import stored_kv_heads
 from jllm.parallel.ranks import HEADS
 from pallas_kernels.formats import kv_formats, kv_pages
 from pallas_kernels.formats.kv_formats import Kivi, KVFormat
-from pallas_kernels.formats.kv_pages import KVPages, Tail
+from pallas_kernels.formats.kv_pages import KVPages, Pages, Tail
 from pallas_kernels.formats.kv_tail import allocate_tail
 
-Cache = tuple[KVPages, ...]  # one for each layer
-Tails = tuple[Tail, ...]  # one for each layer
+Cache = KVPages  # of all layers
+Tails = Tail  # of all layers
 
 DTYPE_NAMES = {dtype: name for name, dtype in kv_formats.FLOATS.items()}
 
@@ -112,27 +112,24 @@ def make_tails(
         )
     fmt = KVFormat(jnp.dtype(dtype).name)
     sizes = slots, stored_kv_heads(config), config.head_dim, k.residual + width - 1
-    return _on_devices(lambda: tuple(allocate_tail(*sizes, fmt) for _ in range(config.num_layers)), config)
+    return _on_devices(lambda: allocate_tail(*sizes, fmt, config.num_layers), config)
 
 
 def with_tails(cache: Cache, tails: Tails | None) -> Cache:
     """Returns the cache with its tails, as layers take it."""
-    if tails is None:
-        return cache
-    return tuple(replace(pages, tail=tail) for pages, tail in zip(cache, tails, strict=True))
+    return replace(cache, tail=tails)
 
 
 def without_tails(cache: Cache) -> tuple[Cache, Tails | None]:
     """Returns the cache and its tails apart: the inverse of with_tails."""
-    tails = tuple(pages.tail for pages in cache if pages.tail is not None)
-    return tuple(replace(pages, tail=None) for pages in cache), tails or None
+    return replace(cache, tail=None), cache.tail
 
 
 def make_cache(config: LlamaConfig, num_pages: int, page_size: int, formats: tuple[KVFormat, KVFormat]) -> Cache:
     """Returns an empty cache: N pages of P tokens for each layer. On a mesh each device has the pages of its KV
     heads."""
     sizes = (num_pages, stored_kv_heads(config), page_size, config.head_dim)
-    return _on_devices(lambda: tuple(kv_pages.allocate(*sizes, *formats) for _ in range(config.num_layers)), config)
+    return _on_devices(lambda: kv_pages.allocate(*sizes, *formats, layers=config.num_layers), config)
 
 
 def _on_devices[T](allocate: Callable[[], T], config: LlamaConfig) -> T:
@@ -151,26 +148,30 @@ COPIES = 16  # the most pages that one call of jit_copy_pages copies
 
 
 @shaped
-def copy_pages(cache: Cache, pages: Int32[Array, "n 2"]) -> Cache:
-    """Copies pages within every layer's pool, each from one to another. Reads all pages before it writes any.
+def copy_pages(pools: tuple[Cache, ...], pages: Int32[Array, "n 2"]) -> tuple[Cache, ...]:
+    """Copies pages in every layer of every pool, each from one to another. Reads all pages before it writes any.
 
-    Entries whose target is out of range are dropped. jit_copy_pages donates the cache. The host calls it before a step
+    Entries whose target is out of range are dropped. jit_copy_pages donates the pools. The host calls it before a step
     whose plan has copies, so that steps without copies do not change.
     """
-    source, target = pages[:, 0], pages[:, 1]
 
-    def copy(pool: jax.Array) -> jax.Array:
-        rows = pool.at[source].get(mode="clip")
-        return pool.at[target].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+    def copy(part: Pages) -> Pages:
+        source, target = part.rows_of_all(pages[:, 0]), part.rows_of_all(pages[:, 1])
 
-    return jax.tree.map(copy, cache)
+        def moved(pool: jax.Array) -> jax.Array:
+            rows = pool.at[source].get(mode="clip")
+            return pool.at[target].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+        return jax.tree.map(moved, part)
+
+    return tuple(replace(cache, k=copy(cache.k), v=copy(cache.v)) for cache in pools)
 
 
-jit_copy_pages = partial(jax.jit, donate_argnames="cache")(copy_pages)
+jit_copy_pages = partial(jax.jit, donate_argnames="pools")(copy_pages)
 
 
 def distinct(cache: Cache, config: LlamaConfig) -> Cache:
-    """Returns the cache of a mesh with each KV head once: [N, K, ...]."""
+    """Returns the cache of a mesh with each KV head once: [L N, K, ...]."""
     copies = stored_kv_heads(config) // config.num_kv_heads
     return cache if copies == 1 else jax.tree.map(lambda x: x[:, ::copies], cache)
 

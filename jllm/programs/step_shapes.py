@@ -97,8 +97,8 @@ class StepShapes:
         """Returns the recipe of the function that copies pages."""
         assert self.state is not None
         pages = jax.ShapeDtypeStruct((COPIES, 2), np.int32)
-        pools, own = between_steps.pools(self.state), len(self.state.cache)
-        pools = self._placed(pools, (HEADS,) * own + (REPLICATED,) * (len(pools) - own))
+        pools = between_steps.pools(self.state)
+        pools = self._placed(pools, (HEADS, REPLICATED)[: len(pools)])
         return Recipe(partial(jit_copy_pages.lower, pools, pages), name="copies of pages")
 
     def masking(self, variant: Variant) -> list[Recipe]:

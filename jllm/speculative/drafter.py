@@ -29,7 +29,7 @@ class Drafts:
 
     tokens: jax.Array  # i32[S, Q - 1], for the tree's nodes after the root
     count: jax.Array  # i32[S], the number of valid ones, which come first
-    cache: Cache  # page pools, addressed by the target's page tables; () if it needs none
+    cache: Any  # page pools (Cache), addressed by the target's page tables; () if it needs none
     memory: Any  # a pytree of the drafter
     tree: Tree = field(metadata={"static": True})
 
@@ -54,7 +54,7 @@ class Advance:
     chunk_slot: jax.Array  # i32[B]
     chunks: Chunks  # of the last B of the G sequences
     chunk_hidden: jax.Array  # [C, E], the target's hidden states of the chunks' tokens
-    cache: Cache = ()  # the target's, with all tokens except each sequence's newest one
+    cache: Any = ()  # the target's, with all tokens except each sequence's newest one
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,7 @@ class Proposal:
 
     tokens: jax.Array  # i32[G, Q - 1], for the tree's nodes after the root
     count: jax.Array  # i32[G], the number of valid ones, which come first
-    cache: Cache  # its pools after the step
+    cache: Any  # its pools after the step
     memory: Any  # its memory after the step
     # The target's cache, if the drafter wrote to it: from each sequence's newest token on, where the target writes
     # before it reads. None: unchanged.
@@ -81,7 +81,7 @@ class Drafter(Protocol):
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, Any]:
+    ) -> tuple[Cache | tuple[()], Any]:
         """Returns the drafter's page pools and memory for a target of this config and dtype. Sequences have at most
         max_tokens tokens. Raises ConfigError for a target that the drafter does not fit."""
 

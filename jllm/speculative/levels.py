@@ -83,13 +83,13 @@ def first_pass(
 ) -> tuple[jax.Array, Cache]:
     """Runs segments of `count` rows, and chunks. Returns the hidden states [G, E] of the segments' last rows, and the
     cache. `before` [G W + C, E] has the hidden states of the tokens before these."""
-    pool, (G, width) = cache[0].k, segments.tokens.shape
+    pool, (G, width) = cache.k, segments.tokens.shape
     batch = paged_batch(segments, chunks, num_pages=pool.num_pages, page_size=pool.page_size)
     hidden, cache = forward(batch, before, cache)
     return last_valid(hidden[: G * width].reshape(G, width, -1), count), cache
 
 
-def nothing_drafted(tree: Tree, advance: Advance, cache: Cache) -> Proposal:
+def nothing_drafted(tree: Tree, advance: Advance, cache: Cache | tuple[()]) -> Proposal:
     """Returns a proposal without drafts."""
     G = advance.slot.shape[0]
     return Proposal(jnp.zeros((G, tree.size - 1), jnp.int32), jnp.zeros(G, jnp.int32), cache, None)
@@ -113,7 +113,7 @@ def draft_levels(
     in the order of nodes, but never at `room` or past it. Drafts that need such a node do not count. `logits_of` takes
     hidden states [rows, E].
     """
-    pool, G = cache[0].k, advance.slot.shape[0]
+    pool, G = cache.k, advance.slot.shape[0]
     sizes = {"num_pages": pool.num_pages, "page_size": pool.page_size}
     newest = newest_index(advance)
     space = jnp.where(advance.count > 0, advance.room - newest, 0)  # places from that of the newest token on

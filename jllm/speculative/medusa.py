@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.model.backbone import whole_rows
-from jllm.model.cache import Cache
 from jllm.model.linear import linear
 from jllm.model.params import Params, Weight
 from jllm.speculative.drafter import Advance, Drafts, Proposal
@@ -47,7 +46,7 @@ class Medusa:
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, None]:
+    ) -> tuple[tuple[()], None]:
         """Returns empty pools and no memory. Raises DrafterError for weights of another model's shapes or dtype, and
         for a tree that is too deep."""
         if self.tree.depth > (n := len(self.heads)):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.model.cache import Cache
 from jllm.model.paged import chunk_of_row
 from jllm.model.params import Params
 from jllm.speculative.drafter import Advance, Drafts, Proposal
@@ -43,7 +42,7 @@ class NGram:
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, jax.Array]:
+    ) -> tuple[tuple[()], jax.Array]:
         """Returns no pools, and a memory i32[S, L]. Its column i % L has token i of a slot's sequence."""
         return (), jnp.full((slots, min(self.context, max_tokens)), -1, jnp.int32)
 

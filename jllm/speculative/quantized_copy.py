@@ -34,7 +34,7 @@ class QuantizedCopy:
 
     def init(
         self, config: LlamaConfig, dtype: Any, *, slots: int, num_pages: int, page_size: int, max_tokens: int
-    ) -> tuple[Cache, tuple[()]]:
+    ) -> tuple[tuple[()], tuple[()]]:
         """Returns no pools and no memory. Raises DrafterError for a copy of a model of other shapes, or on other
         devices."""
         devices = math.prod(self.params.norm.shape[:-1])

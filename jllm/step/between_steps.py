@@ -25,9 +25,10 @@ MASKS = (4, 32)  # guided samples that one call puts into the state: few sizes, 
 REMEMBERED = 512  # tokens that one call gives a drafter or hooks
 
 
-def pools(state: State) -> Cache:
+def pools(state: State) -> tuple[Cache, ...]:
     """Returns all pools of pages: the model's, and those of a drafter, which share its page tables."""
-    return state.cache if state.drafts is None else (*state.cache, *state.drafts.cache)
+    own = () if state.drafts is None else state.drafts.cache
+    return (state.cache, own) if own else (state.cache,)
 
 
 def padded(pages: Sequence[int], filler: int) -> np.ndarray:
@@ -37,14 +38,14 @@ def padded(pages: Sequence[int], filler: int) -> np.ndarray:
 
 def copy_pages(state: State, copies: Sequence[tuple[int, int]]) -> State:
     """Copies pages (from, to) in all pools. No page is both a source and a target."""
-    layers = len(state.cache)
     for at in range(0, len(copies), COPIES):
         pages = np.full((COPIES, 2), NOWHERE, np.int32)
         some = copies[at : at + COPIES]
         pages[: len(some)] = some
-        found = jit_copy_pages(pools(state), pages)
-        drafts = None if state.drafts is None else replace(state.drafts, cache=found[layers:])
-        state = replace(state, cache=found[:layers], drafts=drafts)
+        cache, *of_drafts = jit_copy_pages(pools(state), pages)
+        if state.drafts is not None and of_drafts:
+            state = replace(state, drafts=replace(state.drafts, cache=of_drafts[0]))
+        state = replace(state, cache=cache)
     return state
 
 

@@ -61,7 +61,7 @@ def forward(
     slots = _admit(_change_pages(state.slots, batch.deltas), batch)
     if variant.guided:
         state = replace(state, guidance=_unguided(state.guidance, batch.chunk_slot))
-    sizes = state.cache[0].k.num_pages, state.cache[0].k.page_size
+    sizes = state.cache.k.num_pages, state.cache.k.page_size
     paged, rows = lay_out(slots, state.drafts, batch, *sizes, tails=state.tails is not None)
     short, C = paged.short_rows, batch.tokens.shape[0]
     last = short + jnp.clip(paged.chunk_cu[1:] - 1, 0, max(C - 1, 0))

@@ -153,4 +153,5 @@ def _compact(state: State, rows: HeadRows, nodes: jax.Array, count: jax.Array, b
     first = rows.start[:R, None] - 1
     e = jnp.arange(W, dtype=jnp.int32)[None, :]
     source, target = jnp.where(e < count[:R, None], first + nodes, -1), first + e
-    return move_tokens(state.cache, state.slots.pages[rows.slot[:R]], source, target, backend=or_xla(backend))
+    (cache,) = move_tokens((state.cache,), state.slots.pages[rows.slot[:R]], source, target, backend=or_xla(backend))
+    return cache

@@ -67,7 +67,7 @@ class State:
     `user` is a pytree of the caller [S, ...], which hooks read and observe. Here is a model of two layers with K = 2 KV
     heads of D = 64, after init_state(config, slots=3, num_pages=8, page_size=16, max_pages=4) in bf16:
 
-        cache   one KVPages for each of the two layers; its k and v have values bf16[8, 2, 16, 64]
+        cache   one KVPages; its k and v have values bf16[16, 2, 16, 64], the 8 pages of layer 0, then those of layer 1
         slots   token i32[3], length i32[3], done bool[3], pages i32[3, 4]
 
     The other fields are None. A step returns a state of the same shapes.
@@ -193,9 +193,9 @@ def init_drafts(drafter: Drafter, state: State, config: LlamaConfig, dtype: Any)
     KV format."""
     if state.tails is not None and (isinstance(drafter, QuantizedCopy) or not drafter.tree.is_chain):
         what = "in the model's own pages" if drafter.tree.is_chain else "trees"
-        name, others = state.cache[0].k.format.name, "take ngram, a draft model, or Medusa or EAGLE heads, in a chain"
+        name, others = state.cache.k.format.name, "take ngram, a draft model, or Medusa or EAGLE heads, in a chain"
         raise ConfigError(f"{type(drafter).__name__} drafts {what}, which KV format {name} does not support: {others}")
-    (S, M), pool = state.slots.pages.shape, state.cache[0].k
+    (S, M), pool = state.slots.pages.shape, state.cache.k
     sizes = {"slots": S, "num_pages": pool.num_pages, "page_size": pool.page_size, "max_tokens": M * pool.page_size}
     cache, memory = drafter.init(config, dtype, **sizes)
     tree = drafter.tree

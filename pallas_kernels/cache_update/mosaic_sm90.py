@@ -122,7 +122,7 @@ def cache_update(
             unsafe_no_auto_barriers=True,  # nothing is both read and written
         ),
         kernel_name="cache_update",
-    )(*sources, *waves, page, offset, *pools)
+    )(*sources, *waves, page, offset, pages.k.layer_operand, *pools)
     stored = iter([jax.freeze(pool) for pool in pools])
     new = KVPages(*(_join(old, stored) for old in (pages.k, pages.v)))
     return out.reshape(rows, num_heads, head_dim), new
@@ -180,13 +180,14 @@ def _layout(heads: int, part: _Part) -> Any:
 
 
 def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int], tokens: int) -> None:
-    q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, *pools, out = refs
+    q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, layer_ref, *pools, out = refs
     k_pools = 1 + any(span.part.name == "k" and span.part.format.group for span in spans)
     sources = {"q": q, "k": k, "v": v}
     waves = {"q": (q_cos, q_sin), "k": (k_cos, k_sin), "v": ()}
     targets = {"q": [out], "k": pools[:k_pools], "v": pools[k_pools:]}
     block, units = jax.lax.axis_index("block"), jnp.int32(spans[-1].unit + spans[-1].blocks)
     token, unit = jax.lax.div(block, units) * tokens, jax.lax.rem(block, units)
+    first_row = layer_ref[0] * slots[0]  # of the pools
 
     def run(span: _Span) -> None:
         name, layout = span.part.name, _layout(span.heads, span.part)
@@ -202,7 +203,7 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int],
             keep = row < rows
             if name != "q":
                 keep &= (page >= 0) & (page < slots[0]) & (offset >= 0) & (offset < slots[1])
-            at = (row, heads) if name == "q" else (page, heads, offset)
+            at = (row, heads) if name == "q" else (first_row + page, heads, offset)
             values = _rotate(halves, angle, layout) if angle else halves
             if span.part.format.hadamard:
                 values = _turn(values, span.part, span.heads, layout)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.formats.reference_pages import to_numpy, write_row
+from pallas_kernels.formats.reference_pages import of_layer, to_numpy, write_row
 
 
 def cache_update(
@@ -29,16 +29,16 @@ def cache_update(
 
     keys = rotated(keys)
     pages = to_numpy(pages)
-    written = set()
+    own, written = of_layer(pages), set()
     for t, (p, o) in enumerate(zip(map(int, np.asarray(page)), map(int, np.asarray(offset)))):
-        if not 0 <= p < pages.k.num_pages:
+        if not 0 <= p < own.k.num_pages:
             continue
-        if not 0 <= o < pages.k.page_size:
-            raise ValueError(f"row {t} has offset {o}, but pages hold {pages.k.page_size} tokens")
+        if not 0 <= o < own.k.page_size:
+            raise ValueError(f"row {t} has offset {o}, but pages hold {own.k.page_size} tokens")
         if (p, o) in written:
             raise ValueError(f"row {t} writes page {p} offset {o} again")
         written.add((p, o))
         for head in range(keys.shape[1]):
-            write_row(pages.k, p, head, o, keys[t, head])
-            write_row(pages.v, p, head, o, values[t, head])
+            write_row(own.k, p, head, o, keys[t, head])
+            write_row(own.v, p, head, o, values[t, head])
     return rotated(queries), pages

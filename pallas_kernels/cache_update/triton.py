@@ -1,5 +1,6 @@
 """Runs cache_update on Ampere, Ada and Hopper: a program has a few heads of a row, of Q, of K or of V."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -30,10 +31,10 @@ def cache_update(
     pools = [
         pool for part in (pages.k, pages.v) for pool in (part.values, page if part.scales is None else part.scales)
     ]
-    rotated, *new = triton_call.call(made, q, k, v, cos, sin, page, offset, *pools)
+    rotated, *new = triton_call.call(made, q, k, v, cos, sin, page, offset, pages.k.layer_operand, *pools)
 
     def stored(part: Pages, values: jax.Array, scales: jax.Array) -> Pages:
-        return Pages(values, None if part.scales is None else scales, part.format)
+        return replace(part, values=values, scales=None if part.scales is None else scales)
 
     return rotated, KVPages(stored(pages.k, *new[:2]), stored(pages.v, *new[2:]))
 
@@ -46,20 +47,20 @@ def launch(
     first: tuple[int, int, int],
     num_heads: int,
 ) -> Launch:
-    """Returns the launch for arrays or their shapes and dtypes. Arguments are q, k, v, cos, sin, page, offset, then
-    values and scales of K's and V's pool. The outputs take the pools' place. Where there are no scales anything stands
-    for them."""
-    (rows, _, D), (N, K, page, _) = q.shape, pages.k.values.shape
+    """Returns the launch for arrays or their shapes and dtypes. Arguments are q, k, v, cos, sin, page, offset, layer,
+    then values and scales of K's and V's pool. The outputs take the pools' place. Where there are no scales anything
+    stands for them."""
+    (rows, _, D), (K, page) = q.shape, pages.k.values.shape[1:3]
     out, aliases = [jax.ShapeDtypeStruct((rows, num_heads, D), q.dtype)], {}
     for i, pool in enumerate(x for part in (pages.k, pages.v) for x in (part.values, part.scales)):
         if pool is None:  # an output has a pointer, if only to one number that is not written
             out.append(jax.ShapeDtypeStruct((1,), jnp.float16))
         else:
             out.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
-            aliases[7 + i] = 1 + i
+            aliases[8 + i] = 1 + i
     heads = TRITON_VALUES // D
     constants = {
-        "D": D, "H": num_heads, "K": K, "N": N, "PAGE": page, "BLOCK": heads,
+        "D": D, "H": num_heads, "K": K, "N": pages.k.num_pages, "PAGE": page, "BLOCK": heads,
         "Q_BLOCKS": triton.cdiv(num_heads, heads), "K_BLOCKS": triton.cdiv(K, heads),
         "Q_FIRST": first[0], "K_FIRST": first[1], "V_FIRST": first[2],
         "Q_ROW": q.shape[1], "K_ROW": k.shape[1], "V_ROW": v.shape[1],
@@ -72,7 +73,7 @@ def launch(
 
 @triton.jit
 def _update(
-    q, k, v, cos, sin, page, offset, k_before, k_scales_before, v_before, v_scales_before,
+    q, k, v, cos, sin, page, offset, layer, k_before, k_scales_before, v_before, v_scales_before,
     rotated, k_values, k_scales, v_values, v_scales,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr,
@@ -90,6 +91,7 @@ def _update(
         to = tl.load(page + row)
         if (to >= 0) & (to < N):
             head = (block - Q_BLOCKS) % K_BLOCKS * BLOCK + tl.arange(0, BLOCK)
+            to += tl.load(layer) * N
             slot = (to.to(tl.int64) * K + head) * PAGE + tl.load(offset + row)
             if block < Q_BLOCKS + K_BLOCKS:
                 x = _rotated(k + (row * K_ROW + K_FIRST + head) * D, cos, sin, row, head < K, D)

@@ -41,6 +41,7 @@ def copy_item(
     shape: Shape,
     q_ref: Any,
     table_ref: Any,
+    first_row: jax.Array,
     sources: dict[str, Any],
     query_rows: range,
     parts: Parts,
@@ -54,8 +55,8 @@ def copy_item(
     free: Any,
     **targets: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Copies one warp's share of an item as room gets free: its queries (these rows of a segment), keys and values.
-    state: how many tiles and queries came before."""
+    """Copies one warp's share of an item as room gets free: its queries (these rows of a segment), keys and values. The
+    layer's pages begin at first_row of the pools. state: how many tiles and queries came before."""
     tiles, heads = state
     kv_heads = [kv_head_of(shape, item.head + w) for w in range(shape.config.computing)]
     if query_rows:
@@ -63,7 +64,7 @@ def copy_item(
         heads = heads + item.enters.astype(jnp.int32)
     pages_read = page_of(shape, item.low), page_of(shape, item.high - 1)
     first_tile, end_tile = tile_range(item)
-    copies = Copies(shape, sources, targets, full, parts, kv_heads, item, *pages_read)
+    copies = Copies(shape, sources, targets, full, parts, kv_heads, item, *pages_read, first_row)
 
     def copy_tile(j: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         coming = copies.entries(table_ref, j + 1)  # read ahead: it takes as long as a copy
@@ -114,6 +115,7 @@ class Copies:
     item: Item
     first_page: jax.Array  # entries of the page table that the item reads
     last_page: jax.Array
+    first_row: jax.Array  # of the pools, where the layer's pages begin
 
     @property
     def numbers(self) -> list[int]:
@@ -124,9 +126,11 @@ class Copies:
         return self.shape.k if name.startswith("k") else self.shape.v
 
     def entries(self, table_ref: Any, j: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the pages of tile j that this warp copies; where there is none to read, another one."""
+        """Returns the pools' rows of the pages of tile j that this warp copies; where there is none to read, another
+        one."""
         wanted = (page_of(self.shape, j * ROWS + i * self.shape.k.tokens) for i in self.numbers)
-        return tuple(table_ref[self.item.row, jnp.clip(page, self.first_page, self.last_page)] for page in wanted)
+        pages = [table_ref[self.item.row, jnp.clip(page, self.first_page, self.last_page)] for page in wanted]
+        return tuple(self.first_row + jnp.clip(page, 0, self.shape.num_pages - 1) for page in pages)
 
     def place(self, j: jax.Array, part: int) -> tuple[jax.Array, Any]:
         """Returns whether a part of tile j has tokens to read, and where in its page they begin."""
@@ -179,5 +183,6 @@ class Copies:
             source, target = stored.value_slice(self.kv_heads[warpgroup], offset), stored.value_part(part)
         else:
             source, target = stored.scale_slice(self.kv_heads[warpgroup], offset)[0], part
+            page = page - self.first_row if stored.padded else page
         into = self.targets[name].at[slot, warpgroup, target]
         plgpu.copy_gmem_to_smem(self.sources[name].at[page, source], into, self.full.at[slot])

@@ -124,6 +124,7 @@ def shape_of(
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=page_size,
+        num_pages=pages.k.num_pages,
         heads=heads,
         width=width,
         chunks=chunks,
@@ -192,7 +193,7 @@ def _attend(
     sources = {"k": shape.k.rows(pages.k.values), "v": shape.v.rows(pages.v.values)}
     for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
         if pool.scales is not None:
-            sources[name] = stored.scale_rows(pool.scales)
+            sources[name] = stored.scale_rows(pool)
     drafts = {"segments": work.segments, "trees": work.trees}
     drafts = {name: array for name, array in drafts.items() if array is not None}
     return plgpu.kernel(
@@ -218,6 +219,7 @@ def _attend(
         work.first,
         work.items,
         work.slots,
+        pages.k.layer_operand,
         *sources.values(),
         *drafts.values(),
     )
@@ -235,6 +237,7 @@ def _attend_kernel(
     first_ref: Any,
     items_ref: Any,
     slots_ref: Any,
+    layer_ref: Any,
     *refs: Any,
     **scratch: Any,
 ) -> None:
@@ -292,12 +295,12 @@ def _attend_kernel(
     def _copy() -> None:
         @plgpu.warp_map
         def _warps(warp: jax.Array) -> None:
-            copying = parts_by_warp(shape, names)
+            copying, first_row = parts_by_warp(shape, names), layer_ref[0] * shape.num_pages
             for w, parts in enumerate(copying):
 
                 @pl.when(warp == w)
                 def _share(w: int = w, parts: Parts = parts) -> None:
                     query_rows = range(w, shape.width, len(copying))
-                    copy = partial(copy_item, shape, q_ref, table_ref, sources, query_rows, parts)
+                    copy = partial(copy_item, shape, q_ref, table_ref, first_row, sources, query_rows, parts)
                     tiles, queries = for_each_item(partial(copy, **scratch), (jnp.int32(0), jnp.int32(0)))
                     drain_item_rings(tiles, queries, scratch["q_free"], scratch["free"])

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.formats.reference_pages import read_sequence, to_numpy
+from pallas_kernels.formats.reference_pages import of_layer, read_sequence, to_numpy
 
 
 def decode_attention(
@@ -20,7 +20,7 @@ def decode_attention(
     """Returns float64 [R Q, H, D]. Arguments are api.py's, concrete, with the parts of Segments apart. Raises
     ValueError for lengths and pages out of range."""
     queries, tables = np.asarray(q).astype(np.float64), np.asarray(page_table)
-    pages = to_numpy(pages)
+    pages = of_layer(to_numpy(pages))
     width = len(queries) // max(1, len(tables))
     out = np.zeros(queries.shape, np.float64)
     for r, length in enumerate(map(int, np.asarray(lengths))):

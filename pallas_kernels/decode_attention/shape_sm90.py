@@ -29,6 +29,7 @@ class Shape:
     kv_heads: int  # K
     head_dim: int  # D
     page_size: int  # P
+    num_pages: int  # N
     heads: int  # query heads that a warpgroup has at a time: with their KV head, a head of its work
     width: int  # Q, rows of a segment: column i * heads + h of a product is query head h of row i
     chunks: int  # heads of work that share a KV head

@@ -21,7 +21,7 @@ from pallas_kernels.decode_attention.unpack_sm90 import (
     to_float16,
 )
 from pallas_kernels.formats.kv_formats import LARGEST_CODE, KVFormat
-from pallas_kernels.formats.kv_pages import Pages
+from pallas_kernels.formats.kv_pages import Pages, padded_scales
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import swizzled
 
@@ -72,7 +72,7 @@ class Storage:
         return self.by_warps
 
     def rows(self, values: jax.Array) -> jax.Array:
-        """Returns the pool of values [N, K, P, ..] in the rows of which tiles consist, one KV head's after the
+        """Returns the pool of values [L N, K, P, ..] in the rows of which tiles consist, one KV head's after the
         other's."""
         return values.reshape(values.shape[0], -1, self.row)
 
@@ -139,15 +139,22 @@ class Storage:
         """Tells whether the scales of a tile lie one after the other."""
         return self.scales == self.tokens * self.numbers
 
-    def scale_rows(self, scales: jax.Array) -> jax.Array:
-        """Returns the pool of scales [N, K, P * numbers] such that a part's copy is one slice of a page."""
+    @property
+    def padded(self) -> bool:
+        """Tells whether a copy takes more than a page's scales: with one KV head, small pages and one or two groups."""
+        own = self.by_token or self.by_lanes or self.packed
+        return not own and self.kv_heads * self.page_size * self.numbers < _SCALES
+
+    def scale_rows(self, pages: Pages) -> jax.Array:
+        """Returns the pool of scales [L N, K, P * numbers] such that a part's copy is one slice of a page. Padded ones
+        are the layer's alone."""
+        assert pages.scales is not None
+        scales = pages.scales.reshape(pages.scales.shape[0], -1)
         if self.by_token or self.by_lanes:
             return scales.reshape(scales.shape[0], -1, self.numbers)
         if self.packed:
             return scales.reshape(scales.shape[0], -1, _SCALES)
-        rows = scales.reshape(scales.shape[0], -1)
-        missing = _SCALES - rows.shape[1]  # only in toys: one KV head, small pages and one or two groups
-        return rows if missing <= 0 else jnp.pad(rows, ((0, 0), (0, missing)))
+        return padded_scales(pages, _SCALES) if self.padded else scales
 
     def scale_slice(self, kv_head: jax.Array, offset: Any) -> tuple[Any, jax.Array]:
         """Returns what to copy of a page, for tokens from `offset` of it on, and where in the copy they are."""

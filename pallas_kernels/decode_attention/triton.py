@@ -41,7 +41,8 @@ def decode_attention(
     if segments is not None and segments.ancestors is not None:
         seen = segments.ancestors if window is None else within(segments.ancestors, window)
         trees = seen, depths(segments.ancestors)
-    arrays = q, *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), page_table, lengths, rows, *trees
+    pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
+    arrays = q, *pools, page_table, lengths, rows, *trees
     split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths, config)
     return triton_call.call(merge, *triton_call.call(split, *arrays), lengths, rows)[0]
 
@@ -57,8 +58,8 @@ def launches(
     config: TritonConfig | None = None,
 ) -> tuple[Launch, Launch]:
     """Returns the launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first
-    takes q, K's values and scales, V's, the page table, lengths, rows, and of trees masks and depths. The second takes
-    what the first gives, lengths and rows."""
+    takes q, K's values and scales, V's, the layer, the page table, lengths, rows, and of trees masks and depths. The
+    second takes what the first gives, lengths and rows."""
     (count, H, D), R, (K, page) = q.shape, lengths.shape[0], pages.k.values.shape[1:3]
     Q, group = count // R, H // K
     config = config or triton_config(D, Q * group, pages)
@@ -73,7 +74,7 @@ def launches(
     )
     constants = {
         "SCALE": scale * pages_triton.LOG2_E, "HEADS": K, "GROUP": group, "CHUNKS": chunks, "PAGE": page,
-        "PAGES": page_table.shape[1], "WORDS": triton.cdiv(Q, 32) if trees else 0,
+        "N": pages.k.num_pages, "PAGES": page_table.shape[1], "WORDS": triton.cdiv(Q, 32) if trees else 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
         "FLOAT8": pages_triton.reads_float8(),
@@ -101,11 +102,12 @@ def _bounds(length, used, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.
 
 @triton.jit
 def _split(
-    q, k, k_scales, v, v_scales, table, lengths, rows, masks, depths, partial, peaks, totals,
+    q, k, k_scales, v, v_scales, layer, table, lengths, rows, masks, depths, partial, peaks, totals,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    PAGE: tl.constexpr, N: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, K_GROUP: tl.constexpr,
+    K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0) // (HEADS * CHUNKS)
     head = tl.program_id(0) // CHUNKS % HEADS
@@ -132,6 +134,7 @@ def _split(
             key = block + tl.arange(0, BLOCK_KV)
             seen = (key >= low) & (key < high)
             page = tl.load(table + segment.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
+            page = pages_triton.rows_of(page, layer, N)
             keys = pages_triton.load_tokens(
                 k, k_scales, page, key % PAGE, head, seen, queries[0].dtype, HEADS, PAGE, D, K_GROUP, K_ZEROS, FLOAT8
             )

@@ -18,11 +18,11 @@ from pallas_kernels.formats.kv_pages import KVPages, Pages, RowMap, Tail, store,
 from pallas_kernels.one_order import Run, plainly
 
 
-def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat) -> Tail:
-    """Returns rings of `tokens` tokens for each of S slots, of a float format, all zero."""
+def allocate_tail(slots: int, num_kv_heads: int, head_dim: int, tokens: int, fmt: KVFormat, layers: int = 1) -> Tail:
+    """Returns rings of `tokens` tokens for each of S slots of L layers, of a float format, all zero."""
 
     def ring() -> Pages:
-        return Pages(jnp.zeros((slots, num_kv_heads, tokens, head_dim), fmt.storage_dtype), None, fmt)
+        return Pages(jnp.zeros((layers * slots, num_kv_heads, tokens, head_dim), fmt.storage_dtype), None, fmt, layers)
 
     return Tail(ring(), ring())
 
@@ -75,7 +75,8 @@ def newest(tail: Tail, row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax
 
     def find(ring: Pages, new: jax.Array) -> jax.Array:
         heads = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :, None]
-        older = ring.values.at[slot[..., None], heads, (index % ring.page_size)[:, None, :]].get(mode="clip")
+        row = ring.rows_read(slot)[..., None]
+        older = ring.values.at[row, heads, (index % ring.page_size)[:, None, :]].get(mode="clip")
         return jnp.where(at_hand, new.at[at[:, None, :], heads].get(mode="clip"), older)
 
     return find(tail.k, rows[0]), find(tail.v, rows[1])

@@ -13,6 +13,18 @@ def to_numpy(pages: KVPages) -> KVPages:
     return jax.tree.map(np.array, pages)
 
 
+def of_layer(pages: KVPages, layer: int | None = None) -> KVPages:
+    """Returns views of one layer's pages in a host copy. The default is the layer that the pages stand for."""
+
+    def own(part: Pages) -> Pages:
+        size = len(part.values) // part.layers
+        first = size * int((0 if part.layer is None else part.layer) if layer is None else layer)
+        scales = None if part.scales is None else part.scales[first : first + size]
+        return Pages(part.values[first : first + size], scales, part.format)
+
+    return KVPages(own(pages.k), own(pages.v))
+
+
 def rotated(x: np.ndarray) -> np.ndarray:
     """Multiplies x [D] by the Hadamard matrix: entry i, j is -1 to the number of bits that i and j share."""
     size = len(x) & -len(x)

@@ -17,12 +17,13 @@ def move_tokens(
     *,
     backend: str | None = None,
 ) -> tuple[KVPages, ...]:
-    """Copies tokens' K and V from cache indices source to target, both i32[R, Q], of R sequences in all layers' pools.
+    """Copies tokens' K and V from cache indices source to target, both i32[R, Q], of R sequences in all layers of the
+    pools.
 
     After a tree of drafts was verified, the accepted nodes so become the next tokens of their sequence. Codes and
     scales are copied, never decoded or encoded. Cache index i of row r is slot i % P of page page_table[r, i // P]
-    (i32[R, M]). All pools have N pages of P tokens and may differ in all else. A negative source, or one that is its
-    target, is no move. An index that lies in no page of the pool makes none either.
+    (i32[R, M]). All pools have N pages of P tokens a layer and may differ in all else. A negative source, or one that
+    is its target, is no move. An index that lies in no page of the pool makes none either.
 
     All of a row's tokens are read before any is written. A target lies before its source, no later move of the row
     reads it, and no two write it. Rows write no page that another one reads or writes. Returns the pools; under jit

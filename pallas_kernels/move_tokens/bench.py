@@ -37,7 +37,7 @@ def measure(case: Case, source: np.ndarray, backend: str) -> float:
     indices = [jnp.asarray(x) for x in (table, source, target)]
     formats = [parse_format(name, case.head_dim) for name in (case.k_format, case.v_format)]
     sizes = case.num_pages, case.num_kv_heads, case.page_size, case.head_dim
-    state = {"pools": tuple(allocate(*sizes, *formats) for _ in range(case.layers))}
+    state = {"pools": (allocate(*sizes, *formats, layers=case.layers),)}
     move = jax.jit(partial(move_tokens, backend=backend), donate_argnums=0)
 
     def run() -> Any:

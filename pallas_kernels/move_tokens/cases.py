@@ -1,6 +1,6 @@
 """Lists shapes of move_tokens that tests and benchmarks share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,14 @@ class Case:
         """Returns N."""
         return self.rows * -(-(self.context + self.nodes) // self.page_size) + self.spare
 
-    def inputs(self, seed: int = 0) -> tuple[tuple[KVPages, ...], jax.Array, jax.Array, jax.Array]:
-        """Returns pools, page_table, source and target."""
+    def inputs(self, seed: int = 0) -> tuple[tuple[KVPages], jax.Array, jax.Array, jax.Array]:
+        """Returns the pools of one model, page_table, source and target."""
         rng, formats = np.random.default_rng(seed), (self.k_format, self.v_format)
-        sizes = self.num_pages, self.num_kv_heads, self.page_size, self.head_dim
-        pools = tuple(random_pages(rng, *sizes, formats) for _ in range(self.layers))
+        sizes = self.layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_dim
+        made = random_pages(rng, *sizes, formats)
+        pages = KVPages(*(replace(part, layers=self.layers) for part in (made.k, made.v)))
         table, source, target = (jnp.asarray(x) for x in self.indices(seed))
-        return pools, table, source, target
+        return (pages,), table, source, target
 
 
 CASES = tuple(

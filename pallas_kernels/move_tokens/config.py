@@ -1,5 +1,7 @@
 """Says what the Mosaic GPU kernel supports. Imports no Pallas."""
 
+import jax
+
 from pallas_kernels.checks import HEAD_DIMS, PAGE_SIZES, check_listed
 from pallas_kernels.formats.kv_formats import FP8
 from pallas_kernels.formats.kv_pages import KVPages
@@ -17,6 +19,10 @@ def check_supported(pools: tuple[KVPages, ...], moves: int) -> None:
             ("page size", pages.k.page_size, PAGE_SIZES),
             ("K stored as", pages.k.format.codes, FORMATS),
             ("V stored as", pages.v.format.codes, FORMATS),
+        )
+    if (arrays := len(jax.tree.leaves(pools))) > MOST_ARRAYS:
+        raise NotImplementedError(
+            f"{arrays} arrays are not supported by backend mosaic, which does at most {MOST_ARRAYS}"
         )
     if moves > MOST_MOVES:
         raise NotImplementedError(

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages, Pages
-from pallas_kernels.formats.reference_pages import to_numpy
+from pallas_kernels.formats.reference_pages import of_layer, to_numpy
 
 Slot = tuple[int, int]  # a page and an offset in it
 
@@ -19,8 +19,10 @@ def move_tokens(
         first = moved[0].k
         moves = slots(first.num_pages, first.page_size, *(np.asarray(x) for x in (page_table, source, target)))
         for pages in moved:
-            for pool in (pages.k, pages.v):
-                _move(pool, moves)
+            for layer in range(pages.k.layers):
+                own = of_layer(pages, layer)
+                _move(own.k, moves)
+                _move(own.v, moves)
     return moved
 
 

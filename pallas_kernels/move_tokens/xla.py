@@ -1,9 +1,12 @@
 """Runs move_tokens in plain jnp: a gather and a scatter for each array, in place where the caller donates the pools."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 
 @jax.jit
@@ -24,21 +27,25 @@ def move_tokens(
     kept = (source != target) & (page >= 0) & (page < num_pages) & (new_page >= 0)
     new_page = jnp.where(kept, new_page, num_pages)  # a scatter drops what is out of range
 
-    def move(pool: jax.Array) -> jax.Array:
+    def move(pages: Pages, pool: jax.Array) -> jax.Array:
         """Moves within each array as it is stored: XLA makes two copies on a GPU of a reshaped one that is read and
         written."""
         heads = jnp.arange(pool.shape[1], dtype=jnp.int32)
 
         # Heads are indexed too: a scatter over leading dims never needs a transposed copy of the pool.
         def at(page: jax.Array, offset: jax.Array) -> tuple[jax.Array, ...]:
+            row = pages.rows_of_all(page)
             if pool.ndim == 4:
-                return page[..., None], heads, offset[..., None]
+                return row[..., None], heads, offset[..., None]
             numbers = pool.shape[2] // page_size  # of a token, side by side: scales and zero points
             number = jnp.add.outer(offset * numbers, jnp.arange(numbers, dtype=jnp.int32))
-            return page[..., None, None], heads[:, None], number[..., None, :]
+            return row[..., None, None], heads[:, None], number[..., None, :]
 
         found = pool.at[at(page, offset)].get(mode="clip")
         to = pool.at[at(new_page, new_offset)]
         return to.set(found, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
-    return jax.tree.map(move, pools)
+    def moved(part: Pages) -> Pages:
+        return jax.tree.map(partial(move, part), part)
+
+    return tuple(replace(pages, k=moved(pages.k), v=moved(pages.v)) for pages in pools)

@@ -3,7 +3,7 @@ memory, in the order in which they are consumed, and runs ahead across tiles. Pa
 go through others, which convert them on their way to wgmma's operands."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
     first, lowest, highest = (quotient(token, size) for token in (j * block, tile.low, tile.keys - 1))
     entries = [jnp.clip(first + i, lowest, highest) for i in range(plan.pages)]
     begin = lax.rem(j * block, jnp.int32(size))  # within a page that is larger than a block
-    pages = _Pages([refs.table[tile.chunk, entry] for entry in entries], begin, tile.head)
+    pages = _Pages.of(plan, refs, [refs.table[tile.chunk, entry] for entry in entries], begin, tile.head)
     pages.copy(plan, refs.k, plan.k_format, n)
     if refs.v.raw is not None:
         pages.copy(plan, refs.v, plan.v_format, n)
@@ -84,9 +84,16 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
 class _Pages:
     """Finds the pages of a KV block, one after the other, from token `begin` of theirs on, for a query head."""
 
-    numbers: Sequence[jax.Array]
+    numbers: Sequence[jax.Array]  # in [0, N)
+    first_row: jax.Array  # of the pools, where the layer's pages begin
     begin: jax.Array
     head: jax.Array
+
+    @classmethod
+    def of(cls, plan: Plan, refs: Refs, entries: Sequence[jax.Array], begin: jax.Array, head: jax.Array) -> "_Pages":
+        """Returns the pages of some entries of the page table. One outside of [0, N) becomes the nearest."""
+        numbers = [jnp.clip(entry, 0, plan.num_pages - 1) for entry in entries]
+        return cls(numbers, refs.layer[0] * plan.num_pages, begin, head)
 
     def copy(self, plan: Plan, pool: Pool, fmt: KVFormat, n: jax.Array) -> None:
         """Copies them as stored, scales included, once the n-th block's place is free."""
@@ -99,14 +106,15 @@ class _Pages:
         self.copy_values(plan, pool, pool.raw.at[slot], pool.raw_ready.at[slot])
         start, _ = plan.scale_start(fmt, self.head, self.begin)
         for i, number in enumerate(self.numbers):
+            row = number if plan.pads(fmt) else self.first_row + number
             for part in plan.scale_copies(fmt):
-                source = pool.scales.at[number, pl.ds(start + part.start, part.size)]
+                source = pool.scales.at[row, pl.ds(start + part.start, part.size)]
                 plgpu.copy_gmem_to_smem(source, pool.raw_scales.at[slot, i, part], pool.raw_ready.at[slot])
 
     def copy_values(self, plan: Plan, pool: Pool, shared: Any, barrier: Any) -> None:
         run, kv_head = plan.run, plan.kv_head(self.head)
         for i, number in enumerate(self.numbers):
-            source = pool.values.at[number, kv_head]
+            source = pool.values.at[self.first_row + number, kv_head]
             source = source.at[pl.ds(self.begin, run)] if run < plan.page_size else source
             plgpu.copy_gmem_to_smem(source, shared.at[pl.ds(i * run, run)], barrier)
 
@@ -134,9 +142,11 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
         entry = jnp.clip(*(quotient(token, plan.page_size) for token in (offset, low, keys - 1)))
         numbers.append(refs.table[refs.tiles[tile, CHUNK], entry])
 
+    every = _Pages.of(plan, refs, numbers, jnp.int32(0), pack.head)
+
     @pl.loop(0, groups)
     def fetch_pages(w: jax.Array) -> None:
-        pages = _Pages(numbers, jnp.int32(0), pack.head + w)
+        pages = replace(every, head=pack.head + w)
         pages.copy(plan, refs.k, plan.k_format, blocks + w)
         pages.copy(plan, refs.v, plan.v_format, blocks + w)
 

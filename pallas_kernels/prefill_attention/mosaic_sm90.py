@@ -59,7 +59,8 @@ def prefill_attention(
         pad = partial(jnp.pad, pad_width=((0, WARPGROUP_ROWS - all_rows), (0, 0), (0, 0)))
         q, into = pad(q), None if into is None else pad(into)
     formats = pages.k.format, pages.v.format
-    plan = Plan(num_heads, num_kv_heads, head_dim, page_size, q.dtype, *formats, scale, window, work.config, first)
+    heads, sizes = (num_heads, num_kv_heads, head_dim), (page_size, pages.k.num_pages)
+    plan = Plan(*heads, *sizes, q.dtype, *formats, scale, window, work.config, first)
     plan.check()
     kernel = plgpu.kernel(
         partial(_kernel, plan),
@@ -74,7 +75,7 @@ def prefill_attention(
         interpret=interpret,
     )
     pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
-    arrays = q, page_table, work.tiles, work.count, *pools
+    arrays = q, page_table, work.tiles, work.count, pages.k.layer_operand, *pools
     if into is None:
         return kernel(*arrays)[:all_rows]
     out = jax.new_ref(into)
@@ -82,13 +83,13 @@ def prefill_attention(
     return jax.freeze(out)[:all_rows]
 
 
-def _kernel(plan: Plan, q: Any, table: Any, tiles: Any, count: Any, *arrays: Any, **scratch: Any) -> None:
+def _kernel(plan: Plan, q: Any, table: Any, tiles: Any, count: Any, layer: Any, *arrays: Any, **scratch: Any) -> None:
     *pools, out = arrays
     rest = iter(pools)
     for name, fmt in (("k", plan.k_format), ("v", plan.v_format)):
         values, scales = next(rest), None if fmt.group is None else next(rest)
         scratch[name] = Pool(values=values, scales=scales, **scratch[name])
-    refs = Refs(q=q, table=table, tiles=tiles, count=count, out=out, **scratch)
+    refs = Refs(q=q, table=table, tiles=tiles, count=count, layer=layer, out=out, **scratch)
     warpgroup, computing = lax.axis_index("warpgroup"), plan.config.warpgroups
     registers = REGISTERS[computing, plan.warpgroups]
 

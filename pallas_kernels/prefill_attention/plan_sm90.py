@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.kv_formats import KVFormat
-from pallas_kernels.formats.kv_pages import Pages
+from pallas_kernels.formats.kv_pages import Pages, padded_scales
 from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.hopper.smem_sm90 import swizzled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
@@ -33,7 +33,7 @@ class Pool(NamedTuple):
     """Holds K or V: the pages, and the KV blocks in flight. Barriers are named for what they say."""
 
     values: Any  # global
-    scales: Any  # flat: [N, K * P * G], with zeros 2G
+    scales: Any  # flat: [L N, K * P * G], with zeros 2G; padded ones [N, SCALES]
     blocks: Any  # [stages, T, D] as wgmma takes them
     ready: Any
     free: Any
@@ -50,6 +50,7 @@ class Refs(NamedTuple):
     table: Any
     tiles: Any
     count: Any
+    layer: Any
     out: Any
     k: Pool
     v: Pool
@@ -103,12 +104,12 @@ def quotient(a: jax.Array, b: int) -> jax.Array:
 
 
 def flat_scales(pool: Pages) -> jax.Array | None:
-    """Returns the pool's scales such that a copy may take some of the next heads' along: [N, K * P * G]."""
+    """Returns the pool's scales such that a copy may take some of the next heads' along: [L N, K * P * G]. Where a page
+    has too few, they are padded, of the layer alone."""
     if pool.scales is None:
         return None
-    scales = pool.scales.reshape(pool.num_pages, -1)
-    missing = SCALES - scales.shape[1]  # only in toys: one KV head, small pages and one or two groups
-    return scales if missing <= 0 else jnp.pad(scales, ((0, 0), (0, missing)))
+    scales = pool.scales.reshape(pool.scales.shape[0], -1)
+    return scales if scales.shape[1] >= SCALES else padded_scales(pool, SCALES)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     page_size: int
+    num_pages: int
     dtype: jnp.dtype
     k_format: KVFormat
     v_format: KVFormat
@@ -166,6 +168,10 @@ class Plan:
         neighbours'."""
         own = self.run * fmt.numbers(self.head_dim)
         return max(SCALES, own) if own else 0
+
+    def pads(self, fmt: KVFormat) -> bool:
+        """Returns whether a copy takes more than a page's scales: with one KV head, small pages, and few groups."""
+        return 0 < self.num_kv_heads * self.page_size * fmt.numbers(self.head_dim) < SCALES
 
     def scale_copies(self, fmt: KVFormat) -> list[pl.Slice]:
         """Counts the copies that bring scales: of a dimension, each takes up to 256."""

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.formats.reference_pages import read_sequence, to_numpy
+from pallas_kernels.formats.reference_pages import of_layer, read_sequence, to_numpy
 
 
 def prefill_attention(
@@ -19,7 +19,7 @@ def prefill_attention(
     """Returns float64 [C, H, D]. Arguments are api.py's, concrete. Raises ValueError for lengths and pages out of
     range."""
     queries, tables, bounds = np.asarray(q).astype(np.float64), np.asarray(page_table), np.asarray(cu_q_lens)
-    pages = to_numpy(pages)
+    pages = of_layer(to_numpy(pages))
     if bounds[0] != 0 or np.any(np.diff(bounds) < 0) or bounds[-1] > len(queries):
         raise ValueError(f"cu_q_lens is {bounds}, expected nondecreasing from 0 to at most {len(queries)}")
     out = np.zeros(queries.shape, np.float64)

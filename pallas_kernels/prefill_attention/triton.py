@@ -34,7 +34,7 @@ def prefill_attention(
     if work.window != window:
         raise ValueError(f"work was made for window {work.window}, not {window}")
     q, scale = pages_triton.upright(q, scale)
-    pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+    pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
     made = launch(q, pages, page_table, work, scale)
     return triton_call.call(made, q, *pools, page_table, work.tiles, work.count)[0]
 
@@ -59,14 +59,14 @@ def launch(
     work: Work,
     scale: float,
 ) -> Launch:
-    """Returns the launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the page
-    table, and the tiles and the count of the work list."""
+    """Returns the launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the layer,
+    the page table, and the tiles and the count of the work list."""
     (_, H, D), (K, page), config = q.shape, pages.k.values.shape[1:3], work.config
     if not isinstance(config, TritonConfig):
         raise ValueError("work was made for backend mosaic, not triton")
     constants = {
         "SCALE": scale * pages_triton.LOG2_E, "H": H, "D": D, "HEADS": K, "PAGE": page,
-        "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
+        "N": pages.k.num_pages, "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
         "FLOAT8": pages_triton.reads_float8(),
@@ -84,10 +84,10 @@ def launch(
 
 @triton.jit
 def _tile(
-    q, k, k_scales, v, v_scales, table, tiles, count, out,
+    q, k, k_scales, v, v_scales, layer, table, tiles, count, out,
     SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.load(count) - 1 - tl.program_id(1)  # a chunk's last tiles, the longest, first
     if tile >= 0:
@@ -113,6 +113,7 @@ def _tile(
                 key = block + tl.arange(0, BLOCK_KV)
                 seen = (key >= start) & (key < end) if masked else tl.full([BLOCK_KV], True, tl.int1)
                 page = tl.load(table + chunk.to(tl.int64) * PAGES + key // PAGE, mask=seen, other=0)
+                page = pages_triton.rows_of(page, layer, N)
                 keys = pages_triton.load_tokens(
                     k, k_scales, page, key % PAGE, head * HEADS // H, seen, queries[0].dtype, HEADS, PAGE, D,
                     K_GROUP, K_ZEROS, FLOAT8,

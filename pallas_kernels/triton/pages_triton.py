@@ -40,6 +40,12 @@ def upright(q: jax.Array, scale: float) -> tuple[jax.Array, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
+@triton.jit
+def rows_of(page, layer, N: tl.constexpr):
+    """Returns the pools' rows of pages of the layer at a pointer. A page outside of [0, N) becomes the nearest."""
+    return tl.minimum(tl.maximum(page, 0), N - 1) + tl.load(layer) * N
+
+
 @triton.constexpr_function
 def _stored(values):
     """Returns the dtype of what lies at a pointer."""
@@ -86,8 +92,8 @@ def load_tokens(
     values, scales, page, slot, head, seen, dtype: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Loads [T, D] of a 16-bit dtype in planes: token i is at slot[i] of page[i]. A token that is not seen is zero, and
-    nothing is read. FLOAT8: the device converts from float8."""
+    """Loads [T, D] of a 16-bit dtype in planes: token i is at slot[i] of row page[i] of the pools. A token that is
+    not seen is zero, and nothing is read. FLOAT8: the device converts from float8."""
     PLANES: tl.constexpr = planes(values, GROUP)
     WIDTH: tl.constexpr = D // PLANES
     row = (page.to(tl.int64) * HEADS + head) * PAGE + slot

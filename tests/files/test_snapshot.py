@@ -63,7 +63,7 @@ def test_through_other_pages_and_back(kv_cache, old, new, length):
     filled = put(target, others, first)
     assert bits(take(filled, others, range(length))) == bits(first)
     rest = [page for page in range(7) if page not in others]
-    before, after = (jax.tree.map(lambda x: x[rest], jax.device_get(cache)) for cache in (target, filled))
+    before, after = (jax.tree.map(lambda x: x[rest], [*jax.device_get(cache)]) for cache in (target, filled))
     assert bits(before) == bits(after)
 
 
@@ -163,7 +163,7 @@ def test_another_shape_or_format_is_refused():
     ):
         put(random_cache("f32", 4, 8), [0], one)
     with pytest.raises(SnapshotError, match="the snapshot has 2 layers, the cache 1"):
-        put(random_cache("int8-g8", 4, 8)[:1], [0], one)
+        put(random_cache("int8-g8", 4, 8)[0], [0], one)
     with pytest.raises(SnapshotError, match="no first 9"):
         cut(one, 9)
 
@@ -211,10 +211,9 @@ def test_the_round_trip_notices(fault, monkeypatch):
 
     def faulty(rows, tokens, length):
         if fault == "order":
-            return join(jax.tree.map(lambda x: x[::-1], rows), tokens, length)
+            return join(jax.tree.map(lambda x: x.reshape(2, 2, -1)[:, ::-1].reshape(x.shape), rows), tokens, length)
         made = join(rows, tokens, length)
-        layers = [jax.tree.map(lambda x: x * 0 if x.ndim == 3 else x, layer) for layer in made.cache]
-        return Snapshot(made.tokens, tuple(layers))
+        return Snapshot(made.tokens, jax.tree.map(lambda x: x * 0 if x.ndim == 3 else x, made.cache))
 
     monkeypatch.setattr(snapshots, "join", faulty)
     assert bits(take(cache, [4, 1], range(16))) != bits(one)

@@ -43,11 +43,11 @@ def visible_slots(table, starts, stops, num_pages: int, page_size: int) -> np.nd
 
 
 def poison(pages: KVPages, visible: np.ndarray) -> KVPages:
-    """Puts NaN in every slot that is not visible; in its scales where values have no NaN."""
+    """Puts NaN in every slot of all layers that is not visible; in its scales where values have no NaN."""
 
     def poisoned(pool: Pages) -> Pages:
-        values, hidden = np.array(pool.values), ~visible[:, None, :]
-        hidden = np.broadcast_to(hidden, values.shape[:3])
+        values, hidden = np.array(pool.values), np.tile(~visible, (pool.layers, 1))
+        hidden = np.broadcast_to(hidden[:, None, :], values.shape[:3])
         if pool.scales is None:
             values[hidden] = 0x7F if values.dtype == np.uint8 else np.nan  # 0x7f: e4m3's NaN
             return replace(pool, values=jnp.asarray(values))

@@ -10,17 +10,20 @@ import pytest
 
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.cache_update import reference as update_reference
+from pallas_kernels.cache_update import triton as update_triton
 from pallas_kernels.decode_attention import Segments, decode_attention
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import triton as decode_triton
 from pallas_kernels.decode_attention.cases import Case as Decode
 from pallas_kernels.formats import kv_formats
-from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages, Pages
 from pallas_kernels.prefill_attention import plan, prefill_attention
 from pallas_kernels.prefill_attention import reference as prefill_reference
-from pallas_kernels.triton import triton_call
+from pallas_kernels.prefill_attention import triton as prefill_triton
+from pallas_kernels.triton import pages_triton, triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
+from tests.kernels.layers import caught, check_attention, check_update, plant
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.test_segments import queries, words
 from tests.kernels.triton_cases import (
@@ -274,3 +277,45 @@ def test_seeded_faults_of_prefill_attention_are_caught():
         "a swapped scale of K": wrong(KVPages(swap_scales(pages.k, int(table[0, 15]), 0), pages.v)),
     }
     assert not missed(faults, TOLERANCE[case.dtype])
+
+
+ONE_DECODE = small(lengths=(70,), heads=(1, 1), k_format="int8-g8")
+ONE_CHUNK = dataclasses.replace(PREFILLS[5], q_lens=(5,), kv_lens=(71,))
+OF_LAYERS = {  # past the jits, whose traces would hide a fault
+    "cache_update": (
+        check_update, update_triton.cache_update.__wrapped__, dataclasses.replace(UPDATES[4], dropped=3).inputs(),
+    ),
+    "decode_attention": (
+        check_attention,
+        lambda *arguments: decode_triton.decode_attention.__wrapped__(*arguments, ONE_DECODE.scale, None),
+        ONE_DECODE.inputs(),
+    ),
+    "prefill_attention": (
+        check_attention,
+        lambda *arguments: prefill_triton.prefill_attention.__wrapped__(*arguments, ONE_CHUNK.scale, None),
+        ONE_CHUNK.inputs(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_the_pages_are_those_of_a_layer_among_others(name):
+    check, run, arguments = OF_LAYERS[name]
+    check(run, arguments)
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_seeded_faults_of_layers_are_caught(name, monkeypatch):
+    check, run, arguments = OF_LAYERS[name]
+    place, function, bound = pages_triton, "rows_of", "tl.minimum(tl.maximum(page, 0), N - 1) + tl.load(layer) * N"
+    of_all = bound.replace("N - 1", "3 * N - 1")
+    before = "tl.minimum(tl.maximum(page + tl.load(layer) * N, 0), 3 * N - 1)"
+    if name == "cache_update":
+        place, function, bound = update_triton, "_update", "(to >= 0) & (to < N)"
+        of_all = "(to >= 0) & (to < 3 * N)"
+        before = "(to + tl.load(layer) * N >= 0) & (to + tl.load(layer) * N < 3 * N)"
+    ignored = Pages, "layer_operand", "jnp.reshape(self.layer, 1)", "jnp.zeros(1, jnp.int32)"
+    for fault in ((place, function, bound, of_all), (place, function, bound, before), ignored):
+        with monkeypatch.context() as patch:
+            plant(patch, *fault)
+            assert caught(check, run, arguments), fault[1:]

@@ -44,6 +44,7 @@ from tests.kernels.triton_cases import (  # noqa: E402
 )
 
 ROOT = Path(__file__).parents[2]
+LAYER = jax.ShapeDtypeStruct((1,), jnp.int32)
 STORED = ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4")
 
 
@@ -109,7 +110,7 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
     for D, kv, heads, Q, window, trees in cases_of(capability, COMPILED_DECODE):
         q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
         table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
-        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), LAYER
         masks = jax.ShapeDtypeStruct((4, Q, 1), jnp.uint32) if trees else lengths
         split, merge = triton.launches(q, pages, table, lengths, 0.1, window, trees)
         check_compiled(split, (q, *pools, table, lengths, lengths, masks, lengths), capability, tmp_path)
@@ -131,7 +132,7 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         qkv, page = jax.ShapeDtypeStruct((8, H + 2 * K, D), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
         pools = [page if x is None else x for part in (pages.k, pages.v) for x in (part.values, part.scales)]
         made = triton.launch(qkv, qkv, qkv, pages, (0, H, H + K), H)
-        check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, *pools), capability, tmp_path)
+        check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, LAYER, *pools), capability, tmp_path)
 
 
 COMPILED_PREFILL = [  # head dim, format, window, chunks: 4 of 512 rows each, or 64 of 32
@@ -161,7 +162,7 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
         q, pages = jax.ShapeDtypeStruct((2048, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
         config = triton_config(q, pages, chunks, hopper=capability == 90)
         work = jax.eval_shape(partial(make_work, q, pages, window=window, config=config), cu, lens)
-        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v)
+        pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), LAYER
         made = triton.launch(q, pages, table, work, 0.1)
         check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
 

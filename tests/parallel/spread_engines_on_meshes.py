@@ -147,7 +147,7 @@ def test_each_device_sends_its_heads_alone(model):
     engine = PrefillEngine(on_mesh(model, 2), to=pair(2), **SIZES)
     pages = engine._device.pack([3, 5], 16, pair(2))
     for array in pages.arrays:
-        assert array.sharding == NamedSharding(pair(2), P(None, None, "model"))
+        assert array.sharding == NamedSharding(pair(2), P(None, "model"))
     packed = pack_pages(engine._device._state.cache, np.asarray([3, 5], np.int32))
     for here, there in zip(packed, pages.arrays, strict=True):
         assert here.addressable_shards[0].data.shape == there.addressable_shards[0].data.shape

@@ -102,7 +102,7 @@ def test_a_draft_model_that_is_the_target_drafts_what_it_says(target):
 def written(simulation: Simulation, slot: int) -> int:
     """One more than the last place of a slot's sequence that holds anything, K and V of each layer alike."""
     found = set()
-    for leaf in jax.tree.leaves(simulation.drafts.cache):
+    for leaf in jax.tree.leaves([*simulation.drafts.cache]):
         places = np.asarray(leaf)[simulation.sequences[slot].pages].swapaxes(1, 2).reshape(M * P, -1)
         found.add(int(np.flatnonzero(~np.isnan(places).all(1)).max(initial=-1)) + 1)
     assert len(found) == 1
@@ -130,7 +130,7 @@ def run_with_room(target, kind: str, shape: str) -> None:
         for slot in room:
             most[slot] = room[slot]
             assert written(simulation, slot) <= room[slot]
-        for leaf in jax.tree.leaves(simulation.drafts.cache):
+        for leaf in jax.tree.leaves([*simulation.drafts.cache]):
             assert np.isnan(np.asarray(leaf)[N - 1]).all(), "a page that no slot has"
     assert fewer
 

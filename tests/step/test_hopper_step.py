@@ -108,7 +108,31 @@ def test_what_attention_plans_is_planned_once_a_step(scheme, bucket):
         return Counter(each.primitive.name for each in equations(jaxpr) if each.primitive.name in ("sort", "cumsum"))
 
     step = traced(scheme, bucket)
-    layers = [each.params["jaxpr"] for each in step.eqns if each.params.get("name") == "_layer"]
+    layers = layers_of(step)
     assert len(layers) == LAYERS
     assert planning(step)["sort"] == 1
     assert sum(map(planning, layers), Counter()) == {}
+
+
+def layers_of(step: Any) -> list[Any]:
+    return [each.params["jaxpr"] for each in step.eqns if each.params.get("name") == "_layer"]
+
+
+@pytest.mark.parametrize(("scheme", "bucket"), [("bf16", SOME), ("w8a8", MIXED)], ids=str)
+def test_all_layers_are_one_trace_and_make_no_page_table(scheme, bucket):
+    """A layer's number is an operand of its kernels, which add its first page themselves."""
+    first, *others = layers_of(traced(scheme, bucket))
+    assert all(other is first for other in others)
+    tables = [var.aval for var in first.jaxpr.invars if var.aval.shape in ((bucket.decodes, 256), (bucket.chunks, 256))]
+    assert tables
+    made = [var.aval for each in equations(first.jaxpr) if each.primitive.name != "jit" for var in each.outvars]
+    assert not [aval for aval in made if (aval.shape, aval.dtype) in {(x.shape, x.dtype) for x in tables}]
+
+
+def test_a_step_of_a_7b_takes_and_gives_few_arrays():
+    """The host pays for each. Two layers give what all do."""
+    config = load_config(Path(__file__).parents[2] / "configs" / "llama-2-7b.json")
+    step, layer = traced("w8a8", SOME), quantize(abstract_params(CONFIG, jnp.bfloat16), "w8a8").layers[0]
+    more = (config.num_layers - LAYERS) * len(jax.tree.leaves(layer))
+    assert len(step.invars) + more <= 310
+    assert len(step.outvars) <= 24

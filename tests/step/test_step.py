@@ -215,7 +215,7 @@ def test_a_step_leaves_its_state_usable_and_the_packed_one_takes_it():
     chunk = PromptChunk(0, tokens, pages=[0, 1], sampling={"max_length": 99})
     packed, c = packed_step(model.params, again, pack_chunks(layout, [chunk]), config=CONFIG, layout=layout)
     np.testing.assert_array_equal([-1, *a.tokens], c.tokens)
-    assert again.cache[0].k.values.is_deleted()
+    assert again.cache.k.values.is_deleted()
     assert packed.slots.token.tolist()[0] == int(c.tokens[1])
 
 
