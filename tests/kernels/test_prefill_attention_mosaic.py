@@ -227,7 +227,7 @@ def test_every_supported_call_fits_shared_memory(head_dim):
             q, pages, *_ = shapes(case)
             config = choose_config(q, pages)
             formats_of = pages.k.format, pages.v.format
-            plan = Plan(*heads, head_dim, page_size, q.dtype, *formats_of, case.scale, None, config)
+            plan = Plan(*heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, None, config)
             assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
             assert (config.warpgroups, plan.warpgroups) in mosaic_sm90.REGISTERS
 
