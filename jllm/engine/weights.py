@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.array import ArrayImpl
 from jax.experimental.layout import Format, Layout
@@ -35,9 +36,10 @@ class Leaf(NamedTuple):
     own_layout: Any = None  # the same in the runtime's words, which are faster to compare
 
     @classmethod
-    def of(cls, x: jax.Array) -> "Leaf":
-        array: Any = x
-        return cls(array.aval, array.sharding, array.committed, array.format.layout, array._pjrt_layout)
+    def of(cls, x: jax.Array | np.ndarray) -> "Leaf":
+        array: Any = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        layout = array.format.layout
+        return cls(array.aval, array.sharding, array.committed, layout, layout and array._pjrt_layout)
 
     def is_like(self, x: Any) -> bool:
         """Returns whether x is such an array already, as the weights of a training loop mostly are."""
