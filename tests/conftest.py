@@ -51,10 +51,10 @@ MAPPINGS = 25_000  # Linux lets a process have 65,530, a compiled step takes 180
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_compile_cache(tmp_path_factory):
+def own_compile_cache(request, tmp_path_factory):
     """What generate() and commands keep goes to a folder of this run's, which its workers share."""
     base = tmp_path_factory.getbasetemp()
-    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    cache = (base.parent if hasattr(request.config, "workerinput") else base) / "cache"
     cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
