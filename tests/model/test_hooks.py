@@ -46,11 +46,9 @@ def bend(value, rows):
 
 def continued(model, prompt, edit, tokens: int = TOKENS) -> tuple[int, ...]:
     """Greedy tokens, each from the whole sequence anew."""
-    sequence = list(prompt)
+    sequence, logits_of = list(prompt), jax.jit(lambda b: packed_logits(model.params, model.config, b, edit))
     for _ in range(tokens):
-        ids = jnp.asarray(sequence + [0] * (len(prompt) + tokens - len(sequence)), jnp.int32)
-        batch = Packed(ids, jnp.arange(len(ids), dtype=jnp.int32), jnp.zeros_like(ids))
-        logits = jax.jit(lambda b: packed_logits(model.params, model.config, b, edit))(batch)
+        logits = logits_of(packed(sequence + [0] * (len(prompt) + tokens - len(sequence))))
         sequence.append(int(jnp.argmax(logits[len(sequence) - 1])))
     return tuple(sequence[len(prompt) :])
 
