@@ -52,7 +52,7 @@ MAPPINGS = 25_000  # Linux lets a process have 65,530, a compiled step takes 180
 
 @pytest.fixture(autouse=True, scope="session")
 def own_compile_cache(request, tmp_path_factory):
-    """What generate() and commands keep goes to a folder of this run's, which its workers share."""
+    """Gives generate() and commands a folder of this run for compiled steps. Its workers share the folder."""
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if hasattr(request.config, "workerinput") else base) / "cache"
     cache.mkdir(exist_ok=True)

@@ -74,7 +74,7 @@ COMPANIES = {
 
 @pytest.fixture(scope="module")
 def wants(model64):
-    """What each job gets alone. Guides beside it change nothing for one that has none."""
+    """Returns what each job gets alone. Guides beside a job without one change nothing for it."""
     jobs = make_jobs()
     with jax.enable_x64(True):
         found, plain = list(alone(model64, jobs)), list(alone(model64, jobs[1::2]))

@@ -36,7 +36,7 @@ MIXED, PLAIN = Bucket(64, 512, 64), Variant()
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 def test_a_7b_step_is_traced_for_every_bucket(bucket):
-    """Shapes alone, no memory. The first and the last bucket are lowered too."""
+    """Takes shapes alone. Lowers the first and the last bucket too."""
     config = load_config(CONFIGS / "llama-2-7b.json")
     formats = parse_kv_cache("int8-g8", config, jnp.bfloat16)
 
