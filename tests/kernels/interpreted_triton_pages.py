@@ -23,7 +23,7 @@ from pallas_kernels.prefill_attention import triton as prefill_triton
 from pallas_kernels.triton import pages_triton, triton_call
 from tests.kernels import triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
-from tests.kernels.layers import caught, check_attention, check_update, plant
+from tests.kernels.layers import caught, check_attention, check_update, expected_of, plant
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.test_segments import queries, words
 from tests.kernels.triton_cases import (
@@ -315,7 +315,8 @@ def test_seeded_faults_of_layers_are_caught(name, monkeypatch):
         of_all = "(to >= 0) & (to < 3 * N)"
         before = "(to + tl.load(layer) * N >= 0) & (to + tl.load(layer) * N < 3 * N)"
     ignored = Pages, "layer_operand", "jnp.reshape(self.layer, 1)", "jnp.zeros(1, jnp.int32)"
+    expected = expected_of(check, run, arguments)
     for fault in ((place, function, bound, of_all), (place, function, bound, before), ignored):
         with monkeypatch.context() as patch:
             plant(patch, *fault)
-            assert caught(check, run, arguments), fault[1:]
+            assert caught(check, run, arguments, expected), fault[1:]

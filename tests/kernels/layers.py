@@ -67,6 +67,18 @@ def plant(patch: pytest.MonkeyPatch, place: Any, name: str, old: str, new: str) 
     patch.setattr(place, name, scope[name])
 
 
+def expected_of(check: Callable[..., None], run: Callable[..., Any], arguments: tuple) -> Any:
+    """Returns the result to which a check compares that among other layers. With a fault it could not be made."""
+    found: list[Any] = []
+
+    def record(*given: Any) -> Any:
+        found.append(run(*given))
+        return found[-1]
+
+    check(record, arguments)
+    return found[0]
+
+
 def caught(check: Callable[..., None], *arguments: Any) -> bool:
     """Returns whether a check fails. A kernel that reaches outside of its arrays raises any error."""
     try:

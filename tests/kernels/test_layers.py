@@ -27,7 +27,7 @@ from pallas_kernels.prefill_attention.cases import Case as Prefill
 from pallas_kernels.prefill_attention.config import Config as PrefillConfig
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import INTERPRET
-from tests.kernels.layers import OWN, among, caught, check_attention, check_update, plant
+from tests.kernels.layers import OWN, among, caught, check_attention, check_update, expected_of, plant
 
 UPDATE = Update(
     rows=5, dropped=3, num_pages=3, heads=(2, 1), head_dim=64, page_size=8, k_format="int8-g8", v_format="bf16",
@@ -195,14 +195,7 @@ CHECKS = {
 def right(which: str) -> Any:
     """Returns the result that a check expects."""
     check, run, case = CHECKS[which]
-    found: list[Any] = []
-
-    def once(*arguments: Any) -> Any:
-        found.append(run(*arguments))
-        return found[-1]
-
-    check(once, case.inputs())
-    return found[0]
+    return expected_of(check, run, case.inputs())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
