@@ -85,6 +85,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> np.ndarray:
         place, shape, dtype = pid
         count = int(np.prod(shape, dtype=np.int64))
+        if count == 0:  # the file may end before its place
+            return np.zeros(shape, dtype)
         return np.frombuffer(self._arrays, np.uint8, count * dtype.itemsize, place).view(dtype).reshape(shape)
 
 

@@ -139,7 +139,8 @@ class Disaggregated(Replicas):
     def _place(self, request: Request) -> Future:
         whole = request.snapshot is not None or request.sampling.counts_tokens
         wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
-        best, request.updates = other if wanted.engine.closed else wanted, self._updates
+        best = other if wanted.engine.closed else wanted
+        request.weights = best.weights
         request.tokens = len(request.prompt) + request.sampling.n * request.sampling.max_new_tokens
         best.load.tokens += request.tokens
         self._requests[request.id] = request, best
@@ -163,17 +164,18 @@ class Disaggregated(Replicas):
         request, where = self._requests.get(given.id, (None, None))
         if request is None or where is not self._prefill or self._closed is not None:
             return []
-        lost = request.ends_of_lost(self._has_text, self._updates) if self._decode.failed else []
+        lost = request.ends_of_lost(self._has_text, {where.weights}) if self._decode.failed else []
         ends = super()._take(where, lost)
         if not request.left:
             return ends
         self._moved[request.id] = len(given.samples)
-        request.begin_again()
         self._prefill.load.tokens -= request.tokens
         self._prefill.forget(request)
         if self._decode.failed:
+            request.begin_again()
             self._place(request)
             return ends
+        request.hand_over()
         self._decode.load.tokens += request.tokens
         self._requests[request.id] = request, self._decode
         self._decode.submit(replace(request, snapshot=given))

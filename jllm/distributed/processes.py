@@ -10,13 +10,15 @@ import logging
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +40,16 @@ from jllm.engine.metrics import Metrics
 from jllm.engine.placement import check_count, copy_to
 from jllm.engine.request import Event, SamplingParams
 from jllm.engine.weights import Weights
-from jllm.errors import ConfigError, EngineClosed, EngineNotReady, JllmError, RemoteError, RequestError
+from jllm.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineNotReady,
+    JllmError,
+    RemoteError,
+    RequestError,
+    WeightsError,
+)
+from jllm.files import fingerprint
 from jllm.files.find import find_model
 from jllm.files.load import Head, load
 from jllm.files.snapshot import Snapshot
@@ -46,7 +57,8 @@ from jllm.guides.guide_trials import MOST
 from jllm.guides.matcher import Guides, guides_of
 from jllm.model.model import Model, end_ids
 from jllm.model.params import Params
-from jllm.parallel.mesh import make_mesh, ranks_of
+from jllm.model.shards import share_params
+from jllm.parallel.mesh import make_mesh, ranks_of, spread
 from jllm.programs.sizes import EngineSizes
 from jllm.programs.tracing import settings, take_settings
 from jllm.speculative.drafter import Drafter
@@ -62,6 +74,7 @@ class Ready(NamedTuple):
     head: Head | None  # of the first engine alone
     sizes: EngineSizes
     metrics: Metrics
+    weights: str | None  # their fingerprint where each of several engines makes its own
 
 
 class Ended(NamedTuple):
@@ -93,7 +106,9 @@ def start_processes(
     head of their model. Raises the first error of a process that could not start."""
     given, size = _source(source, mesh)
     shares = share_gpus(wanted, size)
-    packed = Packed({"the model": given, "make": make, **options, "JAX's settings": settings()})
+    compared = len(shares) > 1 and not isinstance(given, Model)
+    values = {"the model": given, "make": make, **options, "JAX's settings": settings(), "compared": compared}
+    packed = Packed(values)
     policy = policy_of(options.get("kv_policy") or "paged")
     with packed.file:
         for place, gpus in enumerate(shares):
@@ -101,6 +116,7 @@ def start_processes(
         head = None
         for each in started:
             head = each.wait(head)
+    _check_same([each.weights_made for each in started])
     assert head is not None
     return head
 
@@ -110,25 +126,44 @@ def fit_processes(
 ) -> list[Callable[[Running], int]]:
     """Gives new weights to all processes, and returns for each a function that lets its engine take them. Raises the
     first error of a process, and then none holds them."""
-    source = jax.device_get(given) if isinstance(given, Params) else _source(given, None)[0]
-    packed = Packed({"the weights": source, "drafter": drafter})
-    asked = []
-    with packed.file:
+    source = jax.device_get(given) if isinstance(given, Params) else _source(given, processes[0].mesh)[0]
+    packed = Packed({"the weights": source, "drafter": jax.device_get(drafter)})
+    asked: list[Future[str | None]] = []
+    try:
         for process in processes:
             with suppress(EngineClosed):
-                asked.append(process.fit_weights(packed, quantize))
-        errors = [error for done in asked if (error := done.exception()) and not isinstance(error, EngineClosed)]
-    if errors:
-        for process in processes:
-            process.drop_weights()
-        raise errors[0]
+                asked.append(process.fit_weights(packed, quantize, compared=len(processes) > 1 and callable(source)))
+        errors = [error for done in asked if (error := done.exception())]
+        for error in errors:
+            if not isinstance(error, EngineClosed):
+                raise error
+        _check_same([done.result() for done in asked if done.exception() is None])
+    except BaseException:
+        drop_weights(processes)
+        raise
+    finally:  # processes may open it later, if this one was interrupted
+        threading.Thread(target=lambda: (wait(asked), packed.file.close()), daemon=True).start()
     return [process.take_weights for process in processes]
+
+
+def drop_weights(replicas: Iterable[Any]) -> None:
+    """Lets processes forget weights that they hold for an update."""
+    for each in replicas:
+        if isinstance(each, EngineProcess):
+            each.drop_weights()
+
+
+def _check_same(weights: Sequence[str | None]) -> None:
+    """Raises WeightsError unless all fingerprints are equal."""
+    if len(set(weights)) > 1:
+        raise WeightsError("the engines' processes have made different weights: give a function that makes the same")
 
 
 def end_processes(started: Iterable[Any]) -> None:
     """Ends processes that were not closed, at the end of this one or of the object that has them."""
     for each in started:
-        each.kill()
+        if isinstance(each, EngineProcess):
+            each.kill()
 
 
 def share_gpus(wanted: Any, mesh: int | None) -> list[list[str]]:
@@ -145,9 +180,10 @@ def share_gpus(wanted: Any, mesh: int | None) -> list[list[str]]:
 def _source(source: Source, mesh: int | None) -> tuple[Model | Callable[[], Model], int | None]:
     """Returns a model without a mesh, or a function that makes one, and the number of devices of its mesh."""
     if isinstance(source, Model):
-        if source.config.mesh is not None:
-            mesh = mesh or ranks_of(source.config)
-        return replace(source, config=replace(source.config, mesh=None)), mesh
+        if source.config.mesh is None:
+            return source, mesh
+        ranks = ranks_of(source.config)
+        return partial(_from_shares, replace(source, config=replace(source.config, mesh=None)), ranks), mesh or ranks
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return partial(_made_by, source), mesh
     if isinstance(source, str | Path):
@@ -155,6 +191,11 @@ def _source(source: Source, mesh: int | None) -> tuple[Model | Callable[[], Mode
     if not callable(source):
         raise ConfigError(f"replicas take a Model, a directory, 'package.module:NAME' or a function, not {source!r}")
     return source, mesh
+
+
+def _from_shares(model: Model, ranks: int) -> Model:
+    """Returns a model on a mesh from one whose params are shares of it."""
+    return copy_to(make_mesh(ranks), model)
 
 
 def _made_by(name: str) -> Model:
@@ -183,9 +224,13 @@ class EngineProcess:
         self.name = f"engine {place} ({', '.join(gpus) or 'CPU'})"
         self.failed, self.closed = False, False
         self.stands = False  # whether its engine has work, and sleeps
+        self.weights: object = 0  # as of a Replica
+        self.mesh = mesh
         self.last_events: tuple[Event, ...] = ()
         self._policy, self._news, self._closing = policy, news, False
         self._line, theirs = Pipe()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # an engine that does not read stops no one
+        self._outbox.put(pickle.dumps((self.name, place == 0, bool(gpus), mesh, packed.pickles)))
         self._sending = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
         self._forks: dict[int, Request] = {}  # by call
@@ -201,17 +246,18 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, env=os.environ | own, pass_fds=files, start_new_session=True
             )
+        self._writer = threading.Thread(target=self._write, name=f"{self.name}, writer", daemon=True)
         self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)
+        self._writer.start()
         self._reader.start()
-        with suppress(OSError):  # the reader tells why it has gone
-            self._line.send((self.name, place == 0, bool(gpus), mesh, packed.pickles))
+        threading.Thread(target=self._watch, name=f"{self.name}, watch", daemon=True).start()
 
     def wait(self, head: Head | None) -> Head:
         """Waits until the engine takes requests, and returns its model's head. `head` is that of the first engine."""
         ready = self._ready.result()
         head = ready.head or head
         assert head is not None
-        self.head, self.sizes, self._metrics = head, ready.sizes, ready.metrics
+        self.head, self.sizes, self._metrics, self.weights_made = head, ready.sizes, ready.metrics, ready.weights
         limits = ready.sizes.limits
         self.load = Load(limits.page_size, limits.num_pages)
         self._policy = self._policy.over(self._policy.make_pool(limits.num_pages, limits.page_size))
@@ -230,7 +276,7 @@ class EngineProcess:
     def submit(self, request: Request) -> Future[None]:
         """Begins a request. Its error in the process is news too, and its result comes only if it is awaited."""
         try:
-            return self._ask("submit", request, answered=request.awaited)
+            return self._ask("submit", request, answered=request.awaited, name=request.id)
         except EngineClosed as error:  # the news of its end is on the way, and the request begins again
             done: Future[None] = Future()
             done.set_exception(error)
@@ -238,18 +284,18 @@ class EngineProcess:
 
     def abort(self, request: Request) -> None:
         with suppress(EngineClosed):
-            self._ask("abort", request.id, answered=False)
+            self._ask("abort", answered=False, name=request.id)
 
     def fork(self, request: Request, sample: int) -> int:
         """Returns Engine.fork. The reader adds the new sample to the request, before it reads an event of it."""
-        return self._ask("fork", request.id, sample, of=request).result()
+        return self._ask("fork", request.local_of(sample), name=request.id, of=request).result()
 
     def snapshot(self, request: Request, sample: int) -> Snapshot:
-        return self._ask("snapshot", request.id, sample).result()
+        return self._ask("snapshot", request.local_of(sample), name=request.id).result()
 
     def forget(self, request: Request) -> None:
         with suppress(EngineClosed):
-            self._ask("forget", request.id, answered=False)
+            self._ask("forget", answered=False, name=request.id)
 
     def go_on(self) -> None:
         """Lets the engine step again after it was not ready."""
@@ -261,18 +307,32 @@ class EngineProcess:
         """Returns the events as they are: the process has named them."""
         return list(events)
 
-    def close(self, reason: str) -> None:
-        """Closes the engine, once all earlier calls are done, and ends its process. Raises the error of closing it."""
-        self._closing = True
+    def begin_to_close(self, reason: str) -> None:
+        """Lets the engine close, once all earlier calls are done, and ends one that is not ready."""
+        if self._closing:
+            return
+        self._closing, self._last_moment = True, time.monotonic() + PATIENCE
+        self._close: Future[None] = Future()
         try:
             if self._ready.done():
-                with suppress(EngineClosed):
-                    self._ask("close", reason).result(PATIENCE)
-            else:
-                self.kill()
-        except TimeoutError:
+                self._close = self._ask("close", reason)
+                return
             self.kill()
+        except EngineClosed:
+            pass
+        self._close.set_result(None)
+
+    def close(self, reason: str) -> None:
+        """Closes the engine, and ends its process. Raises the error of closing it."""
+        self.begin_to_close(reason)
+        try:
+            with suppress(EngineClosed):
+                self._close.result(max(0.0, self._last_moment - time.monotonic()))
+            self._reader.join(PATIENCE)
+        except TimeoutError:
+            pass
         finally:
+            self.kill()
             self._reader.join()
 
     def kill(self) -> None:
@@ -307,10 +367,15 @@ class EngineProcess:
     def version(self) -> int:
         return self.measured().version
 
-    def fit_weights(self, packed: Packed, quantize: str | None) -> Future[None]:
-        """Lets the process read new weights while its engine steps, and hold them."""
+    def fit_weights(self, packed: Packed, quantize: str | None, compared: bool) -> Future[str | None]:
+        """Lets the process read new weights while its engine steps, and hold them. Their fingerprint is the answer, if
+        they are `compared`."""
         path = f"/proc/{os.getpid()}/fd/{packed.file.fileno()}"
-        return self._ask("fit_weights", path, packed.pickles, quantize)
+        if not os.path.exists(path):
+            raise WeightsError(
+                f"an update of engines in processes needs {path}, which this system lacks: use threads=True"
+            )
+        return self._ask("fit_weights", path, packed.pickles, quantize, compared)
 
     def drop_weights(self) -> None:
         with suppress(EngineClosed):
@@ -329,10 +394,22 @@ class EngineProcess:
     # The line
 
     def _ask(
-        self, method: str, *given: Any, answered: bool = True, of: Request | None = None, **more: Any
+        self,
+        method: str,
+        *given: Any,
+        answered: bool = True,
+        name: int | None = None,
+        of: Request | None = None,
+        **more: Any,
     ) -> Future[Any]:
-        """Sends a call, and returns the Future of its answer. `of` is the request that a fork joins."""
+        """Queues a call, and returns the Future of its answer. `name` is the request that it concerns, and `of` the one
+        that a fork joins. Raises RequestError for values that cannot be pickled."""
         done: Future[Any] = Future()
+        try:
+            inner = pickle.dumps((given, more))
+        except Exception as error:  # an object of the caller may raise anything
+            what = f"an argument of {method} cannot go to the process of an engine"
+            raise RequestError(f"{what}: {first_line(error)}") from None
         with self._sending:
             if self.closed:
                 raise EngineClosed(f"{self.name} takes no more work")
@@ -341,9 +418,23 @@ class EngineProcess:
                 self._calls[call] = done
             if of is not None:
                 self._forks[call] = of
-            with suppress(OSError):  # the process has gone: the reader ends all calls
-                self._line.send((method, call, given, more))
+            self._outbox.put(pickle.dumps((method, call, name, inner)))
         return done
+
+    def _write(self) -> None:
+        with suppress(OSError):  # the process has gone: the reader ends all calls
+            while (message := self._outbox.get()) is not None:
+                self._line.send_bytes(message)
+
+    def _watch(self) -> None:
+        """Ends the line soon after the process. A process that it started may hold the line's other end."""
+        self._process.wait()
+        self._reader.join(1.0)  # it reads what is left
+        self._cut()
+
+    def _cut(self) -> None:
+        with suppress(OSError), socket.socket(fileno=os.dup(self._line.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         """Takes in all messages. Then it waits for the end of the process, and tells of one that nobody asked for."""
@@ -362,6 +453,9 @@ class EngineProcess:
         with self._sending:
             told, self.closed = self.closed, True
             left, self._calls = list(self._calls.values()), {}
+        self._outbox.put(None)
+        self._cut()
+        self._writer.join()
         self._line.close()
         for done in left:
             done.set_exception(EngineClosed(f"{self.name} takes no more work: {lost}"))
@@ -379,13 +473,13 @@ class EngineProcess:
             self.stands = True
             self._news.put((self, message))
         elif isinstance(message, Answer):
-            done, request = self._calls.pop(message.call), self._forks.pop(message.call, None)
+            done, request = self._calls.pop(message.call, None), self._forks.pop(message.call, None)
+            if done is None:
+                return  # nobody waits for it
             if message.error is not None:
                 done.set_exception(message.error)
                 return
-            if request is not None:
-                request.left.add(message.value)
-            done.set_result(message.value)
+            done.set_result(message.value if request is None else request.add_fork(message.value))
         elif isinstance(message, Ready):
             self._ready.set_result(message)
         elif isinstance(message, Ended):
@@ -403,15 +497,21 @@ class EngineProcess:
 
 def main(line: int, file: int) -> None:
     """Makes an engine as the first message says, and serves calls until the last one, or until the other end goes."""
+    for each in (line, file):  # a process that this one starts would hold them
+        os.set_inheritable(each, False)
     process = _Process(Connection(line))
     with suppress(OSError):  # the other end has gone
         try:
             process.begin(file)
         except Exception as error:
-            why = RemoteError(f"an engine's process cannot start: {type(error).__name__}: {first_line(error)}")
-            process.line.send(_sendable(error if isinstance(error, JllmError) else why))
+            if not isinstance(error, JllmError):
+                trace = "".join(traceback.format_exception(error))
+                error = RemoteError(f"an engine's process cannot start: {type(error).__name__}: {first_line(error)}")
+                error.add_note(trace)
+            process.line.send(_sendable(error))
         else:
             process.tell_all()
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads may still compile
 
@@ -422,7 +522,7 @@ class _Process:
     def __init__(self, line: Connection):
         self.line = line
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, tuple[Request, Future[None]]] = {}  # each with the end of its submit
         self._guides = ThreadPoolExecutor(MOST, "guides")
         self._replica: Future[Replica] = Future()
         self._loading = ThreadPoolExecutor(1, "weights")
@@ -436,18 +536,19 @@ class _Process:
         values = unpacked(pickles, file)
         os.close(file)
         take_settings(values.pop("JAX's settings"))
-        source, make = values.pop("the model"), values.pop("make")
+        source, make, compared = (values.pop(name) for name in ("the model", "make", "compared"))
         if (jax.default_backend() == "cpu") == on_gpus:
             what = "finds no GPU in its process" if on_gpus else "finds a GPU that nvidia-smi does not list"
             raise ConfigError(f"{name}: JAX {what}: set CUDA_VISIBLE_DEVICES, or JAX_PLATFORMS=cpu")
         model = _model_of(source, mesh)
         self._config, self._mesh = replace(model.config, mesh=None), mesh
+        weights = fingerprint.of_model(model.params, model.config) if compared else None
         if not first:
             values["progress"] = False  # one engine reports; the others compile the same
         engine = make(model, **values)
         head = Head(self._config, model.tokenizer) if first else None
         self._replica.set_result(Replica(name, engine, self._news))
-        self.line.send(Ready(head, engine.sizes, engine.measured()))
+        self.line.send(Ready(head, engine.sizes, engine.measured(), weights))
 
     def tell_all(self) -> None:
         """Sends all news, until the engine has ended."""
@@ -473,29 +574,55 @@ class _Process:
     def _obey_all(self) -> None:
         try:
             while True:
-                message = self.line.recv()  # first, to notice the end of the other process at once
-                self._obey(self._replica.result(), *message)
+                message = self.line.recv_bytes()  # first, to notice the end of the other process at once
+                replica, (method, call, name, inner) = self._replica.result(), pickle.loads(message)
+                try:
+                    given, more = pickle.loads(inner)
+                except Exception as error:  # a class of the caller, as in its main program
+                    why = f"an argument of {method} cannot be loaded in the process of an engine: {first_line(error)}"
+                    self._refuse(call, name, RequestError(why))
+                else:
+                    self._guarded(call, name, partial(self._obey, replica, method, call, name, given, more))
         except (EOFError, OSError):
             os._exit(1)  # nobody is left to serve
         except BaseException as error:
             self._news.put((None, error))
 
-    def _obey(self, replica: Replica, method: str, call: int, given: tuple[Any, ...], more: dict[str, Any]) -> None:
+    def _guarded(self, call: int, name: int | None, work: Callable[[], None]) -> None:
+        """Runs `work`. Its error answers the call, and ends the request that the call concerns."""
+        try:
+            work()
+        except Exception as error:
+            self._refuse(call, name, error)
+
+    def _refuse(self, call: int, name: int | None, error: BaseException) -> None:
+        self._news.put(Answer(call, None, error))
+        if name is not None and not isinstance(error, EngineClosed):
+            self._news.put((None, Refused(name, error)))
+
+    def _obey(
+        self, replica: Replica, method: str, call: int, name: int | None, given: tuple[Any, ...], more: dict[str, Any]
+    ) -> None:
         if method == "submit":
             (request,) = given
-            self._requests[request.id] = request
+            begun: Future[None] = Future()
+            self._requests[request.id] = request, begun
             guide = request.sampling.guide
             if guide is None or replica.engine.guides.has(guide):
-                self._submit(replica, call, request)
+                self._submit(replica, call, request, begun)
             else:  # compiling a large schema holds up neither steps nor other calls
-                self._guides.submit(self._submit, replica, call, request)
-        elif method in ("abort", "forget"):
-            request = self._requests.get(*given)
+                self._guides.submit(self._submit, replica, call, request, begun)
+        elif name is not None:  # it waits for the submit
+            request, begun = self._requests.get(name, (None, None))
             if request is not None and method == "abort":
                 request.unwanted = True
-                replica.abort(request)
-            elif request is not None:
-                replica.forget(self._requests.pop(request.id))
+            if method == "forget":
+                self._requests.pop(name, None)
+            if request is not None:
+                work = partial(self._go_on, replica, method, call, request, given)
+                begun.add_done_callback(lambda _: self._guarded(call, name, work))
+            elif method not in ("abort", "forget"):
+                self._news.put(Answer(call, None, RequestError(f"request {name} has no running sample {given[0]}")))
         elif method == "go_on":
             replica.go_on()
         elif method == "fit_weights":
@@ -508,33 +635,46 @@ class _Process:
             self._answer(call, partial(replica.close, *given))
             self._news.put((replica, None))
         else:
+            replica.ask(partial(self._answer, call, partial(getattr(replica.engine, method), *given, **more)))
 
-            def work() -> Any:
-                mine = (replica.ids.get(given[0], -1), *given[1:]) if method in ("fork", "snapshot") else given
-                return getattr(replica.engine, method)(*mine, **more)
+    def _go_on(self, replica: Replica, method: str, call: int, request: Request, given: tuple[Any, ...]) -> None:
+        """Carries out a call for a request that has begun."""
+        if method in ("abort", "forget"):
+            getattr(replica, method)(request)
+        else:  # the answer is news before any event that follows it
+            work = partial(replica.of_sample, method, request.id, *given)
+            replica.ask(partial(self._answer, call, work))
 
-            replica.ask(partial(self._answer, call, work))  # the answer is news before any event that follows it
-
-    def _fit(self, engine: Engine, path: str, pickles: dict[str, bytes], quantize: str | None) -> None:
+    def _fit(
+        self, engine: Engine, path: str, pickles: dict[str, bytes], quantize: str | None, compared: bool
+    ) -> str | None:
         with open(path, "rb") as file:
             values = unpacked(pickles, file.fileno())
         given, drafter = values["the weights"], values["drafter"]
         source = Model(self._config, given) if isinstance(given, Params) else given
-        params = _model_of(source, self._mesh).params
-        self._fitted = engine.fit_weights(params, quantize=quantize, drafter=drafter)
+        if self._mesh is not None and isinstance(given, Params) and given.norm.ndim == 2:
+            source = _from_shares(source, self._mesh)
+        model = _model_of(source, self._mesh)
+        self._fitted = engine.fit_weights(model.params, quantize=quantize, drafter=drafter)
+        return fingerprint.of_model(model.params, model.config) if compared else None
 
     def _take(self, engine: Engine, running: Running) -> int:
         weights, self._fitted = self._fitted, None
         assert weights is not None, "take_weights comes after fit_weights"
         return engine.take_weights(weights, running)
 
-    def _submit(self, replica: Replica, call: int, request: Request) -> None:
-        with suppress(RequestError):  # submitting raises it again
-            if request.sampling.guide is not None:
-                replica.engine.guides.matcher(request.sampling.guide)
-        done = replica.submit(request)
-        if request.awaited:
-            done.add_done_callback(lambda done: self._answer(call, done.result))
+    def _submit(self, replica: Replica, call: int, request: Request, begun: Future[None]) -> None:
+        try:
+            with suppress(RequestError):  # submitting raises it again
+                if request.sampling.guide is not None:
+                    replica.engine.guides.matcher(request.sampling.guide)
+            done = replica.submit(request)
+            if request.awaited:
+                done.add_done_callback(lambda done: self._answer(call, done.result))
+        except BaseException as error:  # nobody reads a thread's error
+            self._refuse(call, request.id, error)
+        finally:
+            begun.set_result(None)
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
@@ -548,10 +688,12 @@ def _model_of(source: Model | Callable[[], Model], mesh: int | None) -> Model:
     model = source if isinstance(source, Model) else source()
     if not isinstance(model, Model):
         raise ConfigError(f"replicas need a function that returns a Model, not {model!r}")
-    if mesh is None and model.config.mesh is not None:
-        devices = ranks_of(model.config)
+    if model.config.mesh is not None and (devices := ranks_of(model.config)) != mesh:
         raise ConfigError(f"the model is on a mesh of {devices} devices: give Replicas mesh={devices} too")
-    return copy_to(jax.local_devices()[0] if mesh is None else make_mesh(mesh), model)
+    if mesh is None or model.config.mesh is not None:
+        return copy_to(jax.local_devices()[0] if mesh is None else make_mesh(mesh), model)
+    config = spread(model.config, make_mesh(mesh))
+    return replace(model, config=config, params=share_params(model.params, config))
 
 
 def _write_plainly(name: str) -> None:

@@ -39,6 +39,7 @@ class Sent:
     first: float | None = None  # when the first token came
     again_tokens: int = 0  # tokens that will come a second time, and are dropped
     again_letters: int = 0
+    drawn_again: int = 0  # tokens that another engine has to draw as the first one did
 
     def begin_again(self) -> None:
         self.again_tokens, self.again_letters = self.tokens, self.letters
@@ -76,7 +77,9 @@ class Request:
     deadline: float | None = None  # seconds, from `submitted` on
     tokens: int = 0  # most tokens that are still to be computed
     moved: bool = False  # whether it has begun again
-    updates: int = 0  # how many updates of the weights there had been when it began
+    weights: object = 0  # Replica.weights where it began
+    forks: int = 0  # samples that fork() has made
+    lost_forks: int = 0  # of them, samples that no engine has known since the request began again
     unwanted: bool = False  # whether it was aborted
     awaited: bool = False  # whether a caller waits for its beginning, and gets its error
     sent: defaultdict[int, Sent] = field(default_factory=lambda: defaultdict(Sent))  # by sample
@@ -88,11 +91,33 @@ class Request:
             deadline = max(0.0, self.submitted + deadline - time.perf_counter())
         return {"priority": self.priority, "deadline": deadline}
 
-    def begin_again(self) -> None:
-        """Makes it begin again in another engine. Text and tokens that were sent are not sent again."""
+    def hand_over(self) -> None:
+        """Lets another engine have it with all its samples. Text and tokens that were sent are not sent again."""
         self.moved, self.awaited = True, False
         for sent in self.sent.values():
             sent.begin_again()
+
+    def begin_again(self) -> None:
+        """Makes it begin again in another engine, without forks. What was sent is not sent again."""
+        self.hand_over()
+        self.lost_forks = self.forks
+        for sent in self.sent.values():
+            sent.drawn_again = sent.tokens
+
+    def add_fork(self, local: int) -> int:
+        """Adds a sample that has this index in its engine, and returns its index."""
+        self.forks += 1
+        sample = self.sample_of(local)
+        self.left.add(sample)
+        return sample
+
+    def sample_of(self, local: int) -> int:
+        """Returns the index of a sample by that in its engine, which counts anew where the request begins again."""
+        return local if local < self.sampling.n else local + self.lost_forks
+
+    def local_of(self, sample: int) -> int:
+        """Returns a sample's index in its engine."""
+        return sample if sample < self.sampling.n else sample - self.lost_forks
 
     def take(self, event: Event) -> Event:
         """Returns an event as the caller gets it."""
@@ -102,10 +127,12 @@ class Request:
         self.left.discard(event.sample)
         if not self.moved:
             return event
-        first, total = self.sent[event.sample].first, time.perf_counter() - self.submitted
-        first = None if first is None else first - self.submitted
+        sent, total = self.sent[event.sample], time.perf_counter() - self.submitted
+        first = None if sent.first is None else sent.first - self.submitted
         timings = replace(event.completion.timings, first_token=first, total=total)
-        return event._replace(completion=replace(event.completion, timings=timings))
+        mixed = len(set(event.completion.versions[: sent.drawn_again])) > 1  # other weights drew what was sent before
+        reason = "error" if mixed else event.completion.finish_reason
+        return event._replace(completion=replace(event.completion, timings=timings, finish_reason=reason))
 
     def end(self, sample: int, reason: str, with_text: bool) -> Event:
         """Returns the end of a sample that no engine has."""
@@ -114,13 +141,13 @@ class Request:
         text, seed = "" if with_text else None, self.sampling.seed or 0
         return Event(self.id, sample, completion=Completion((), text, reason, None, None, timings, seed))
 
-    def ends_of_lost(self, with_text: bool, updates: int) -> list[Event]:
+    def ends_of_lost(self, with_text: bool, weights: set[object]) -> list[Event]:
         """Returns the ends of samples that cannot begin again when the request does.
 
-        The first tokens of a fork came from another sample. After an update, other weights would not draw the tokens
-        again that the caller has.
+        The first tokens of a fork came from another sample. Other weights would not draw the tokens again that the
+        caller has. `weights` are those of its engine and of all that may begin it.
         """
-        stale = self.updates != updates
+        stale = weights != {self.weights}
         lost = [s for s in sorted(self.left) if s >= self.sampling.n or (stale and self.sent[s].tokens)]
         return [self.end(sample, "error", with_text) for sample in lost]
 
@@ -136,6 +163,8 @@ class Replica:
         self.names: dict[int, int] = {}  # ids in Replicas, by ids in the engine
         self._news, self._stepping, self._closing = news, False, False
         self.stands = False  # whether its engine has work, and sleeps or lacks its weights
+        self.weights: object = 0  # equal where engines have the same weights; unlike all others while it takes some
+        self._closed: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replica {name}")
 
     def submit(self, request: Request) -> Future[None]:
@@ -156,16 +185,19 @@ class Replica:
         """Returns Engine.fork. The new sample joins the request before it can have an event, whichever thread takes
         that."""
 
-        def fork() -> int:
-            index = self.engine.fork(self.ids.get(request.id, -1), sample)
-            request.left.add(index)
-            return index
-
-        return self.ask(fork).result()
+        return self.ask(lambda: request.add_fork(self.of_sample("fork", request.id, request.local_of(sample)))).result()
 
     def snapshot(self, request: Request, sample: int) -> Snapshot:
         """Returns Engine.snapshot."""
-        return self.ask(lambda: self.engine.snapshot(self.ids.get(request.id, -1), sample)).result()
+        return self.ask(lambda: self.of_sample("snapshot", request.id, request.local_of(sample))).result()
+
+    def of_sample(self, method: str, name: int, sample: int) -> Any:
+        """Returns a result of the engine for a sample. An error names the request as Replicas does."""
+        local = self.ids.get(name, -1)
+        try:
+            return getattr(self.engine, method)(local, sample)
+        except RequestError as error:
+            raise RequestError(str(error).replace(f"request {local} ", f"request {name} ")) from None
 
     def go_on(self) -> None:
         """Steps again after the engine was not ready."""
@@ -183,12 +215,17 @@ class Replica:
         found = ((self.names.get(event.id), event) for event in events)  # in one look-up: the engine's thread forgets
         return [event._replace(id=name) for name, event in found if name is not None]
 
+    def begin_to_close(self, reason: str) -> None:
+        """Lets the engine close, once all earlier calls are done."""
+        if self._closed is None:
+            self._closing, self._closed = True, self._thread.submit(self.engine.close, reason)
+
     def close(self, reason: str) -> None:
-        """Closes the engine, once all earlier calls are done. Raises the error of closing it."""
-        self._closing = True
-        done = self._thread.submit(self.engine.close, reason)
+        """Closes the engine, and waits for that. Raises the error of closing it."""
+        self.begin_to_close(reason)
+        assert self._closed is not None
         self._thread.shutdown()
-        done.result()
+        self._closed.result()
 
     def ask[T](self, work: Callable[[], T], request: Request | None = None) -> Future[T]:
         """Runs `work` in the thread. Its error goes to the Future, and to the news if it was for a request."""

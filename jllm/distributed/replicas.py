@@ -14,12 +14,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from jllm.distributed.processes import EngineProcess, Source, end_processes, fit_processes, start_processes
+from jllm.distributed.processes import (
+    EngineProcess,
+    Source,
+    drop_weights,
+    end_processes,
+    fit_processes,
+    start_processes,
+)
 from jllm.distributed.replica import News, Refused, Replica, Request
 from jllm.distributed.routing import route
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
-from jllm.engine.engine import Engine, Running
+from jllm.engine.engine import Engine, Running, check_running
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
@@ -110,8 +117,11 @@ class Replicas:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether step() still has something to report."""
-        return bool(self._requests)
+        """Returns whether step() still has something to report. The failure of all engines is that too."""
+        return bool(self._requests) or (self._closed is None and self._all_failed())
+
+    def _all_failed(self) -> bool:
+        return bool(self._all) and all(replica.engine.closed for replica in self._all)
 
     @property
     def sizes(self) -> EngineSizes:
@@ -209,6 +219,8 @@ class Replicas:
 
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         request, replica = self._find(request_id)
+        if sample not in request.left:
+            raise RequestError(f"request {request_id} has no running sample {sample}")
         try:
             return getattr(replica, method)(request, sample)
         except EngineClosed:
@@ -238,9 +250,10 @@ class Replicas:
         events: list[Event] = []
         try:
             woken = False
-            while self.has_work and not events and not woken:
+            while True:
                 stands: list[News] = []
-                for replica, news in itertools.chain([self._news.get()], self._waiting()):
+                first = [self._news.get()] if self.has_work else []
+                for replica, news in itertools.chain(first, self._waiting()):
                     woken = woken or news == []
                     if isinstance(news, EngineNotReady):
                         stands += [(replica, news)] * replica.stands
@@ -249,9 +262,10 @@ class Replicas:
                 for replica, news in stands:
                     if events:
                         self._news.put((replica, news))  # for the next call
-                    elif isinstance(news, EngineNotReady):
+                    elif isinstance(news, EngineNotReady) and self.has_work:
                         raise news
-            return events
+                if events or woken or not self.has_work:
+                    return events
         except EngineNotReady:
             raise
         except BaseException as error:
@@ -285,21 +299,33 @@ class Replicas:
 
         Engines in processes copy the weights, whatever `copy` says: they pass through one file on the host. Instead of
         Params they take what Replicas() takes as a model, and each process loads it. If a device fails later, samples
-        whose tokens you have from older weights end with "error".
+        whose tokens you have from older weights end with "error". Raises EngineClosed if no engine took the weights.
         """
+        check_running(running)
         with self._updating:
             alive = self._alive()
             take = self._fit(alive, params, copy, quantize, drafter)
-            with self._lock:
-                self._updates += 1
-            version = 0
-            for replica, own in zip(alive, take):
-                with suppress(EngineClosed):  # it has just failed, and its requests begin again on others
-                    version = own(running)
-                with self._lock:
-                    replica.load.forget_prefixes()
-                replica.go_on()
-            return version
+            self._updates += 1
+            versions = []
+            try:
+                for replica, own in zip(alive, take):
+                    self._set_weights(replica, object())  # requests may begin before it takes them, or after
+                    with suppress(EngineClosed):  # it has just failed, and its requests begin again on others
+                        versions.append(own(running))
+                        self._set_weights(replica, self._updates)
+                    replica.go_on()
+            except BaseException:
+                drop_weights(alive)
+                raise
+            if not versions:
+                self._check_open()
+                raise EngineClosed("no engine took the weights: all have failed, and step() raises the reason")
+            return versions[-1]
+
+    def _set_weights(self, replica: AnyReplica, weights: object) -> None:
+        with self._lock:
+            replica.weights = weights
+            replica.load.forget_prefixes()
 
     def _fit(
         self,
@@ -338,7 +364,8 @@ class Replicas:
         """Returns Engine.metrics of all engines together; means over steps are of one engine. Adds `replicas`, their
         number, and `replicas_failed`."""
         found = Metrics.joined([replica.engine.measured() for replica in self._all]).as_dict()
-        return found | {"replicas": len(self._all), "replicas_failed": sum(replica.failed for replica in self._all)}
+        failed = sum(each.failed or (each.engine.closed and self._closed is None) for each in self._all)
+        return found | {"replicas": len(self._all), "replicas_failed": failed}
 
     def reset_metrics(self) -> None:
         """Resets the metrics of all engines, as Engine.reset_metrics does."""
@@ -357,24 +384,36 @@ class Replicas:
             if self._closed is not None:
                 return []
             self._closed = reason
-        events: list[Event] = []
         failed: list[Exception] = []
-        for replica in self._all:
-            with _noted(failed):
-                replica.close(reason)
+        try:
+            for replica in self._all:
+                with _noted(failed):
+                    replica.begin_to_close(reason)
+            for replica in self._all:
+                with _noted(failed):
+                    replica.close(reason)
+        except BaseException:  # a second Ctrl+C
+            end_processes(self._all)
+            raise
+        finally:
+            self._end_requests(ended, failed)
+        return failed
+
+    def _end_requests(self, ended: str, failed: list[Exception]) -> None:
+        """Ends all requests of closed engines."""
+        events: list[Event] = []
         for replica, news in self._waiting():
             with _noted(failed):
-                events += self._take(replica, replica.named(news)) if isinstance(news, list) else []
+                events += self._take(replica, self._named(replica, news)) if isinstance(news, list) else []
         for replica in self._all:
             with _noted(failed):
-                events += self._take(replica, replica.named(replica.engine.last_events))
+                events += self._take(replica, self._named(replica, replica.engine.last_events))
         for request, _ in self._requests.values():
             events += [request.end(sample, ended, self._has_text) for sample in sorted(request.left)]
         self._requests.clear()
         self._last = tuple(events)
         if self._all:
             self.interrupt()
-        return failed
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -417,7 +456,8 @@ class Replicas:
         with self._lock:
             self._check_open()
             name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
-            request = Request(name, tuple(ids), sampling, snapshot, share, now, left, priority, deadline)
+            prompt, deadline = tuple(map(int, ids)), None if deadline is None else float(deadline)
+            request = Request(name, prompt, sampling, snapshot, share, now, left, int(priority), deadline)
             request.awaited = awaited
             return name, self._place(request)
 
@@ -427,9 +467,15 @@ class Replicas:
         prompt = request.prompt if request.snapshot is None else ()
         output = request.sampling.n * request.sampling.max_new_tokens
         index, request.tokens = route([replica.load for replica in alive], prompt, output)
-        best, request.updates = alive[index], self._updates
+        best = alive[index]
+        request.weights = best.weights
         self._requests[request.id] = request, best
-        return best.submit(request)
+        try:
+            return best.submit(request)
+        except BaseException:
+            del self._requests[request.id]
+            best.load.tokens -= request.tokens
+            raise
 
     def _hear(self, replica: AnyReplica, news: list[Event] | Refused | BaseException) -> list[Event]:
         """Takes in the news of an engine, and returns the events that step() returns of it."""
@@ -437,7 +483,15 @@ class Replicas:
             return self._refuse(replica, news)
         if isinstance(news, BaseException):
             return self._move(replica, news)
-        return self._take(replica, replica.named(news))
+        return self._take(replica, self._named(replica, news))
+
+    def _named(self, replica: AnyReplica, events: Iterable[Event]) -> Iterator[Event]:
+        """Yields the events of an engine with the ids and indices of Replicas."""
+        for event in replica.named(events):
+            request, _ = self._requests.get(event.id, (None, None))
+            if request is not None and request.lost_forks and isinstance(event, Event):
+                event = event._replace(sample=request.sample_of(event.sample))
+            yield event
 
     def _refuse(self, replica: AnyReplica, refused: Refused) -> list[Event]:
         """Ends a request after a failed call, and returns the ends of its samples."""
@@ -487,12 +541,13 @@ class Replicas:
         with self._lock:
             known, replica.failed = replica.failed, True
             mine = [request for request, where in self._requests.values() if where is replica]
-            if all(one.engine.closed for one in self._all):
+            if self._all_failed():
                 raise error
             if known and not mine:
                 return []
-            last = {(event.id, event.sample): event for event in replica.named(replica.engine.last_events)}
-            lost = [end for r in mine for end in r.ends_of_lost(self._has_text, self._updates)]
+            last = {(event.id, event.sample): event for event in self._named(replica, replica.engine.last_events)}
+            weights = {replica.weights, *(one.weights for one in self._alive())}
+            lost = [end for r in mine for end in r.ends_of_lost(self._has_text, weights)]
             ends = self._take(replica, [last.get((end.id, end.sample), end) for end in lost])
             mine = [request for request in mine if request.left]
             what = f"each of its {len(mine)} requests begins again elsewhere"

@@ -38,6 +38,12 @@ Running = Literal["recompute", "keep", "finish"]  # what becomes of samples that
 RUNNING: tuple[Running, ...] = get_args(Running)
 
 
+def check_running(running: object) -> None:
+    """Raises ConfigError for a wrong `running` of an update."""
+    if running not in RUNNING:
+        raise ConfigError(f"running must be one of {', '.join(RUNNING)}, not {running!r}")
+
+
 class Engine:
     """Serves requests by continuous batching.
 
@@ -325,8 +331,7 @@ class Engine:
     def take_weights(self, weights: Weights, running: Running = "recompute") -> int:
         """Runs the second half of update(), which only a closed engine or a wrong `running` can fail."""
         self._check_open()
-        if running not in RUNNING:
-            raise ConfigError(f"running must be one of {', '.join(RUNNING)}, not {running!r}")
+        check_running(running)
         self._newest += 1
         self._loop.update(partial(self._device.rebind, weights, self._newest), running)
         return self._newest

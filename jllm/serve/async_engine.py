@@ -17,6 +17,7 @@ from jllm.guides.guide import Guide
 from jllm.guides.guide_trials import MOST
 
 Request = tuple[Prompt, SamplingParams]
+PATIENCE = 1.0  # seconds until an idle thread looks whether the processes of all engines have gone
 
 
 class Stream:
@@ -272,7 +273,7 @@ class AsyncEngine:
         """Runs all queued actions, and waits if there is nothing to do. Returns False once the thread should end."""
         with self._changed:
             while not (self._stop or self._inbox or self._engine.has_work):
-                self._changed.wait()
+                self._changed.wait(PATIENCE)
             asked, self._inbox = self._inbox, deque()
             stop = self._stop
         for action in asked:
