@@ -576,20 +576,21 @@ class _Process:
             while True:
                 message = self.line.recv_bytes()  # first, to notice the end of the other process at once
                 replica, (method, call, name, inner) = self._replica.result(), pickle.loads(message)
+                begins = name if method == "submit" else None
                 try:
                     given, more = pickle.loads(inner)
                 except Exception as error:  # a class of the caller, as in its main program
                     why = f"an argument of {method} cannot be loaded in the process of an engine: {first_line(error)}"
-                    self._refuse(call, name, RequestError(why))
+                    self._refuse(call, begins, RequestError(why))
                 else:
-                    self._guarded(call, name, partial(self._obey, replica, method, call, name, given, more))
+                    self._guarded(call, begins, partial(self._obey, replica, method, call, name, given, more))
         except (EOFError, OSError):
             os._exit(1)  # nobody is left to serve
         except BaseException as error:
             self._news.put((None, error))
 
     def _guarded(self, call: int, name: int | None, work: Callable[[], None]) -> None:
-        """Runs `work`. Its error answers the call, and ends the request that the call concerns."""
+        """Runs `work`. Its error answers the call, and ends the request that it begins."""
         try:
             work()
         except Exception as error:
@@ -613,16 +614,17 @@ class _Process:
             else:  # compiling a large schema holds up neither steps nor other calls
                 self._guides.submit(self._submit, replica, call, request, begun)
         elif name is not None:  # it waits for the submit
-            request, begun = self._requests.get(name, (None, None))
-            if request is not None and method == "abort":
+            if name not in self._requests:
+                if method not in ("abort", "forget"):
+                    raise RequestError(f"request {name} has no running sample {given[0]}")
+                return
+            request, begun = self._requests[name]
+            if method == "abort":
                 request.unwanted = True
-            if method == "forget":
-                self._requests.pop(name, None)
-            if request is not None:
-                work = partial(self._go_on, replica, method, call, request, given)
-                begun.add_done_callback(lambda _: self._guarded(call, name, work))
-            elif method not in ("abort", "forget"):
-                self._news.put(Answer(call, None, RequestError(f"request {name} has no running sample {given[0]}")))
+            elif method == "forget":
+                del self._requests[name]
+            work = partial(self._go_on, replica, method, call, request, given)
+            begun.add_done_callback(lambda _: self._guarded(call, None, work))
         elif method == "go_on":
             replica.go_on()
         elif method == "fit_weights":

@@ -39,7 +39,8 @@ class Sent:
     first: float | None = None  # when the first token came
     again_tokens: int = 0  # tokens that will come a second time, and are dropped
     again_letters: int = 0
-    drawn_again: int = 0  # tokens that another engine has to draw as the first one did
+    drawn_again: bool = False  # whether another engine has to draw them as the first one did
+    mixed: bool = False  # whether other weights draw them
 
     def begin_again(self) -> None:
         self.again_tokens, self.again_letters = self.tokens, self.letters
@@ -102,7 +103,12 @@ class Request:
         self.hand_over()
         self.lost_forks = self.forks
         for sent in self.sent.values():
-            sent.drawn_again = sent.tokens
+            sent.drawn_again = True
+
+    def meet_update(self) -> None:
+        """Lets samples end with "error" whose sent tokens other weights are going to draw again."""
+        for sent in self.sent.values():
+            sent.mixed = sent.mixed or (sent.drawn_again and sent.again_tokens > 0)
 
     def add_fork(self, local: int) -> int:
         """Adds a sample that has this index in its engine, and returns its index."""
@@ -130,8 +136,7 @@ class Request:
         sent, total = self.sent[event.sample], time.perf_counter() - self.submitted
         first = None if sent.first is None else sent.first - self.submitted
         timings = replace(event.completion.timings, first_token=first, total=total)
-        mixed = len(set(event.completion.versions[: sent.drawn_again])) > 1  # other weights drew what was sent before
-        reason = "error" if mixed else event.completion.finish_reason
+        reason = "error" if sent.mixed else event.completion.finish_reason
         return event._replace(completion=replace(event.completion, timings=timings, finish_reason=reason))
 
     def end(self, sample: int, reason: str, with_text: bool) -> Event:

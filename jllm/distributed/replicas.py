@@ -310,6 +310,8 @@ class Replicas:
             try:
                 for replica, own in zip(alive, take):
                     self._set_weights(replica, object())  # requests may begin before it takes them, or after
+                    if running != "finish":
+                        self._meet_update(replica)
                     with suppress(EngineClosed):  # it has just failed, and its requests begin again on others
                         versions.append(own(running))
                         self._set_weights(replica, self._updates)
@@ -321,6 +323,12 @@ class Replicas:
                 self._check_open()
                 raise EngineClosed("no engine took the weights: all have failed, and step() raises the reason")
             return versions[-1]
+
+    def _meet_update(self, replica: AnyReplica) -> None:
+        with self._lock:
+            for request, where in self._requests.values():
+                if where is replica:
+                    request.meet_update()
 
     def _set_weights(self, replica: AnyReplica, weights: object) -> None:
         with self._lock:

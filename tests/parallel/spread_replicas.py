@@ -402,6 +402,51 @@ def test_tokens_of_older_weights_cannot_begin_again(model):
     engine.close()
 
 
+def test_a_request_that_began_before_its_engine_took_the_weights_cannot_begin_again(model):
+    """The others had them already."""
+    engine = Replicas(model, 2, make=partial(Failing, fails={1: 14}), **SIZES)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+    first, last = engine._all
+    take, names = last.engine.take_weights, []
+
+    def take_late(*given):
+        first.load.tokens += 1 << 20
+        names.append(engine.submit((5, 6, 7), greedy))
+        first.load.tokens -= 1 << 20
+        while not any(event.token_ids for event in engine.step()):
+            pass
+        return take(*given)
+
+    last.engine.take_weights = take_late
+    engine.update(tiny_model("float64", seed=1).params)
+    with pytest.warns(RuntimeWarning, match="this device is gone"):
+        ends = rest(engine)
+    assert ends[names[0], 0].finish_reason == "error"
+    fit = engine._fit
+
+    def fit_and_close(*given):
+        taking = fit(*given)
+        first.engine.close()
+        return taking
+
+    engine._fit = fit_and_close
+    with pytest.raises(EngineClosed, match="no engine took the weights"):
+        engine.update(model.params)
+    engine.close()
+
+
+def test_an_update_while_a_request_draws_its_tokens_again_ends_it_with_an_error(model):
+    """Else other weights would go on behind tokens of the old ones."""
+    engine = Replicas(model, 2, make=partial(Failing, fails={0: 16}), **SIZES)
+    name = engine.submit((5, 6, 7), SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True))
+    while not engine._all[0].failed:
+        with warnings.catch_warnings(action="ignore"):
+            engine._hear(*engine._news.get())
+    engine.update(tiny_model("float64", seed=1).params)
+    assert rest(engine)[name, 0].finish_reason == "error"
+    engine.close()
+
+
 def wait_for_the_failure(engine, place):
     while not engine._all[place].engine.closed:
         time.sleep(0.01)
@@ -419,9 +464,12 @@ def test_forks_of_a_device_that_failed_end_with_an_error(model, known):
     if not known:
         engine._all[0].engine._last = ()
     with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
-        ends = until(engine, (name, 0))
-    assert not engine.has_work
+        ends = until(engine, (name, sample))
+    again = engine.fork(name)
+    assert again == sample + 1, "no number twice"
+    ends |= rest(engine)
     assert ends[name, sample].finish_reason == "error"
+    assert ends[name, again].token_ids == ends[name, 0].token_ids
     assert engine._all[1].load.tokens == 0
     assert ends[name, 0].token_ids == serve(model, [(5, 6, 7)], [greedy], **SIZES)[0].token_ids
     engine.close()

@@ -12,7 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -76,6 +78,20 @@ def make_model():
     return tiny_model(tokenizer=TOKENIZER, num_layers=1)
 
 
+def make_another_model():
+    """One for each process."""
+    return tiny_model(num_layers=1, seed=os.getpid())
+
+
+def make_none():
+    return {}["a model"]
+
+
+def make_model_and_leave_a_process():
+    os.system("sleep 60 >/dev/null 2>&1 &")
+    return make_model()
+
+
 @pytest.fixture(scope="module")
 def model():
     return make_model()
@@ -120,7 +136,7 @@ def processes_of(engine):
     return [replica._process for replica in engine._all]
 
 
-def test_engines_in_processes_serve_as_one_does(model, alone):
+def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch):
     wanted = alone(JOBS)
     with closing(Replicas(model, 2, make=Slow, kv_policy=Reserve(), **SIZES)) as engine:
         assert (engine.slots, engine.vocab_size, engine.sizes.limits.max_slots, engine.most_tokens) == (6, 97, 3, 128)
@@ -146,6 +162,9 @@ def test_engines_in_processes_serve_as_one_does(model, alone):
         sample, taken = engine.fork(name), engine.snapshot(name)
         again = engine.resume(taken, replace(GREEDY, max_new_tokens=93 - len(taken.tokens)))
         guided = engine.submit((5, 6, 7), SamplingParams(temperature=0.0, guide=Guide.choice(["yes", "no"])))
+        assert engine.fork(guided) == 1
+        with pytest.raises(RequestError, match=f"request {guided} has no running sample 9"):
+            engine.fork(guided, 9)
         ends, *_ = finish(engine)
         tokens = alone([((5, 6, 7), long)])[0, 0].token_ids
         assert ends[name, 0].token_ids == ends[name, sample].token_ids == tokens
@@ -162,8 +181,30 @@ def test_engines_in_processes_serve_as_one_does(model, alone):
             engine.submit((97,), GREEDY)
         assert not engine.has_work
 
+        class Local(str):
+            pass
+
+        loads = ModuleType("of_this_process")
+        loads.Word = type("Word", (str,), {"__module__": loads.__name__})
+        monkeypatch.setitem(sys.modules, loads.__name__, loads)
+        with pytest.raises(RequestError, match="an argument of submit cannot go to the process of an engine: .*Local"):
+            engine.submit((5, 6), replace(GREEDY, stop=(Local("zzz"),)))
+        assert not engine.has_work
+        token = IntEnum("Token", {"A": 5}).A  # a class that no process knows
+        unknown = replace(GREEDY, stop=(loads.Word("zzz"),))
+        good, bad = engine.submit((token, 6, 7), GREEDY), engine.submit((5,), unknown)
+        with pytest.warns(RuntimeWarning, match=rf"request {bad} ends: .* cannot be loaded in the process"):
+            ends, *_ = finish(engine)
+        assert ends[good, 0].token_ids == tokens[:12]
+        assert ends[bad, 0].finish_reason == "error"
+        assert [replica.load.tokens for replica in engine._all] == [0, 0]
+
         new = tiny_model(tokenizer=TOKENIZER, num_layers=1, seed=7)
         fresh = Engine(new, **SIZES)
+        with pytest.raises(ConfigError, match="running must be one of"):
+            engine.update(new.params, running="typo")
+        with pytest.raises(WeightsError, match="made different weights"):
+            engine.update(make_another_model)
         name = engine.submit((5, 6, 7), replace(GREEDY, max_new_tokens=30))
         while not any(event.token_ids for event in engine.step()):
             pass
@@ -219,24 +260,84 @@ def test_a_killed_process_loses_nothing(model, alone):
         with ThreadPoolExecutor(1) as thread:
             taken = thread.submit(engine.snapshot, names[0])
             time.sleep(0.2)
+            first._ask("go_on", bytes(1 << 22), answered=False)  # more than the line holds, and nobody waits
             os.kill(first._process.pid, signal.SIGKILL)
             with pytest.raises(RequestError, match="begins it again on another"):
                 taken.result(120)
         with pytest.warns(RuntimeWarning, match=r"was killed by signal 9\): each of its [45] requests begins again"):
-            ends, streamed, _ = finish(engine, before=before)
+            before += engine.step()
+        while sum(event.id == names[0] and bool(event.token_ids) for event in before) < 12:
+            before += engine.step()
+        assert engine.fork(names[0]) == 2, "a number of its own"
+        ends, streamed, _ = finish(engine, before=before)
         assert ends.pop((names[0], fork)).finish_reason == "error"
+        assert ends.pop((names[0], 2)).token_ids == ends[names[0], 0].token_ids
+        assert streamed[names[0], 2]
         wanted = alone(jobs)
         for job, name in enumerate(names):
             assert streamed[name, 0] == wanted[job, 0].token_ids == ends[name, 0].token_ids
         assert engine.metrics()["replicas_failed"] == 1
         assert first._process.returncode == -signal.SIGKILL, "no zombie"
 
-        engine.submit((5,), GREEDY)
-        os.kill(other._process.pid, signal.SIGKILL)
-        with pytest.raises(RemoteError, match=r"engine 1 \(CPU\) was killed by signal 9"):
-            list(engine.run())
-        assert [event.completion.finish_reason for event in engine.last_events] == ["error"]
+        assert (engine.has_work, engine.step()) == (False, [])
+
+        async def idle():
+            host = AsyncEngine(engine)
+            os.kill(other._process.pid, signal.SIGKILL)
+            while host.refused is None:
+                await asyncio.sleep(0.05)
+            await host.close()
+            return host.refused
+
+        assert "RemoteError: the process of engine 1 (CPU) was killed by signal 9" in asyncio.run(idle())
         engine.close()
+
+
+def test_a_function_makes_the_model_of_a_mesh_and_no_process_outlasts_a_close(alone, monkeypatch, tmp_path):
+    """Even one that does not read, and whose own process lives on."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setattr(processes, "PATIENCE", 1.0)
+    new = tiny_model(tokenizer=TOKENIZER, num_layers=1, seed=7)
+    save(tmp_path / "new", new.params, new.config)
+    engine = Replicas(make_model_and_leave_a_process, 1, mesh=2, **SIZES)
+    with closing(engine):
+        for version, given in enumerate((None, new.params, str(tmp_path / "new"), make_model)):
+            if given is not None:
+                assert engine.update(given) == version
+            engine.submit(*JOBS[0])
+            (end,) = finish(engine)[0].values()
+            if version in (0, 3):
+                assert end.token_ids == alone(JOBS[:1])[0, 0].token_ids
+        os.kill(processes_of(engine)[0].pid, signal.SIGSTOP)
+    assert processes_of(engine)[0].returncode == -signal.SIGKILL
+
+
+def test_a_close_that_is_interrupted_kills_all():
+    class Held(processes.EngineProcess):
+        killed = False
+        last_events = ()
+
+        def __init__(self):
+            pass
+
+        def begin_to_close(self, reason):
+            pass
+
+        def close(self, reason):
+            raise KeyboardInterrupt
+
+        def kill(self):
+            self.killed = True
+
+        def named(self, events):
+            return events
+
+    engine = Replicas.__new__(Replicas)
+    engine._begin_empty()
+    engine._all = [Held(), Held()]
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert [each.killed for each in engine._all] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -244,12 +345,16 @@ def test_a_killed_process_loses_nothing(model, alone):
     [
         ({"make": Dying}, RemoteError, r"the process of engine 0 \(CPU\) was killed by signal 9"),
         ({"max_slots": 0}, ConfigError, "max_slots must be an integer >= 1, not 0"),
+        ({"model": make_none}, RemoteError, "an engine's process cannot start: KeyError: 'a model'"),
+        ({"model": make_another_model, "devices": 2}, WeightsError, "processes have made different weights"),
     ],
 )
 def test_a_process_that_cannot_start_ends_all_with_its_reason(model, options, error, why):
     with pytest.raises(error, match=why) as told:
-        Replicas(model, 1, **SIZES | options)
+        Replicas(**SIZES | {"model": model, "devices": 1} | options)
     assert "\n" not in str(told.value)
+    if options.get("model") is make_none:
+        assert "in make_none" in told.value.__notes__[0]
 
 
 def test_what_cannot_cross_is_refused_by_name(model, monkeypatch):
@@ -278,7 +383,12 @@ def test_what_cannot_cross_is_refused_by_name(model, monkeypatch):
 
 
 def test_arrays_cross_by_a_file_without_a_name(model, monkeypatch, tmp_path):
-    values = {"a": [np.ones((3, 2), jax.numpy.bfloat16), np.arange(5)], "b": {"x": jax.numpy.zeros(()), "y": "text"}}
+    last = np.zeros((0, 4), np.int8)  # an array without a byte, where the file ends
+    values = {
+        "a": [np.ones((3, 2), jax.numpy.bfloat16), np.arange(5)],
+        "b": {"x": jax.numpy.zeros(()), "y": "text"},
+        "c": last,
+    }
     for shared in (Path("/dev/shm"), tmp_path / "missing"):
         monkeypatch.setattr(crossing, "SHARED", shared)
         packed = crossing.Packed(values)
