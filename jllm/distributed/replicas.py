@@ -76,7 +76,7 @@ class Replicas:
         may have one device for each engine, or one mesh if the model is on a mesh.
 
         Raises ConfigError for too few devices, for values that cannot be pickled, and for a trace, which belongs to one
-        engine. Raises RemoteError if a process cannot start.
+        engine. Raises RemoteError if a process cannot start, and WeightsError if their weights differ.
         """
         if options.get("trace") is not None:
             raise ConfigError("a trace records one engine: leave it out with replicas")
@@ -298,8 +298,9 @@ class Replicas:
         them between two of its own steps.
 
         Engines in processes copy the weights, whatever `copy` says: they pass through one file on the host. Instead of
-        Params they take what Replicas() takes as a model, and each process loads it. If a device fails later, samples
-        whose tokens you have from older weights end with "error". Raises EngineClosed if no engine took the weights.
+        Params they take what Replicas() takes as a model, and each process loads it. On a mesh, Params may be whole. If
+        a device fails later, samples whose tokens you have from older weights end with "error". Raises EngineClosed if
+        no engine took the weights.
         """
         check_running(running)
         with self._updating:
