@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import Experts, LlamaConfig
-from jllm.model.linear import linear, with_gradient
+from jllm.model.linear import decoded, linear, with_gradient
 from jllm.model.mlp import mlp_block
 from jllm.model.params import ExpertsParams, Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
@@ -22,7 +22,7 @@ from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.backends import DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.block_floats import KINDS
 from pallas_kernels.formats.numerics import compute_dtype
-from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode
+from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
 from pallas_kernels.ragged_matmul import ragged_matmul
@@ -114,5 +114,6 @@ def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, backend: st
 
 def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array) -> jax.Array:
     """Computes ragged_linear on decoded values. Rounded activations pass gradients straight through."""
-    x = rounded_inputs(x, w.format, w.input_scale)
-    return ragged_matmul(x, decode(w, x.dtype), sizes, backend=DIFFERENTIABLE)
+    wide = compute_dtype(x.dtype)
+    rounded = rounded_inputs(x, w.format, w.input_scale).astype(wide)
+    return ragged_matmul(rounded, decoded(w, wide), sizes, backend=DIFFERENTIABLE).astype(x.dtype)

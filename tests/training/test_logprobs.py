@@ -15,12 +15,12 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
 from jllm.model.backbone import packed_logits
 from jllm.model.cache import parse_kv_cache
+from jllm.model.linear import decoded
 from jllm.model.paged import Packed
 from jllm.model.params import map_linears
 from jllm.quant.quantize import quantize
-from pallas_kernels.formats.quantized_weights import decode
 from pallas_kernels.norm_quant import api as norm_quant_api
-from tests.tiny import one_size, tiny_model
+from tests.tiny import experts_model, one_size, tiny_model
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 259}
 LENGTH = 40
@@ -165,12 +165,14 @@ def test_gradients_are_those_of_packed_logits_in_float64(batch):
 
 
 def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
-    """Of weight-only codes it is that of plain weights with the codes' values. Where activations are rounded too, norms
-    have the gradient of the quantized model."""
-    model = tiny_model("float64", num_layers=1, intermediate_size=64)
-    values = map_linears(lambda _, w: decode(w, jnp.float64), quantize(model.params, "w4a16-g32"))
+    """Of weight-only codes it is that of plain weights with the codes' values, experts' too. Where activations are
+    rounded too, norms have the gradient of the quantized model."""
+    model = experts_model("float64")
+    values = map_linears(lambda _, w: decoded(w, jnp.float64), quantize(model.params, "w4a16-g32"))
     _, got = served(model.params, *batch, config=model.config, quantize="w4a16-g32")
     check_equal(got, plain(values, *batch, config=model.config)[1], 1e-9)
+    assert np.abs(got.layers[1].mlp.down).max() > 0
+    model = tiny_model("float64", num_layers=1, intermediate_size=64)
     value, got = served(model.params, *batch, config=model.config, quantize="w8a8-all", kv_cache="int8-g8")
     formats = parse_kv_cache("int8-g8", model.config, "float64")
     coded = quantize(model.params, "w8a8-all")
