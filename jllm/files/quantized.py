@@ -25,7 +25,7 @@ from jllm.model.param_specs import LeafSpec
 from jllm.quant.codes import is_finite, positive_scale
 from jllm.quant.quantize import abstract_weight
 from jllm.quant.schemes import Modules, Scheme, choose_format, scheme_of
-from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.quantized_weights import Origin, QuantizedWeight
 from pallas_kernels.formats.weight_formats import WeightFormat
 
 VERSION = 1
@@ -42,7 +42,7 @@ def quantization_config(formats: Mapping[str, WeightFormat], modules: Modules) -
 
 def arrays(name: str, w: QuantizedWeight) -> dict[str, jax.Array]:
     """Returns the stored tensors of a weight by their names in files."""
-    found = {field.name: getattr(w, field.name) for field in fields(w) if field.name not in ("shape", "format")}
+    found = {field.name: getattr(w, field.name) for field in fields(w) if not field.metadata.get("static")}
     return {f"{name}.{field}": array for field, array in found.items() if array is not None}
 
 
@@ -80,7 +80,7 @@ def _stored_weight(name: str, spec: LeafSpec, fmt: WeightFormat, stored: Mapping
             positive_scale(f"{name}.input_scale", found[f"{name}.input_scale"])
         leaves: dict[str, Any] = dict.fromkeys(field.name for field in fields(QuantizedWeight))
         leaves |= {full.rpartition(".")[2]: array for full, array in found.items()}
-        return QuantizedWeight(**leaves | {"shape": (N, K), "format": fmt})
+        return QuantizedWeight(**leaves | {"shape": (N, K), "format": fmt, "origin": Origin()})
 
     return StoredWeight({full: (NAMES[np.dtype(a.dtype)], a.shape) for full, a in wanted.items()}, build)
 

@@ -225,6 +225,7 @@ def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[in
         input_scale=None if own.input_scale is None else own.input_scale[0],
         shape=(N, K),
         format=w.format,
+        origin=w.origin,
     )
 
 

@@ -15,7 +15,7 @@ from jllm.model.param_specs import LeafSpec, param_specs, weight_specs
 from jllm.model.params import EMBED, HEAD, Params, Weight, linears, map_linears, matrix_modules
 from jllm.model.shards import fits, on_whole
 from jllm.quant.schemes import Formats, Scheme, choose_format, find_scheme
-from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
+from pallas_kernels.formats.quantized_weights import Origin, QuantizedWeight, encode
 from pallas_kernels.formats.weight_formats import WeightFormat
 
 DELAY = 2  # seconds after which a progress bar shows
@@ -152,6 +152,15 @@ def weight_formats(params: Params) -> dict[str, WeightFormat]:
     """Returns the name of each quantized weight -> its format."""
     leaves = {EMBED: params.embed, HEAD: params.head} | linears(params)
     return {name: leaf.format for name, leaf in leaves.items() if isinstance(leaf, QuantizedWeight)}
+
+
+def with_chosen_codes(params: Params) -> Params:
+    """Returns params whose codes are those of a calibration: rounding the model's weights does not give them."""
+
+    def chosen(leaf: Any) -> Any:
+        return replace(leaf, origin=Origin()) if isinstance(leaf, QuantizedWeight) else leaf
+
+    return jax.tree.map(chosen, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
 def _delete(leaf: object) -> None:

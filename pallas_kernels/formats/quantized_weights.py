@@ -23,6 +23,13 @@ from pallas_kernels.formats.weight_codes import (
 from pallas_kernels.formats.weight_formats import WeightFormat, check_shape, padded
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Tells how codes were found. Programs do not depend on it, so any two are equal."""
+
+    nearest: bool = field(default=False, compare=False, repr=False)  # encode() rounded the weight to nearest
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -38,6 +45,7 @@ class QuantizedWeight:
     format: WeightFormat = field(metadata={"static": True})
     input_scale: jax.Array | None = None  # float32 [1], of every input token, found ahead; None: each has its own
     original: jax.Array | None = None  # [N, K], what was rounded, where training passes the weight's gradient to it
+    origin: Origin = field(default=Origin(), metadata={"static": True})
 
     @property
     def takes_plain_inputs(self) -> bool:
@@ -54,7 +62,8 @@ def encode(w: jax.Array, fmt: WeightFormat) -> QuantizedWeight:
     nothing is clipped by more than half a step. Values are divided by the rounded scale. Formats of block_floats.py
     are as defined there. Raises ValueError where the shape does not fit.
     """
-    return encode_with(w, *fit_scales(rotate_groups(grouped(w, fmt), fmt), fmt), fmt)
+    rounded = encode_with(w, *fit_scales(rotate_groups(grouped(w, fmt), fmt), fmt), fmt)
+    return replace(rounded, origin=Origin(nearest=True))
 
 
 def encode_with(

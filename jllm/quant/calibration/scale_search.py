@@ -24,6 +24,7 @@ from jllm.quant.calibration.inputs import (
     round_rest,
 )
 from jllm.quant.calibration.migration import migrate, tie_heads
+from jllm.quant.quantize import with_chosen_codes
 from jllm.quant.schemes import Scheme
 from pallas_kernels.formats.quantized_weights import (
     QuantizedWeight,
@@ -62,7 +63,7 @@ def awq(model: Model, scheme: str | Scheme, tokens: ArrayLike, *, clip: bool = T
             exempt = model.config.head_dim * (model.config.num_heads + model.config.num_kv_heads) * (field == "qkv")
             weights[field] = round_clipped(w, gram, chosen[field], exempt) if clip else _encode(w, chosen[field])
         layers.append(with_matrices(layer, weights))
-    return round_rest(replace(model.params, layers=tuple(layers)), formats)
+    return with_chosen_codes(round_rest(replace(model.params, layers=tuple(layers)), formats))
 
 
 def search_scales(

@@ -27,7 +27,7 @@ from jllm.quant.calibration.inputs import (
     run_layer,
 )
 from jllm.quant.calibration.migration import FIELDS, migrate, scale_keys, tie_heads
-from jllm.quant.quantize import quantize
+from jllm.quant.quantize import quantize, with_chosen_codes
 from jllm.quant.schemes import Scheme
 from pallas_kernels.formats.numerics import compute_dtype
 
@@ -107,7 +107,7 @@ def smoothquant(
 ) -> Params:
     """Returns Params after `smooth` and then rounding by `scheme`."""
     plan(model, scheme)
-    return quantize(smooth(model, tokens, alpha=alpha, fields=fields), scheme)
+    return with_chosen_codes(quantize(smooth(model, tokens, alpha=alpha, fields=fields), scheme))
 
 
 def smoothing_scales(layer: LayerParams, config: LlamaConfig, field: str, stats: InputStats, alpha: float) -> jax.Array:

@@ -24,6 +24,7 @@ from jllm.quant.calibration.inputs import (
     rotate_gram,
     round_rest,
 )
+from jllm.quant.quantize import with_chosen_codes
 from jllm.quant.schemes import Formats, Scheme
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, assemble, grouped, rotate_groups
 from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes, store_scales
@@ -68,7 +69,7 @@ def gptq(
             layer = with_matrices(layer, {field: w})
         x, _ = collect(layer, x, config, ())
         layers.append(layer)
-    return round_rest(replace(model.params, layers=tuple(layers)), formats)
+    return with_chosen_codes(round_rest(replace(model.params, layers=tuple(layers)), formats))
 
 
 def mr_gptq(model: Model, scheme: str | Scheme, tokens: ArrayLike, *, damping: float = 0.01) -> Params:
