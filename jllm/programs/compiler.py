@@ -47,7 +47,8 @@ class Recipe(NamedTuple):
     find: Callable[[], jax.stages.Compiled | None] = lambda: None
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
     name: str = "a program"  # as progress shows it
-    step: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # packed_step's arguments and static ones, if it is one
+    # packed_step's arguments and static ones, if it is one
+    step: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
 
 def most_needed_first(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -142,7 +143,7 @@ class Compiler:
         closed."""
         if self._tracers is not None and recipe.step is not None:
             try:
-                lowered = self._tracers.lower(*recipe.step)
+                lowered = self._tracers.lower(*recipe.step())
                 with self._lock:
                     self._compiled.elsewhere += 1
                 return lowered

@@ -224,11 +224,14 @@ class Programs:
 
     def _recipe(self, key: Key) -> Recipe:
         """Returns a program's recipe. Call it in the thread whose JAX settings count."""
-        path = self.path(*key)
-        arguments, static = self._shapes.arguments(*key), self._shapes.static(*key)
-        lower = partial(packed_step.lower, *arguments, **static)
+        path, static = self.path(*key), self._shapes.static(*key)
         files = partial(self._find, key, path), partial(self._keep, key, path)
-        return Recipe(lower, *files, _name(key[0]), (arguments, static))
+        # The arguments come later: while a job waits, other weights may take the place of these.
+        lower, step = partial(self._lower, key, **static), lambda: (self._shapes.arguments(*key), static)
+        return Recipe(lower, *files, _name(key[0]), step)
+
+    def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:
+        return packed_step.lower(*self._shapes.arguments(*key), **static)
 
     def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
         found = None if self._files is None or path is None else self._files.load(path)
