@@ -21,14 +21,14 @@ from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
 from jllm.engine.weights import Fit, Weights, check_remade, fit_to_round
-from jllm.errors import ConfigError, EngineClosed, EngineNotReady, SnapshotError, WeightsError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
 from jllm.model.cache import distinct, parse_kv_cache, repeated
 from jllm.model.paged import NOWHERE
 from jllm.model.params import Params, matrix_modules
-from jllm.parallel.memory import Memory
+from jllm.parallel.memory import Memory, out_of_memory
 from jllm.parallel.mesh import free_of, has_processes, rank_config
 from jllm.parallel.ranks import HEADS, REPLICATED, place
 from jllm.programs.executables import Executables, jax_cache_is_on
@@ -127,11 +127,12 @@ class Device:
         self._to_round: dict[str, tuple[Fit, dict[str, Formats]]] = {}  # by scheme, what weights it can round
         concrete = self._home is not None or config.mesh is not None
         self._fit, self._drafter_fit = (Fit.to(x) if concrete else None for x in (params, self._drafter))
-        self._hold()
+        self._unmade: str | None = None  # why the weights of the newest update could not be made
+        self._hold((self._params, self._drafter))
 
-    def _hold(self) -> None:
+    def _hold(self, tree: tuple[Params, Drafter | None]) -> None:
         """Takes note of the arrays that steps take and that others may donate."""
-        self._held = [leaf for leaf in jax.tree.leaves((self._params, self._drafter)) if isinstance(leaf, jax.Array)]
+        self._holds, self._held = tree, [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
     def fit(self, params: Params, copy: bool, scheme: str | None, drafter: Drafter | None) -> Weights:
         """Returns new weights as programs take them. Raises WeightsError for weights that they cannot take."""
@@ -151,20 +152,37 @@ class Device:
         return Weights(fit.take(params, copy), drafter, formats)
 
     def rebind(self, weights: Weights, version: int) -> None:
-        """Takes other weights, for the steps that are dispatched from now on."""
-        self._drafter, self._params = weights.drafter_after(self._drafter), weights.rounded(self._params)
-        self.version = version
+        """Takes other weights, for the steps that are dispatched from now on. Where these are gone, or could not be
+        rounded, check_ready() raises until others come."""
+        self.version, self._unmade = version, None
+        self.__dict__.pop("weights", None)
+        if weights.gone:  # rounding them would fail
+            self._hold((weights.params, weights.drafter))
+            return
+        try:
+            self._drafter = weights.drafter_after(self._drafter)
+            self._params = weights.rounded(self._params)
+        except jax.errors.JaxRuntimeError as error:
+            self._unmade = str(error).partition("\n")[0]
+            return
         self.shapes = replace(self.shapes, params=self._params, drafter=self._drafter)
         self.programs.describe(self.shapes)
-        self.__dict__.pop("weights", None)
-        self._hold()
+        self._hold((self._params, self._drafter))
 
     def check_ready(self) -> None:
-        """Raises EngineNotReady if the device sleeps, or if an array that steps take was donated or deleted."""
+        """Raises EngineNotReady if the device sleeps, or lacks its weights."""
         if self.asleep:
             raise EngineNotReady("the engine sleeps: call wake() first")
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        """Raises EngineNotReady if an array that steps take was donated or deleted, or could not be made."""
+        if self._unmade is not None:
+            raise EngineNotReady(
+                f"the weights of the newest update could not be rounded: {self._unmade}; update() again"
+            )
         if self.lacks_weights:
-            held = jax.tree_util.tree_flatten_with_path((self._params, self._drafter))[0]
+            held = jax.tree_util.tree_flatten_with_path(self._holds)[0]
             path = next(path for path, leaf in held if leaf.is_deleted())
             name = jax.tree_util.keystr(path[1:]).lstrip(".")
             raise EngineNotReady(
@@ -175,14 +193,19 @@ class Device:
     @property
     def lacks_weights(self) -> bool:
         """Returns whether an array that steps take was donated or deleted."""
-        return any(leaf.is_deleted() for leaf in self._held)
+        return self._unmade is not None or any(leaf.is_deleted() for leaf in self._held)
 
     def token_logprobs_options(self) -> dict[str, Any]:
         """Returns the options of jllm.token_logprobs, as Engine.token_logprobs_options does."""
         formats = weight_formats(self._params)
         leaves = jax.tree.leaves(self._params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-        if any(isinstance(w, QuantizedWeight) and (w.columns, w.input_scale) != (None, None) for w in leaves):
-            raise ConfigError("these weights were calibrated, and jllm.token_logprobs rounds them to nearest")
+        if self._hooks is not None and self._hooks.edit:
+            raise ConfigError("hooks edit values of this engine, and jllm.token_logprobs edits none")
+        if not all(w.origin.nearest for w in leaves if isinstance(w, QuantizedWeight)):
+            raise ConfigError(
+                "these weights' codes come from a file or a calibration, and jllm.token_logprobs rounds to nearest: "
+                "quantize 16-bit weights, by load(quantize=), jllm.quant.quantize or update(quantize=)"
+            )
         return {
             "page_size": self._page_size,
             "dtype": self._params.dtype,
@@ -233,13 +256,21 @@ class Device:
         self.asleep = True
 
     def wake(self) -> None:
-        """Makes a fresh state."""
-        self._state, self.asleep = self.fresh(), False
+        """Makes a fresh state. Raises NoRoomError, and goes on sleeping, where there is no room for one."""
+        options = replace(self._options, num_pages=self.sizes.limits.num_pages)
+        check_room(options, rank_config(self._config), self._params, self._memory())
+        try:
+            self._state = self.fresh()
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise NoRoomError(f"there is no room to wake: {str(error).partition(chr(10))[0]}") from None
+        self.asleep = False
 
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()
-        del self._params, self.shapes, self._held
+        del self._params, self.shapes, self._held, self._holds, self._drafter, self._hooks
         self._state = None
 
     def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
@@ -353,6 +384,7 @@ class Device:
         """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows, and
         its guide begins within it."""
         assert self.shapes.state is not None
+        self.check_weights()
         check_guided(snapshot)
         check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self.shapes.state.cache))
         if snapshot.weights not in (None, self.weights):

@@ -236,7 +236,8 @@ class Engine:
         seq, index = self._ledger.find(request_id, sample), self._ledger.request(request_id).started
         twin = go_on(Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length), begun(seq))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
-        twin.priority, twin.guided, twin.kept = seq.priority, seq.guided, seq.kept
+        twin.priority, twin.guided = seq.priority, seq.guided
+        twin.kept = seq.kept and not self._loop.stale  # what begins anew is kept no longer
         self._loop.add([twin])
         return index
 
@@ -329,7 +330,8 @@ class Engine:
 
     @in_turn
     def take_weights(self, weights: Weights, running: Running = "recompute") -> int:
-        """Runs the second half of update(), which only a closed engine or a wrong `running` can fail."""
+        """Runs the second half of update(), which only a closed engine or a wrong `running` can fail. Weights that are
+        gone by then make step() raise EngineNotReady."""
         self._check_open()
         check_running(running)
         self._newest += 1

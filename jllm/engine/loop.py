@@ -165,6 +165,8 @@ class Loop:
     def advance(self) -> None:
         """Takes one turn, and goes on after a device error. Raises DeviceLost, and EngineNotReady where the device
         sleeps or lacks its weights."""
+        if self._coming is not None and self.gate.drained:
+            self.update(self._coming, "recompute")
         self.device.check_ready()
         try:
             self.turn()
@@ -182,8 +184,6 @@ class Loop:
         """Plans and dispatches a step, then reads the one before it."""
         if self.trace:
             self.trace.planning()
-        if self._coming is not None and self.gate.drained:
-            self.update(self._coming, "recompute")
         if self._stale:
             if self.in_flight is not None:
                 self._read_last()
@@ -320,7 +320,7 @@ class Loop:
 
     def close(self) -> None:
         """Drops the device state, and ends what runs beside the loop."""
-        self.in_flight = None
+        self.in_flight = self._coming = None
         if self.beside:
             self.beside.stop()
         self.device.close()

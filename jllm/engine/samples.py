@@ -89,7 +89,8 @@ def take_prompt_scores(plan: StepPlan, outputs: Outputs) -> None:
     scores = list(zip(outputs.prompt_logprobs.tolist(), outputs.prompt_ranks.tolist(), best))
     at = 0
     for chunk in plan.chunks:
-        if chunk.seq.live and chunk.seq.params.prompt_logprobs:
+        # After a sample's first token they stay: a prompt that is computed again may meet other weights.
+        if chunk.seq.live and chunk.seq.params.prompt_logprobs and not chunk.seq.output:
             last = min(chunk.start + len(chunk.tokens), len(chunk.seq.prompt) - 1)
             for position in range(chunk.start, last):
                 chunk.seq.prompt_scores[position + 1] = scores[at + position - chunk.start]

@@ -92,7 +92,7 @@ class Fit:
         if tree != self.tree:
             raise WeightsError(self._difference(given))
         taken = (leaf.take(name, x, copy) for name, leaf, x in zip(self.names, self.leaves, leaves, strict=True))
-        return jax.tree.unflatten(tree, list(taken))
+        return jax.tree.unflatten(tree, list(taken))  # the given tree, which tells where its codes are from
 
     def _difference(self, given: Any) -> str:
         """Returns how the structure of a pytree differs."""
@@ -117,6 +117,11 @@ class Weights:
     params: Params  # in 16 or 32 bits where formats are given
     drafter: Drafter | None
     formats: Mapping[str, Formats] | None = None  # by name, the formats in which the engine rounds them
+
+    @property
+    def gone(self) -> bool:
+        """Returns whether one of the arrays was donated or deleted after the weights were fitted."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.drafter)))
 
     def rounded(self, old: Params) -> Params:
         """Returns the params as the engine's programs take them. The codes of `old` are donated to new ones."""

@@ -1,7 +1,9 @@
 """Other weights while requests run: each token is as a fresh engine with its version's weights draws it, to the bit."""
 
+import gc
 import random
 import threading
+import weakref
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -18,10 +20,13 @@ from jllm.engine.loop import Loop
 from jllm.engine.request import SamplingParams
 from jllm.engine.reuse import Sharing
 from jllm.engine.weights import Fit, Weights
-from jllm.errors import ConfigError, EngineNotReady, SnapshotError, WeightsError
+from jllm.errors import ConfigError, EngineNotReady, NoRoomError, SnapshotError, WeightsError
+from jllm.files.snapshot import SEVERAL
 from jllm.guides.guide import Guide
+from jllm.programs.packed_step import WHOLE_STEP
 from jllm.quant.quantize import quantize
 from jllm.step.buckets import Bucket
+from jllm.step.state import Variant
 from tests.ascii import TOKENIZER
 from tests.tiny import tiny_model
 
@@ -398,6 +403,8 @@ def test_donated_weights_stop_the_engine_until_it_has_others(engine, fresh, monk
     for _ in range(2):
         with pytest.raises(EngineNotReady, match="embed was donated or deleted while the engine held it"):
             engine.step()
+        with pytest.raises(EngineNotReady, match="embed was donated"):
+            engine.resume(fresh.nothing, SamplingParams(max_new_tokens=2))
     run.submit(PROMPTS[1], 6)
     run.update(2)
     run.step(4)
@@ -447,6 +454,34 @@ def test_kept_samples_go_on_over_their_old_k_and_v(engine, fresh):
         Run(fresh.engines[0])
 
 
+def test_a_fork_of_what_begins_anew_is_not_kept(engine, fresh):
+    run = Run(engine)
+    request = run.submit(PROMPTS[0][:5], 9)
+    run.step(4)
+    run.update(1, "keep")
+    run.step()
+    run.update(2)
+    run.fork((request, 0))
+    run.step(3)
+    snapshots = [engine.snapshot(request, sample) for sample in range(2)]
+    assert all(one.length and one.weights != SEVERAL for one in snapshots)
+    run.check(fresh)
+
+
+def test_nothing_holds_weights_that_were_replaced_or_closed():
+    """Not a program that waits for a compiler either."""
+    held = Engine(MODELS[0], **OPTIONS)
+    for end in (lambda: held.update(MODELS[0].params), held.close):
+        params = jax.tree.map(jnp.array, MODELS[1].params)
+        held.update(params)
+        waiting = held._device.programs._recipe((OPTIONS["buckets"][0], Variant(), WHOLE_STEP))
+        old = weakref.ref(params.norm)
+        del params
+        end()
+        gc.collect()
+        assert old() is None, waiting
+
+
 def test_what_is_kept_is_recomputed_if_it_is_preempted(engine, fresh):
     run = Run(engine)
     for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2]):
@@ -489,7 +524,7 @@ def test_finish_lets_requests_end_first_and_later_ones_wait(engine, fresh):
     run.check(fresh)
 
 
-def test_asleep_it_has_no_pages_and_says_so(engine, fresh):
+def test_asleep_it_has_no_pages_and_says_so(engine, fresh, monkeypatch):
     run = Run(engine)
     request = run.submit(PROMPTS[0], 6)
     run.step(4)
@@ -504,12 +539,17 @@ def test_asleep_it_has_no_pages_and_says_so(engine, fresh):
     run.fork((request, 0))
     engine.abort(run.submit(PROMPTS[1], 6))
     run.update(1)
+    monkeypatch.setattr(engine._device, "_memory", lambda: 1000)
+    with pytest.raises(NoRoomError, match="7 KV pages of 8 tokens take"):
+        engine.wake()
+    monkeypatch.undo()
     engine.wake()
     engine.wake()
     run.check(fresh)
 
 
-def test_weights_are_rounded_in_the_memory_of_the_old_codes():
+def test_weights_are_rounded_in_the_memory_of_the_old_codes(monkeypatch):
+    """Without memory, or after they were donated, the engine waits for others."""
     scheme, models = "w8a8", [tiny_model(seed=seed, num_layers=1) for seed in range(2)]
     quantized = [replace(model, params=quantize(model.params, scheme)) for model in models]
     engine, other = (Engine(each, **OPTIONS) for each in quantized)
@@ -524,10 +564,36 @@ def test_weights_are_rounded_in_the_memory_of_the_old_codes():
     for new, want in zip(jax.tree.leaves(taken), jax.tree.leaves(quantized[1].params), strict=True):
         np.testing.assert_array_equal(new, want)
     sampling = SamplingParams(seed=1, max_new_tokens=6, logprobs=0, ignore_eos=True)
-    for each in (engine, other):
-        each.submit(PROMPTS[0], sampling)
-    got, want = ([e.completion for e in each.run() if e.completion][0] for each in (engine, other))
-    assert scores(got) == scores(want)
+
+    def drawn(each: Engine) -> list:
+        request = each.submit(PROMPTS[0], sampling)
+        return scores([e.completion for e in each.run() if e.completion and e.id == request][0])
+
+    want = drawn(other)
+    assert drawn(engine) == want
+
+    def stops(says: str) -> None:
+        engine.submit(PROMPTS[1], sampling)
+        for _ in range(2):
+            with pytest.raises(EngineNotReady, match=says):
+                list(engine.run())
+        engine.update(models[1].params, quantize=scheme)
+        assert drawn(engine) == want
+
+    engine.submit(PROMPTS[1], sampling)
+    engine.step()
+    donated = jax.tree.map(jnp.array, models[0].params)
+    engine.update(donated, quantize=scheme, running="finish")
+    trained(donated)
+    stops("embed was donated or deleted")
+
+    def no_room(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    monkeypatch.setattr("jllm.engine.weights._rounded", no_room)
+    engine.update(models[0].params, quantize=scheme)
+    monkeypatch.undo()
+    stops("could not be rounded: RESOURCE_EXHAUSTED")
 
 
 def accepted(engine: Engine) -> dict[int, int]:
