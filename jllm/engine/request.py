@@ -110,6 +110,10 @@ class SamplingParams:
             if names or self.temperature == 0:
                 what = f"{names[0]} changes" if names else "temperature 0 does not have"
                 raise RequestError(f"logprobs_mode tempered is of softmax(logits / temperature), which {what}: use raw")
+            if self.prompt_logprobs:
+                raise RequestError("logprobs_mode tempered is of drawn tokens, and prompt_logprobs are raw: use raw")
+            if self.logprobs is None:
+                raise RequestError("logprobs_mode tempered changes logprobs, and none are asked for: give logprobs=0")
 
     def _convert(self, name: str, kind: type, right: str):
         try:

@@ -125,6 +125,10 @@ def test_tempered_logprobs_need_a_distribution_that_nothing_else_changes():
             SamplingParams(logprobs_mode="tempered", **changed)
     with pytest.raises(RequestError, match="which temperature 0 does not have: use raw"):
         SamplingParams(logprobs_mode="tempered", temperature=0.0)
+    with pytest.raises(RequestError, match="is of drawn tokens, and prompt_logprobs are raw"):
+        SamplingParams(logprobs_mode="tempered", logprobs=0, prompt_logprobs=True)
+    with pytest.raises(RequestError, match="none are asked for: give logprobs=0"):
+        SamplingParams(logprobs_mode="tempered")
     with pytest.raises(RequestError, match="logprobs_mode must be raw or tempered, not 'hot'"):
         SamplingParams(logprobs_mode="hot")
 
