@@ -82,7 +82,7 @@ def token_logprobs(
     deterministic: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns float32 [B, L] (float64 in that dtype): at [b, t] the log-probability of tokens[b, t + 1] after
-    tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on.
+    tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on; a length beyond L counts as L.
 
     Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` on a CPU the values are to the bit those of an
     engine with these options and deterministic=True, whether it drew the tokens, recomputed or scored them.
@@ -90,8 +90,9 @@ def token_logprobs(
     quantized by the scheme `quantize`; gradients have the dtypes of `params`. With a temperature the values are those
     of logits / temperature (logprobs_mode="tempered"). With `entropy` it returns the entropies [B, L] too.
 
-    It is differentiable once, by params: under jit, grad and remat. Raises EvaluationError under vmap and for second
-    derivatives, ConfigError for options that no engine has, and QuantizationError for a scheme that does not fit.
+    It is differentiable once, by params: under jit, grad and remat. Raises EvaluationError under vmap, for second
+    derivatives and for those by temperature, ConfigError for options that no engine has, and QuantizationError for a
+    scheme that does not fit.
     """
     if config.mesh is not None:
         raise ConfigError("token_logprobs computes on one device: give a config without a mesh")
@@ -116,7 +117,14 @@ def token_logprobs(
         tempered=temperature is not None,
         entropy=entropy,
     )
-    heat = jnp.asarray(1.0 if temperature is None else temperature, compute_dtype(kind))
+    if temperature is not None and not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
+        raise ConfigError(f"temperature must be above 0, not {temperature}")
+    wide = compute_dtype(kind)
+    if 0 in tokens.shape:
+        nothing = jnp.zeros(tokens.shape, wide)
+        return (nothing, nothing) if entropy else nothing
+    # Through float32, in which an engine keeps it.
+    heat = _constant(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32).astype(wide))
     ints = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
     logprobs, entropies = _jitted(how, params, *ints, heat)
     return (logprobs, entropies) if entropy else logprobs
@@ -152,7 +160,7 @@ def _forward(
     how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array, keep: bool = False
 ) -> tuple[Scored, tuple[jax.Array, ...]]:
     """Returns the engine's log-probabilities and, to keep, the input of each layer [B L, E] and of the head."""
-    params, tokens = _alone((params, tokens))
+    params, tokens, lengths, temperature = _alone((params, tokens, lengths, temperature))
     served = jax.lax.optimization_barrier(_served(how, params))  # else XLA may leave out how these are rounded
     (B, L), config = tokens.shape, how.config
     M = -(-L // how.page_size)
@@ -292,7 +300,8 @@ def _targets(tokens: jax.Array) -> jax.Array:
 
 def _masked(x: jax.Array, lengths: jax.Array) -> jax.Array:
     """Returns x [B, L] with 0 where a sequence has no next token."""
-    return jnp.where(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None] - 1, x, jnp.zeros((), x.dtype))
+    last = jnp.minimum(lengths, x.shape[1])[:, None] - 1
+    return jnp.where(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < last, x, jnp.zeros((), x.dtype))
 
 
 def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -311,6 +320,16 @@ def _once[T](arrays: T) -> T:
 @_once.defjvp
 def _refuse_second(primals: Any, tangents: Any) -> NoReturn:
     raise EvaluationError("token_logprobs is differentiable once, backward: second derivatives and jvp are not there")
+
+
+@jax.custom_jvp
+def _constant(temperature: jax.Array) -> jax.Array:
+    return temperature
+
+
+@_constant.defjvp
+def _refuse_by_temperature(primals: Any, tangents: Any) -> NoReturn:
+    raise EvaluationError("token_logprobs is differentiable by params alone: give a temperature that is a constant")
 
 
 @jax.custom_batching.custom_vmap

@@ -15,9 +15,11 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
 from jllm.model.backbone import packed_logits
 from jllm.model.cache import parse_kv_cache
+from jllm.model.hooks import Hooks
 from jllm.model.linear import decoded
 from jllm.model.paged import Packed
 from jllm.model.params import map_linears
+from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from pallas_kernels.norm_quant import api as norm_quant_api
 from tests.tiny import experts_model, one_size, tiny_model
@@ -158,8 +160,8 @@ def batch():
 
 def test_gradients_are_those_of_packed_logits_in_float64(batch):
     model = tiny_model("float64", windows=(None, 4), tie_embeddings=True)
-    value, gradient = served(model.params, *batch, 0.7, config=model.config)
-    wanted, reference = plain(model.params, *batch, config=model.config, temperature=0.7)
+    value, gradient = served(model.params, *batch, 0.75, config=model.config)
+    wanted, reference = plain(model.params, *batch, config=model.config, temperature=0.75)
     assert abs(value - wanted) < 1e-11
     check_equal(gradient, reference, 1e-12)
 
@@ -183,6 +185,32 @@ def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
     assert np.abs(got.layers[0].attention.qkv).max() > 0
 
 
+def test_temperature_is_the_engines_and_lengths_end_with_the_tokens(batch):
+    """The engine keeps temperatures in float32."""
+    tokens, lengths, _ = batch
+    model = tiny_model("float64", num_layers=1)
+    of = partial(jllm.token_logprobs, model.params, model.config, page_size=8)
+    want = of(tokens, lengths, temperature=0.7)
+    np.testing.assert_array_equal(of(tokens, lengths, temperature=float(np.float32(0.7))), want)
+    np.testing.assert_array_equal(of(tokens, lengths.at[0].add(5), temperature=0.7), want)
+    for shape in ((0, 5), (2, 0)):
+        empty = of(jnp.zeros(shape, jnp.int32), jnp.zeros(shape[0], jnp.int32), entropy=True)
+        assert [x.shape for x in empty] == [shape, shape]
+
+
+def test_options_of_weights_or_values_that_it_could_not_make_are_refused():
+    model, tokens = tiny_model(**WIDE, num_layers=1), np.ones((1, 4), np.int32)
+    rounded = quantize(model.params, "w4a16-g32")
+    serve = partial(Engine, **one_size(2, 8, 12), num_pages=4)
+    assert serve(replace(model, params=rounded)).token_logprobs_options()["quantize"] is not None
+    for params in (ptq.awq(model, "w4a16-g32", tokens, clip=False), ptq.gptq(model, "w4a16-g32", tokens)):
+        with pytest.raises(ConfigError, match="codes come from a file or a calibration"):
+            serve(replace(model, params=params)).token_logprobs_options()
+    edits = Hooks(edit={"layers.0.mlp": lambda value, rows: value * 2})
+    with pytest.raises(ConfigError, match="hooks edit values"):
+        serve(model, hooks=edits).token_logprobs_options()
+
+
 def test_what_it_does_not_do_is_refused_in_one_line():
     model = tiny_model(num_layers=1)
     tokens, lengths = jnp.ones((2, 5), jnp.int32), jnp.asarray([5, 3], jnp.int32)
@@ -195,9 +223,16 @@ def test_what_it_does_not_do_is_refused_in_one_line():
         jax.jvp(
             lambda norm: of(replace(model.params, norm=norm), tokens=tokens), [model.params.norm], [model.params.norm]
         )
+    with pytest.raises(EvaluationError, match="no vmap"):
+        jax.vmap(lambda heat: of(model.params, tokens=tokens, temperature=heat))(jnp.asarray([0.7, 0.8]))
+    with pytest.raises(EvaluationError, match="no vmap"):
+        jax.vmap(lambda n: of(model.params, tokens=tokens, lengths=n))(lengths[None])
+    with pytest.raises(EvaluationError, match="differentiable by params alone"):
+        jax.grad(lambda heat: of(model.params, tokens=tokens, temperature=heat).sum())(0.7)
     for error, message, options in (
         (ConfigError, "no KV format kivi2-g16-r32", {"kv_cache": "kivi2-g16-r32"}),
         (ConfigError, "page size 7 is not supported", {"page_size": 7}),
+        (ConfigError, "temperature must be above 0, not 0", {"temperature": 0}),
         (ConfigError, "one scale for all tokens", {"quantize": "w8a8-tensor"}),
         (QuantizationError, "unknown quantization scheme", {"quantize": "w9"}),
     ):
