@@ -12,12 +12,13 @@ from jllm.distributed.replicas import Replicas
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.engine import Engine
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import EngineClosed, QueueFull, RequestError
+from jllm.errors import EngineClosed, EngineNotReady, QueueFull, RequestError
 from jllm.guides.guide import Guide
 from jllm.guides.guide_trials import MOST
 
 Request = tuple[Prompt, SamplingParams]
 PATIENCE = 1.0  # seconds until an idle thread looks whether the processes of all engines have gone
+REST = 0.05  # seconds between looks at an engine that sleeps or lacks its weights
 
 
 class Stream:
@@ -99,7 +100,8 @@ class AsyncEngine:
     """Serves the requests of one event loop through an Engine or Replicas. It owns the engine, and closes it.
 
     A thread steps while there is work. Between two steps it takes in new requests and aborts. It hands the events of a
-    step over in one call. So the event loop never waits for a step, and a step never waits for the loop.
+    step over in one call. So the event loop never waits for a step, and a step never waits for the loop. While the
+    engine sleeps or lacks its weights, all streams wait for its wake() or update().
 
     Threads: make an AsyncEngine in its event loop, and call it and its streams from that thread. check(), metrics() and
     update() may be called from any thread; they wait for the end of a step.
@@ -255,7 +257,10 @@ class AsyncEngine:
         try:
             while self._next():
                 if self._engine.has_work:
-                    self._hand_over(self._of_streams(self._engine.step()))
+                    try:
+                        self._hand_over(self._of_streams(self._engine.step()))
+                    except EngineNotReady:
+                        self._rest()
             self._engine.close()
             self._hand_over(self._of_streams(self._engine.last_events))
             self._call(lambda: self._end_all("it was closed", None))
@@ -279,6 +284,12 @@ class AsyncEngine:
         for action in asked:
             action()
         return not stop
+
+    def _rest(self) -> None:
+        """Waits a moment for the engine, which sleeps or lacks its weights. Any thread may wake it or update it."""
+        with self._changed:
+            if not (self._stop or self._inbox):
+                self._changed.wait(REST)
 
     def _submit(self, stream: Stream, requests: Sequence[Request], priority: int, deadline: float | None) -> None:
         for place, (prompt, sampling) in enumerate(requests):

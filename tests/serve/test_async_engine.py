@@ -3,10 +3,12 @@
 import asyncio
 import random
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jllm.engine.engine import Engine
-from jllm.errors import EngineClosed, QueueFull, RequestError, TokenizerError
+from jllm.errors import EngineClosed, EngineNotReady, QueueFull, RequestError, TokenizerError
 from jllm.serve.async_engine import AsyncEngine
 from jllm.step.buckets import Bucket
 from tests.tiny import greedy, serve, tiny_model
@@ -203,6 +205,32 @@ def test_close_waits_for_what_runs(model):
         return (await completions(stream))[0].finish_reason
 
     assert run(work, model) == "length"
+
+
+def test_streams_wait_while_the_engine_sleeps_or_lacks_its_weights(model):
+    async def work(engine):
+        inner = engine._engine
+        stream = await engine.submit(PROMPT, greedy(40))
+        await anext(stream)
+        inner.sleep()
+        asleep = await engine.submit(PROMPT, greedy(2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(completions(asleep), 0.3)
+        asleep = await engine.submit(PROMPT, greedy(2))
+        inner.wake()
+        await completions(asleep)
+        donated = jax.tree.map(jnp.array, model.params)
+        await asyncio.to_thread(engine.update, donated)
+        jax.tree.map(lambda x: x.delete(), donated)
+        later = await engine.submit(PROMPT, greedy(2))
+        with pytest.raises(EngineNotReady):
+            inner._device.check_ready()
+        await asyncio.sleep(0.3)
+        assert engine.refused is None
+        await asyncio.to_thread(engine.update, model.params)
+        return [(await completions(each))[0].finish_reason for each in (stream, later)]
+
+    assert run(work, model) == ["length", "length"]
 
 
 def test_a_failing_engine_tells_all_who_wait(model):
