@@ -12,16 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from jllm.distributed.handover import DecodeEngine, PrefillEngine, joining_buckets
+from jllm.distributed.processes import Source
 from jllm.distributed.remote import RemotePrefill, identity
 from jllm.distributed.replica import Replica, Request
 from jllm.distributed.replicas import AnyReplica, Replicas
-from jllm.engine.engine import Engine
+from jllm.engine.engine import Engine, Running
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
 from jllm.engine.options import MAX_SLOTS, EngineKeywords
 from jllm.engine.placement import Placement, devices_of, find_placements
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, EngineClosed, RemoteError, RequestError
+from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
 
 if TYPE_CHECKING:
@@ -125,6 +127,13 @@ class Disaggregated(Replicas):
                 for other in others:
                     other.engine.check(ids, replace(sampling, guide=None))
                 return ids
+
+    def update(self, params: Params | Source, *, running: Running = "recompute", **more: Any) -> int:
+        """Takes other weights as Replicas.update does. Raises ConfigError for running="finish": a request runs on both
+        engines, and one of them would change its weights before it ends."""
+        if running == "finish":
+            raise ConfigError('running="finish" is not there for prefill and decode apart: give "recompute" or "keep"')
+        return super().update(params, running=running, **more)
 
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         try:

@@ -74,8 +74,7 @@ def apart(model, **options):
     return Disaggregated(model, jax.devices()[2:4], **(SIZES | options))
 
 
-@pytest.mark.parametrize("running", ["recompute", "finish"])
-def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_again(model, running):
+def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_again(model):
     other, greedy = tiny_model("float64", seed=1), SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
     engine, models, prompts, ends = apart(model), {0: model}, {}, {}
     for turn in range(6):
@@ -83,7 +82,9 @@ def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_ag
             prompts[engine.submit(prompt, greedy)] = prompt
         ends |= after(engine, 1 + turn)
         new = (other, model)[turn % 2]
-        models[engine.update(new.params, running=running)] = new
+        models[engine.update(new.params)] = new
+        with pytest.raises(ConfigError, match='running="finish" is not there'):
+            engine.update(new.params, running="finish")
     versions = as_their_versions(ends | rest(engine), prompts, models)
     assert {0, 6} <= versions
     assert engine.version == 6
