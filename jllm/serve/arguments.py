@@ -61,7 +61,10 @@ def make_parser() -> Parser:
     serving.add_argument("--max-waiting", type=int, default=256, metavar="N", help=waiting)
     deadline = "cut requests that take longer, keeping their text (default: never)"
     serving.add_argument("--deadline", type=float, metavar="SECONDS", help=deadline)
-    updates = "let clients replace the weights by those of a directory in DIR, with POST /v1/update (default: no)"
+    updates = (
+        "let clients replace the weights by those of a directory in DIR, with POST /v1/update; the device then needs "
+        "room for both (default: no)"
+    )
     serving.add_argument("--updates", type=Path, metavar="DIR", help=updates)
     grace = "time that running requests get to finish when the server stops (default: %(default)s)"
     serving.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=grace)

@@ -7,9 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jllm.config import LlamaConfig
 from jllm.engine.engine import RUNNING
-from jllm.errors import CheckpointError, ConfigError, QuantizationError, WeightsError
+from jllm.errors import CheckpointError, ConfigError, NoRoomError, QuantizationError, WeightsError
+from jllm.parallel.memory import out_of_memory
 from jllm.serve.errors import HttpError, bad
 
 type Read = Callable[[Path], tuple[LlamaConfig, Any]]
@@ -28,7 +31,10 @@ class Updates:
         self._busy = threading.Lock()
 
     def __call__(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes the weights of the directory that the body names. Returns their version."""
+        """Takes the weights of the directory that the body names. Returns their version.
+
+        Memory holds them whole beside the weights that serve. HttpError 503 where there is no room.
+        """
         for name in body:
             if name not in FIELDS:
                 raise bad(name, f"is not known; known are {', '.join(FIELDS)}")
@@ -42,6 +48,10 @@ class Updates:
             if differing := [f.name for f in fields(config) if self._differs(config, f.name)]:
                 raise bad("model", f"its config has another {differing[0]} than the served model's")
             return {"version": self._update(weights, running=running)}
+        except (NoRoomError, jax.errors.JaxRuntimeError) as error:
+            if not (isinstance(error, NoRoomError) or out_of_memory(error)):
+                raise
+            raise HttpError(503, "there is no room for a second set of weights", code="unavailable") from None
         except (CheckpointError, ConfigError, QuantizationError, WeightsError) as error:
             raise bad("model", str(error)) from None
         finally:

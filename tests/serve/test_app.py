@@ -9,6 +9,7 @@ import shutil
 import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -771,11 +772,14 @@ def test_other_weights_come_from_a_directory_where_that_is_asked_for(model, chec
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=6)
     models = model, replace(model, params=params)
     want = [serve(one, ["the wolf"], [sampling])[0].text for one in models]
-    engines, go_on = [], threading.Event()
+    engines, go_on, full = [], threading.Event(), []
 
     def read(folder):
         assert go_on.wait(60)
-        return load(folder)
+        if full:
+            raise full.pop()
+        found = load(folder)
+        return found.config, found.params
 
     async def work(engine, app):
         async def text():
@@ -803,6 +807,9 @@ def test_other_weights_come_from_a_directory_where_that_is_asked_for(model, chec
         ):
             status, refused = await answer(app, path, given)
             assert (status, one_line(refused).startswith(says)) == (400, True), refused
+        full.append(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"))
+        status, refused = await answer(app, path, {"model": "step-1"})
+        assert (status, one_line(refused)) == (503, "there is no room for a second set of weights")
         assert engine.metrics()["version"] == 1
         return [*found, await text()]
 
