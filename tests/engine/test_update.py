@@ -6,6 +6,7 @@ import threading
 import weakref
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jllm.engine.engine import Engine
 from jllm.engine.loop import Loop
 from jllm.engine.request import SamplingParams
 from jllm.engine.reuse import Sharing
+from jllm.engine.samples import take_prompt_scores
+from jllm.engine.sequence import Sequence
 from jllm.engine.weights import Fit, Weights
 from jllm.errors import ConfigError, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files.snapshot import SEVERAL
@@ -452,6 +455,20 @@ def test_kept_samples_go_on_over_their_old_k_and_v(engine, fresh):
             swapped.step()
         assert scores(swapped.done[alone, 0]) == scores(done)
         Run(fresh.engines[0])
+
+
+def test_scores_of_a_prompt_stay_those_of_the_weights_that_drew_the_first_token():
+    seq = Sequence(0, 0, (5, 6, 7), SamplingParams(prompt_logprobs=True), seed=0, max_length=9, live=True)
+    plan = SimpleNamespace(chunks=[SimpleNamespace(seq=seq, start=0, tokens=seq.prompt)])
+
+    def score(logprob: float) -> list[float]:
+        of = dict.fromkeys(("prompt_logprobs", "prompt_best_logprobs"), np.full(3, logprob))
+        take_prompt_scores(plan, SimpleNamespace(**of, prompt_ranks=np.ones(3, int), prompt_best=np.ones(3, int)))
+        return [seq.prompt_scores[i][0] for i in (1, 2)]
+
+    assert [score(-1.0), score(-2.0)] == [[-1.0] * 2, [-2.0] * 2]
+    seq.output.append(8)
+    assert score(-3.0) == [-2.0] * 2
 
 
 def test_a_fork_of_what_begins_anew_is_not_kept(engine, fresh):
