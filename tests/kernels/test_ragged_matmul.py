@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels.formats.quantized_rows import quantize_rows
 from pallas_kernels.formats.quantized_weights import decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.ragged_matmul import ragged_matmul, reference, xla
 from tests.kernels.helpers import TOLERANCE, error
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 X, N, K, M = 4, 24, 64, 70
 run = jax.jit(ragged_matmul, static_argnames=("out_dtype", "backend"))

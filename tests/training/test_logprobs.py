@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jllm
@@ -23,6 +22,8 @@ from jllm.quant import calibration as ptq
 from jllm.quant.quantize import quantize
 from pallas_kernels.norm_quant import api as norm_quant_api
 from tests.tiny import experts_model, one_size, tiny_model
+
+optax = pytest.importorskip("optax")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 259}
 LENGTH = 40
