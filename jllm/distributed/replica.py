@@ -205,7 +205,7 @@ class Replica:
             raise RequestError(str(error).replace(f"request {local} ", f"request {name} ")) from None
 
     def go_on(self) -> None:
-        """Steps again after the engine was not ready."""
+        """Begins to step again after the engine was not ready."""
         self.stands = False
         with suppress(EngineClosed):
             self.ask(self._begin_to_step)

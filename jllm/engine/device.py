@@ -381,8 +381,8 @@ class Device:
         return fingerprint.of_function(self._params, self._config)
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
-        """SnapshotError unless it is of this cache's shapes and formats, and of these weights as far as it knows, and
-        its guide begins within it."""
+        """Raises SnapshotError for other shapes, formats or weights than the engine's, as far as the snapshot has them.
+        Raises it too if its guide does not begin within it."""
         assert self.shapes.state is not None
         self.check_weights()
         check_guided(snapshot)

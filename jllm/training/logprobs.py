@@ -81,18 +81,18 @@ def token_logprobs(
     entropy: bool = False,
     deterministic: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns float32 [B, L] (float64 in that dtype): at [b, t] the log-probability of tokens[b, t + 1] after
-    tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on; a length beyond L counts as L.
+    """Returns float32 [B, L] (float64 in that dtype). Entry [b, t] is the log-probability of tokens[b, t + 1] after
+    tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on. A length beyond L counts as L.
 
-    Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` on a CPU the values are to the bit those of an
-    engine with these options and deterministic=True, whether it drew the tokens, recomputed or scored them.
-    Engine.token_logprobs_options() gives an engine's options. `params` are cast to `dtype` (default: theirs), then
-    quantized by the scheme `quantize`; gradients have the dtypes of `params`. With a temperature the values are those
-    of logits / temperature (logprobs_mode="tempered"). With `entropy` it returns the entropies [B, L] too.
+    Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` on a CPU the values have the bits of an engine with
+    these options. It may have drawn the tokens, recomputed or scored them. Engine.token_logprobs_options() gives an
+    engine's options. `params` are cast to `dtype` (default: theirs), then quantized by the scheme `quantize`. Gradients
+    have the dtypes of `params`. With a temperature the values are those of logits / temperature
+    (logprobs_mode="tempered"). With `entropy` it returns the entropies [B, L] too.
 
     It is differentiable once, by params: under jit, grad and remat. Raises EvaluationError under vmap, for second
-    derivatives and for those by temperature, ConfigError for options that no engine has, and QuantizationError for a
-    scheme that does not fit.
+    derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has, and
+    QuantizationError for a scheme that does not fit.
     """
     if config.mesh is not None:
         raise ConfigError("token_logprobs computes on one device: give a config without a mesh")

@@ -285,7 +285,7 @@ def count_versions_late(patch) -> None:
 
 
 def go_on(patch) -> None:
-    """What runs is not computed again."""
+    """Plants a fault: running samples are not computed again."""
     patch.setattr("jllm.engine.scheduler.Scheduler.start_over", lambda self: self.sharing.clear())
 
 
@@ -428,7 +428,7 @@ def test_donated_weights_stop_the_engine_until_it_has_others(engine, fresh, monk
 
 
 def test_kept_samples_go_on_over_their_old_k_and_v(engine, fresh):
-    """As in an engine alone whose weights change before the same token; forks and snapshots of them are marked."""
+    """Tokens are those of an engine alone whose weights change before that token. Forks and snapshots are marked."""
     run = Run(engine)
     names = [(run.submit(prompt, 9), 0) for prompt in (PROMPTS[0][:5], PROMPTS[1][:4])]
     run.step(4)

@@ -90,14 +90,12 @@ def test_the_engine_serves_what_a_forward_without_a_cache_gives(model, scheme):
     if scheme is not None:
         names = set(weight_formats(m.params))
         assert "model.layers.1.mlp.experts.gate_up_proj" in names
-        assert not any("mlp.gate" in name and name.endswith("mlp.gate") for name in names)  # the router stays
+        assert "model.layers.1.mlp.gate" not in names  # the router stays
     prompts = [IDS, IDS[:4], IDS[2:]]
     done = serve(m, prompts, [greedy(8)] * 3, **one_size(3, tokens=12), deterministic=True)
     for prompt, each in zip(prompts, done, strict=True):
         logits = full_logits(m, [*prompt, *each.token_ids])
-        best = logits[len(prompt) - 1 : -1]
-        chosen = best[np.arange(8), list(each.token_ids)]
-        assert (best.max(axis=1) - chosen < (1e-4 if scheme is None else 0.2)).all()
+        assert each.token_ids == tuple(logits[len(prompt) - 1 : -1].argmax(axis=1).tolist())
     alone = serve(m, prompts[:1], [greedy(8)], **one_size(3, tokens=12), deterministic=True)
     assert alone[0].token_ids == done[0].token_ids
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jllm.cli.main import main
-from jllm.distributed import crossing, processes
+from jllm.distributed import child, crossing, processes
 from jllm.distributed.replicas import Replicas
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
@@ -99,7 +99,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """What one engine says to jobs, by job and sample."""
+    """Returns what one engine answers to jobs, by job and sample."""
     engine = Engine(model, **SIZES)
     engine.compile_ahead([params for _, params in JOBS])
 
@@ -379,7 +379,7 @@ def test_what_cannot_cross_is_refused_by_name(model, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere:make is neither a directory nor"):
         processes._made_by("nowhere:make")
     with pytest.raises(ConfigError, match="a function that returns a Model, not 'none'"):
-        processes._model_of(lambda: "none", None)
+        child._model_of(lambda: "none", None)
 
 
 def test_arrays_cross_by_a_file_without_a_name(model, monkeypatch, tmp_path):
@@ -443,7 +443,7 @@ def test_processes_end_with_the_one_that_started_them():
     command = [sys.executable, "-c", textwrap.dedent(PARENT)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         place = Path(f"/proc/{int(parent.stdout.readline())}/cmdline")
-        assert b"jllm.distributed.processes" in place.read_bytes()
+        assert b"jllm.distributed.child" in place.read_bytes()
         parent.kill()
     until = time.monotonic() + 60
     while place.exists() and place.read_bytes():  # a process that nobody waits for has an empty one

@@ -59,7 +59,7 @@ def drawn(engine, mode, requests=7, seed=0):
 
 @pytest.mark.parametrize(("dtype", "scheme", "kv_cache", "changes"), CASES, ids=str)
 def test_values_in_a_foreign_training_step_are_the_engines_to_the_bit(dtype, scheme, kv_cache, changes):
-    """Of masters in float32, which the step casts, quantizes, donates and updates."""
+    """Masters are float32. The step casts, quantizes, donates and updates them."""
     masters = tiny_model("float32", **WIDE | changes)
     served = tiny_model(dtype, **WIDE | changes)
     if scheme is not None:
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_packed_logits_in_float64(batch):
 
 
 def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
-    """Of weight-only codes it is that of plain weights with the codes' values, experts' too. Where activations are
+    """Weight-only codes, experts' too, have the gradient of plain weights with the codes' values. Where activations are
     rounded too, norms have the gradient of the quantized model."""
     model = experts_model("float64")
     values = map_linears(lambda _, w: decoded(w, jnp.float64), quantize(model.params, "w4a16-g32"))
