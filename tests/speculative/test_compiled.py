@@ -23,8 +23,9 @@ PAGES = 37
 
 
 def copies(compiled: jax.stages.Compiled) -> list[str]:
-    """Instructions of the program that write as much as a pool of pages has."""
-    return re.findall(rf"= \S*\[{PAGES},\S* (?:copy|transpose|concatenate)\(", compiled.as_text())
+    """Returns the instructions that write as much as a pool has, of one layer or of two."""
+    sizes = f"{PAGES}|{2 * PAGES}"
+    return re.findall(rf"= \S*\[(?:{sizes}),\S* (?:copy|transpose|concatenate)\(", compiled.as_text())
 
 
 PAIRS = [("ngram", "f32"), ("ngram", "int8-g8"), ("draft", "int8-g8"), ("tree", "f32"), ("copy", "int8-g8")]
