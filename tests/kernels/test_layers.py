@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.cache_update import cache_update
 from pallas_kernels.cache_update import mosaic_sm90 as update_mosaic
 from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.cache_update import xla as update_xla
@@ -19,9 +20,10 @@ from pallas_kernels.decode_attention import mosaic_sm90 as decode_mosaic
 from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.decode_attention.cases import Case as Decode
 from pallas_kernels.decode_attention.config import Config as DecodeConfig
-from pallas_kernels.formats.kv_pages import Pages, gather_tokens
+from pallas_kernels.formats.kv_pages import KVPages, Pages, gather_tokens
 from pallas_kernels.prefill_attention import copy_sm90 as prefill_copy
 from pallas_kernels.prefill_attention import mosaic_sm90 as prefill_mosaic
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention import xla as prefill_xla
 from pallas_kernels.prefill_attention.cases import Case as Prefill
 from pallas_kernels.prefill_attention.config import Config as PrefillConfig
@@ -205,3 +207,48 @@ def test_seeded_faults_are_caught(fault, monkeypatch):
     expected = right(which)
     plant(monkeypatch, place, name, old, new)
     assert caught(check, run, case.inputs(), expected)
+
+
+def last_of_many(pages: KVPages) -> KVPages:
+    """Returns pages that stand for the last layer's of pools with more than 2^31 elements. All others hold NaN or its
+    like."""
+    layers = 2**31 // pages.k.values.size + 2
+
+    def part(own: Pages) -> Pages:
+        def spread(x: jax.Array) -> jax.Array:
+            every = jnp.full((layers, *x.shape), 0x7F if x.dtype.kind in "iu" else jnp.nan, x.dtype)
+            return every.at[-1].set(x).reshape(-1, *x.shape[1:])
+
+        return replace(jax.tree.map(jax.jit(spread), own), layers=layers)
+
+    return KVPages(part(pages.k), part(pages.v)).at_layer(layers - 1)
+
+
+@jax.jit
+def written(now: Pages, before: Pages) -> list[jax.Array]:
+    """Returns how many elements of each array changed in all layers."""
+    pairs = zip(jax.tree.leaves(now.at_layer(None)), jax.tree.leaves(before.at_layer(None)), strict=True)
+    return [jnp.sum((a != b) & ((a == a) | (b == b)), dtype=jnp.int32) for a, b in pairs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_gpu_pools_beyond_2_31_elements(backend):
+    if backend == "triton":
+        pytest.importorskip("jax_triton")
+    *arrays, pages, page, offset = UPDATE.inputs()
+    many = last_of_many(pages)
+    update = partial(cache_update, backend=backend)
+    (q, alone), (found, now) = update(*arrays, pages, page, offset), update(*arrays, many, page, offset)
+    assert same_bits(found, q)
+    for part, whole, own, before in ((now.k, many.k, alone.k, pages.k), (now.v, many.v, alone.v, pages.v)):
+        assert same_bits(part[part.layers - 1], own)
+        assert same_bits(written(part, whole), written(own, before))
+    del many, now, part, whole
+    for case in (DECODE, BY_WARPS):
+        q, pages, *rest = case.inputs()
+        attend = partial(decode_attention, scale=case.scale, backend=backend)
+        assert same_bits(attend(q, last_of_many(pages), *rest), attend(q, pages, *rest))
+    q, pages, *rest = PREFILL.inputs()
+    attend = partial(prefill_attention, scale=PREFILL.scale, backend=backend)
+    assert same_bits(attend(q, last_of_many(pages), *rest), attend(q, pages, *rest))
