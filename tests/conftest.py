@@ -47,6 +47,9 @@ with contextlib.suppress(ImportError):  # tests that need it are skipped without
     settings.load_profile("no clock")
 
 
+# Tracing and lowering make objects by the million. With Python's own settings a tenth of a run is spent on garbage.
+gc.set_threshold(20_000, 10, 10)
+
 MAPPINGS = 25_000  # Linux lets a process have 65,530, a compiled step takes 180, and XLA crashes past that
 
 
@@ -78,13 +81,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish(session):
-    """Spares the objects of imports and collection each full garbage collection, and has collections less often.
-
-    Tracing and lowering make objects by the million. With Python's own settings a tenth of a run is spent on garbage.
-    """
-    gc.collect()
+    """Spares the objects of imports and collection each full garbage collection."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 STARTED = pytest.StashKey[float]()

@@ -138,7 +138,7 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_perplexity_is_what_the_protocol_says(name, x64):
-    model = tiny_model("float64", tokenizer=Letters())
+    model = tiny_model("float64", tokenizer=Letters(), num_layers=1)
     got = evaluate(model, TEXTS, small(name), **SMALL)
     assert got.perplexity == pytest.approx(DEFINITIONS[name](model), rel=1e-10)
     assert got.as_row()["protocol"] == name
@@ -146,7 +146,7 @@ def test_perplexity_is_what_the_protocol_says(name, x64):
 
 
 def test_in_float32():
-    model = tiny_model(tokenizer=Letters())
+    model = tiny_model(tokenizer=Letters(), num_layers=1)
     got = evaluate(model, TEXTS, small("document"), **SMALL)
     assert got.perplexity == pytest.approx(as_lm_eval(model, 24, word=False), rel=1e-6)
 
@@ -160,7 +160,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_windows_off_by_one_are_noticed(fault, x64, monkeypatch):
-    model, protocol = tiny_model("float64", tokenizer=Letters()), small("document")
+    model, protocol = tiny_model("float64", tokenizer=Letters(), num_layers=1), small("document")
     monkeypatch.setattr(jllm.analysis.evaluate, "windows_of", lambda *a: [FAULTS[fault](w) for w in windows_of(*a)])
     got = evaluate(model, TEXTS, protocol, **SMALL).perplexity
     assert abs(got / as_lm_eval(model, 24, word=False) - 1) > 1e-3
@@ -199,7 +199,7 @@ def test_first_windows_agree_with_transformers(name):
 
 
 def test_is_what_the_engine_serves():
-    model, kv = tiny_model(), "k=int8-g8,v=int4-g16"
+    model, kv = tiny_model(num_layers=1), "k=int8-g8,v=int4-g16"
     prompts = [[1, *(rng.integers(3, 97, size=n).tolist())] for n in (40, 7, 25)]
     ask = greedy(1, prompt_logprobs=True)
     done = serve(model, prompts, [ask] * 3, kv_cache=kv, **OPTIONS)
@@ -209,7 +209,7 @@ def test_is_what_the_engine_serves():
 
 
 def test_same_figures_again_and_whatever_the_batch(x64):
-    model, other = (tiny_model("float64", seed=s, tokenizer=Letters()) for s in (0, 1))
+    model, other = (tiny_model("float64", seed=s, tokenizer=Letters(), num_layers=1) for s in (0, 1))
     run = partial(evaluate, model, TEXTS, small("strided-512"), reference=other, kv_cache="int8-g8")
     first = run(**SMALL)
     assert run(**SMALL) == first
@@ -221,7 +221,7 @@ def test_same_figures_again_and_whatever_the_batch(x64):
 
 
 def test_divergence_and_agreement(x64):
-    model, other = (tiny_model("float64", seed=s, tokenizer=Letters()) for s in (0, 1))
+    model, other = (tiny_model("float64", seed=s, tokenizer=Letters(), num_layers=1) for s in (0, 1))
     got = evaluate(model, TEXTS[:2], small("document"), reference=other, **SMALL)
     kl, same = [], []
     for text in TEXTS[:2]:
@@ -239,7 +239,7 @@ def test_divergence_and_agreement(x64):
 
 
 def test_a_model_does_not_differ_from_itself():
-    model = tiny_model(tokenizer=Letters())
+    model = tiny_model(tokenizer=Letters(), num_layers=1)
     got = evaluate(model, TEXTS, small("document"), reference=model, **SMALL)
     assert (got.added, got.kl, got.top1) == (0.0, 0.0, 1.0)
 
@@ -279,7 +279,7 @@ def one_step(model, **options):
 
 
 def test_no_logits_of_all_rows_at_once():
-    text = one_step(tiny_model()).lower().as_text()
+    text = one_step(tiny_model(num_layers=1)).lower().as_text()
     assert "tensor<128x97xf32>" in text
     assert "256x97x" not in text
 
@@ -322,7 +322,7 @@ def test_intervals():
 
 
 def test_a_recorded_reference_stands_for_its_own_tokens_only():
-    model = tiny_model(tokenizer=Letters())
+    model = tiny_model(tokenizer=Letters(), num_layers=1)
     recorded = record(model, TEXTS, small("document"), **SMALL)
     for texts, protocol, message in (
         (TEXTS[:2], "document", "recorded on other tokens than these"),
@@ -333,7 +333,7 @@ def test_a_recorded_reference_stands_for_its_own_tokens_only():
 
 
 def other_vocabulary():
-    return tiny_model(vocab_size=80)
+    return tiny_model(vocab_size=80, num_layers=1)
 
 
 REFUSED = {
@@ -343,7 +343,7 @@ REFUSED = {
     "protocol strided-512: stride must be in 1 .. context = 128, not 512": {"protocol": "strided-512"},
     "protocol windows-512: the text has 156 tokens, a window takes 160": {
         "protocol": replace(PROTOCOLS["windows-512"], context=160),
-        "model": tiny_model(context=160, tokenizer=Letters()),
+        "model": tiny_model(context=160, tokenizer=Letters(), num_layers=1),
     },
     "protocol document: text 1 has 1 tokens, a window takes 2": {"texts": ["ab", ""]},
     "token id 97 of the text is not in [0, 97), the model's vocabulary": {"texts": [3, 97]},
@@ -351,10 +351,10 @@ REFUSED = {
     "at least one text": {"texts": []},
     "all are strings or all": {"texts": ["ab", [3, 4]]},
     "words can be counted in strings": {"protocol": "document-word", "texts": [3, 4]},
-    "a text needs a tokenizer": {"model": tiny_model()},
+    "a text needs a tokenizer": {"model": tiny_model(num_layers=1)},
     "the tokenizer has neither": {"model": tiny_model(tokenizer=Letters(None, ()))},
     "vocabularies differ: 97 and 80": {"reference": other_vocabulary()},
-    "their tokenizers make different tokens": {"reference": tiny_model(tokenizer=Letters(shift=4))},
+    "their tokenizers make different tokens": {"reference": tiny_model(tokenizer=Letters(shift=4), num_layers=1)},
 }
 
 
@@ -383,11 +383,11 @@ def test_protocols_that_make_no_sense(fields, message):
 
 
 def test_logits_that_are_not_finite():
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     broken = replace(model, params=replace(model.params, embed=model.params.embed.at[9].set(jnp.nan)))
     with pytest.raises(EvaluationError, match="not finite within tokens 0 .. 4 of text 0$"):
         evaluate(broken, [3, 4, 9, 5], "document", **SMALL)
 
 
 def test_a_protocol_of_ones_own():
-    assert find_protocol(Protocol("mine", context=8)).resolve(tiny_model().config).stride == 8
+    assert find_protocol(Protocol("mine", context=8)).resolve(tiny_model(num_layers=1).config).stride == 8

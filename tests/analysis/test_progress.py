@@ -20,7 +20,7 @@ OPTIONS = {"max_slots": 2, "max_step_tokens": 24, "page_size": 8}
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(num_layers=1)
 
 
 def texts(count: int = 6) -> list[list[int]]:

@@ -92,7 +92,7 @@ class Short:
 def test_moved_extents_change_no_token_and_steps_without_copies_dispatch_none(monkeypatch):
     from jllm.step import between_steps
 
-    model, calls = tiny_model(), []
+    model, calls = tiny_model(num_layers=1), []
     prompts = [[5, 6, 7], list(range(30, 50)), [9]]
 
     def tokens(**options):
@@ -122,7 +122,7 @@ def test_a_move_that_forgets_the_copy_changes_tokens(monkeypatch):
     """The fault that the test above is there for."""
     from jllm.step import between_steps
 
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
 
     def tokens(**options):
         engine = Engine(model, **OPTIONS, **options)

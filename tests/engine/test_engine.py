@@ -22,6 +22,7 @@ from tests.ascii import Ascii
 from tests.tiny import CONFIG, full_logits, greedy, log_softmax, serve, tiny_model
 
 OPTIONS = {"max_slots": 4, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(4, 16, 4),)}
+SMALL = {"num_layers": 1, "seed": 3}  # of no end token where tests want none
 PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
 
 
@@ -43,7 +44,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(**SMALL)
 
 
 def test_greedy_is_the_argmax_of_the_forward_without_a_cache(model):
@@ -135,7 +136,7 @@ def test_tempered_logprobs_need_a_distribution_that_nothing_else_changes():
 
 @pytest.mark.parametrize(("tokenizer", "stop"), [(None, ()), (Letters(), ()), (Letters(), ("\n",))])
 def test_events_have_the_logprobs_of_their_tokens(tokenizer, stop):
-    engine, seen, done = Engine(tiny_model(tokenizer=tokenizer), **OPTIONS), defaultdict(list), {}
+    engine, seen, done = Engine(tiny_model(**SMALL, tokenizer=tokenizer), **OPTIONS), defaultdict(list), {}
     asked = [greedy(12, logprobs=2, stop=stop), greedy(12)]
     ids = [engine.submit(prompt, sampling) for prompt, sampling in zip(PROMPTS, asked)]
     for event in engine.run():
@@ -169,7 +170,7 @@ def test_more_stop_ids_than_the_device_checks(model):
 
 def test_end_token_of_the_config_unless_ignored(model):
     free = serve(model, [PROMPTS[0]], [greedy(20)], **OPTIONS)[0]
-    ends = tiny_model(eos_ids=(free.token_ids[4],))
+    ends = tiny_model(**SMALL, eos_ids=(free.token_ids[4],))
     cut = free.token_ids.index(free.token_ids[4])
     others = tuple(i for i in range(CONFIG.vocab_size) if i not in free.token_ids)
     asked = [greedy(20, ignore_eos=False), greedy(20, ignore_eos=False, stop_token_ids=others), greedy(20)]
@@ -210,7 +211,7 @@ def test_ends_that_no_text_shows(model):
 
 
 def test_stop_strings_cut_text_and_tokens_and_stream_what_is_certain():
-    model = tiny_model(tokenizer=Letters())
+    model = tiny_model(**SMALL, tokenizer=Letters())
     free = serve(model, [PROMPTS[0]], [greedy(24)], **OPTIONS)[0]
     text = "".join(chr(i + 32) for i in free.token_ids)
     stop = text[9:12]

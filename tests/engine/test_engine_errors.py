@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7], list(range(30, 60)), [9]]
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(num_layers=1)
 
 
 @pytest.mark.parametrize(

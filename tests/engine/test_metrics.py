@@ -25,7 +25,7 @@ PROMPTS = [[5, 6, 7], [8] * 10, [9, 10]]
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(num_layers=1)
 
 
 def test_percentiles_are_those_of_the_nearest_rank():

@@ -18,7 +18,7 @@ OPTIONS["buckets"] = (Bucket(2, 0, 0), Bucket(2, 16, 2))
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(num_layers=1)
 
 
 def run(model, trace, **options):

@@ -85,7 +85,7 @@ def test_the_schedule_computes_every_token_once():
 
 
 def test_times_count_from_the_arrival(monkeypatch):
-    engine = Engine(tiny_model(), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8)
+    engine = Engine(tiny_model(num_layers=1), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8)
     requests = [Request(4, 3, 0.0), Request(4, 3, 0.3)]
     served, seconds = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0)
     assert [s.request for s in served] == requests
@@ -95,7 +95,9 @@ def test_times_count_from_the_arrival(monkeypatch):
 
 
 def test_a_client_hangs_up_at_its_length():
-    engine = Engine(tiny_model(), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8, kv_policy="reserve")
+    engine = Engine(
+        tiny_model(num_layers=1), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8, kv_policy="reserve"
+    )
     requests = [Request(4, 3, 0.0), Request(4, 1, 0.0), Request(4, 20, 0.0)]
     served, _ = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0, allow=20)
     assert sorted(s.request.output for s in served) == [1, 3, 20]
@@ -105,7 +107,7 @@ def test_a_client_hangs_up_at_its_length():
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_share_is_guided_and_as_long(share):
     pytest.importorskip("llguidance")
-    model = tiny_model(tokenizer=words_tokenizer(97))
+    model = tiny_model(tokenizer=words_tokenizer(97), num_layers=1)
     engine = Engine(model, max_slots=3, page_size=8, max_step_tokens=16, buckets=(Bucket(3, 13, 3),))
     asked = []
     submit = engine.submit
@@ -175,7 +177,7 @@ def test_a_pool_that_the_workload_fills_wastes_few_rows(tmp_path, capsys):
 
 def test_repeats_begin_alike_and_their_mean_is_what_a_floor_is_a_share_of(monkeypatch):
     """A repeat that found prompts in the prefix cache would be faster than the workload is; so would the best one."""
-    model = tiny_model()
+    model = tiny_model(num_layers=1)
     args = parse_args(["--repeats", "3", "--warmup", "2", "--slots", "2"])
     engine = Engine(model, device=HostOnly, max_slots=2, page_size=8, num_pages=40, max_step_tokens=16)
     cached, seconds = [], iter((0.5, 2.0, 4.0, 6.0))  # of the warmup, and of each repeat
@@ -197,7 +199,7 @@ def test_as_many_processes_trace_steps_as_are_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(engines, "engine_with", lambda model, **options: asked.append(options["compile_processes"]))
     for options in ([], ["--compile-processes", "3"]):
-        engines.make_engine(tiny_model(), parse_args(options))
+        engines.make_engine(tiny_model(num_layers=1), parse_args(options))
     assert asked == [0, 3]
 
 

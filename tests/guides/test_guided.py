@@ -45,7 +45,7 @@ FITS = [r"[a-f]{3,12}", r'yes|no|no, never|say "so"', r"\[.*\]", r"\(*x\)*"]
 @pytest.fixture(scope="module")
 def model64():
     with jax.enable_x64(True):
-        yield tiny_model("float64", tokenizer=TOKENIZER)
+        yield tiny_model("float64", tokenizer=TOKENIZER, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,7 @@ def make_jobs(**more) -> list[Job]:
 
 COMPANIES = {
     POOL: {},
-    "pages of 8, tiny chunks": {},
     "two slots, pages of 16": {"speculate": NGram(3, shortest=1), "drafts": 3},
-    "pages of 32, whole prompts": {"speculate": NGram(3, shortest=1), "drafts": 3},
 }
 
 
@@ -428,7 +426,8 @@ FAULTS = {
 def test_faults_are_found(monkeypatch, fault):
     module, name, wrong = FAULTS[fault]
     monkeypatch.setattr(module, name, wrong)
-    model = tiny_model(tokenizer=TOKENIZER, context=127)  # another config: nothing that was compiled before serves it
+    # another config: nothing that was compiled before serves it
+    model = tiny_model(tokenizer=TOKENIZER, context=127, num_layers=1)
     params = [SamplingParams(temperature=0.0, max_new_tokens=20, guide=guide) for guide in GUIDES]
     with warnings.catch_warnings(action="ignore"):  # some end where their matchers see what they do not allow
         found = jllm.generate(model, [list(range(20, 40))] * 4, params, **one_size())

@@ -68,13 +68,13 @@ def formula(case: Case, arguments, segments: Segments) -> np.ndarray:
 
 
 def pairwise():
-    """Yields every kind of format of K with every kind of V, and of the rest what meets."""
+    """Yields each kind of format of K with two kinds of V, and of the rest what meets."""
     kinds = (("bf16", "f16"), ("fp8", "fp8"), ("int8-g8", "int8-g64"), ("int4-g32", "int4-g8"))
-    for i, j in product(range(4), range(4)):
+    for i, j in ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 0)):
         width, heads = (2, 4, 5, 8)[(i + j) % 4], ((2, 2), (4, 2), (6, 2), (3, 1))[(i + 2 * j + j // 2) % 4]
         case = small(
             lengths=(140, 9), heads=heads, k_format=kinds[i][j % 2], v_format=kinds[j][i % 2],
-            window=(None, 3, 50, 1)[(2 * i + j + i // 2) % 4], page_size=(8, 16, 64, 128)[(i + 3 * j) % 4],
+            window=(None, 3, 50, 1)[(2 * i + j + i // 2) % 4], page_size=(8, 16, 64, 128)[(i + 2 * j) % 4],
             dtype=("bfloat16", "float16")[(i + j // 2) % 2],
         )  # fmt: skip
         rows = (width - (i + j) // 4, (3 * i + j) % (width + 1))

@@ -36,7 +36,6 @@ INTERPRETED = [  # one chunk and more, with and without a rest, held and not; wh
     (1500, Config(2, 1, held=0, kept=2)),
     (1500, Config(1, 2, held=0)),
     (2052, Config(1, 2)),
-    (2560, Config(4, 1, held=0, kept=0)),
     (2560, Config(4, 1, held=0)),
     (5000, Config(1, 1, held=0, kept=1)),
     (301, Config(1, 1)),

@@ -56,14 +56,23 @@ def continued(model, prompt, edit, tokens: int = TOKENS) -> tuple[int, ...]:
 EDITABLE = [*(f"layers.1.{name}" for name in LAYER if name != "weights"), *TOP]
 
 
-@pytest.mark.parametrize("name", EDITABLE)
-def test_an_edit_of_each_value(model, name):
-    """Through prefill in chunks and decode, as over whole sequences; and it does something."""
-    options = one_size(2, tokens=2) | {"hooks": Hooks(edit={name: bend})}
-    (got,) = serve(model, [PROMPT], [greedy(TOKENS)], **options)
-    assert got.token_ids == continued(model, PROMPT, {name: bend})
-    plain = packed_logits(model.params, model.config, packed(PROMPT))
-    assert not np.allclose(plain, packed_logits(model.params, model.config, packed(PROMPT), {name: bend}))
+@pytest.mark.parametrize("first", range(3))
+def test_an_edit_of_each_value(model, first):
+    """Through prefill in chunks and decode, as over whole sequences: every third value at once. Each edit alone changes
+    tokens' logits, so that one which the engine leaves out is missed."""
+    edit = dict.fromkeys(EDITABLE[first::3], bend)
+    options = one_size(2, tokens=2) | {"hooks": Hooks(edit=edit)}
+    params = replace(greedy(TOKENS), logprobs=0, prompt_logprobs=True)
+    (got,) = serve(model, [PROMPT], [params], **options)
+    ids = [*PROMPT, *got.token_ids]
+    assert got.token_ids == continued(model, PROMPT, edit)
+    whole = jax.nn.log_softmax(packed_logits(model.params, model.config, packed(ids), edit), axis=1)
+    found = [*got.prompt_logprobs, *(token.logprob for token in got.logprobs)]
+    np.testing.assert_allclose(found, [whole[i, token] for i, token in enumerate(ids[1:])], rtol=1e-9)
+    for left_out in edit:
+        rest = {name: each for name, each in edit.items() if name != left_out}
+        other = jax.nn.log_softmax(packed_logits(model.params, model.config, packed(ids), rest), axis=1)
+        assert not np.allclose(whole, other, rtol=1e-6), left_out
 
 
 def packed(ids) -> Packed:

@@ -45,7 +45,7 @@ def check(model, devices: int, one=None) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("devices", [1, 4, 8])
 def test_logits_are_those_of_one_device(devices):
     check(model_of(), devices)
 
@@ -131,7 +131,7 @@ def test_loading_cuts_each_weight_as_it_is_read(tmp_path):
         replace(groups, config=replace(model.config, activation_parts=4))
 
 
-SAVED = ["bf16", "w8a16", "w4a16-g32-zp", "nf4-dq", "nvfp4", "mxfp4-weight", "fp8-weight"]
+SAVED = ["bf16", "w8a16", "nf4-dq", "nvfp4"]
 
 
 @pytest.mark.parametrize(("scheme", "tied"), [*((name, i % 2 == 1) for i, name in enumerate(SAVED)), ("bf16", True)])

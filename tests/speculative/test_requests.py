@@ -37,7 +37,7 @@ def wide():
 
 @pytest.fixture(scope="module")
 def model(wide):
-    return tiny_model("float64", tokenizer=Letters())
+    return tiny_model("float64", tokenizer=Letters(), num_layers=1)
 
 
 def fallible(model, tree: Tree) -> DraftModel:
@@ -109,7 +109,7 @@ def test_a_stream_that_is_left_half_way(model):
 @pytest.mark.parametrize(("shape", "kind"), PAIRS)
 def test_the_end_of_the_context_inside_a_draft(shape, kind):
     """From every distance, and in a pool that has pages for the context and none for what is drafted past it."""
-    model = tiny_model("float64", context=CONTEXT)
+    model = tiny_model("float64", context=CONTEXT, num_layers=1)
     prompts = [tuple(range(3, 3 + CONTEXT - left)) for left in range(1, 9)]
     jobs = [Job(prompt, replace(FREE, max_new_tokens=1000, seed=i), i, None) for i, prompt in enumerate(prompts)]
     wants = list(alone(model, jobs))
