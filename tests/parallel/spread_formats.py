@@ -1,4 +1,5 @@
-"""Every weight scheme and KV format that has a name, on two devices: logits of one device to rounding, in float64."""
+"""A weight scheme of each kind, and every kind of KV format, on two devices: logits of one device to rounding, in
+float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,20 +18,23 @@ from jllm.model.params import WeightEntry
 from jllm.model.shards import share
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.quantize import quantize, weight_formats
-from jllm.quant.schemes import PRESETS
 from jllm.step.batch import PromptChunk, ragged_batch
 from jllm.step.forward import forward
 from jllm.step.state import init_state
 from pallas_kernels.all_reduce import MeshAxis
-from pallas_kernels.formats.kv_formats import FLOATS, LARGEST_CODE, parse_format
+from pallas_kernels.formats.kv_formats import LARGEST_CODE, parse_format
 from pallas_kernels.formats.quantized_weights import encode
-from pallas_kernels.formats.weight_formats import NAMED, WeightFormat, parse_weight_format
+from pallas_kernels.formats.weight_formats import WeightFormat, parse_weight_format
 from tests.parallel.meshes import model_of, on_mesh
 
 jax.config.update("jax_enable_x64", True)
 SIZES = {"num_layers": 1, "head_dim": 32}  # columns of o and down are two groups of 128 or more
-NUMBERED = ("w8a16-g32", "w8a16-g32-zp", "nf4-g32-dq", "fp4-g32", "w8a8-act-g32", "llm-int8-t2")
-SCHEMES = list(dict.fromkeys((*PRESETS, *NAMED, *NUMBERED)))
+# Scales of rows, tensors and groups, zeros, tables, scales of scales, blocks of small floats, and each kind of inputs.
+SCHEMES = [
+    "bf16", "w8a16", "w8a8", "w8a8-head", "w8a8-groups", "w8a8-tensor", "w4a16-g128", "w4a16-g32-zp", "nf4-dq",
+    "fp4-g32", "fp8", "uint8-zp", "llm-int8", "iq4nl-dq", "mxfp4", "mxfp8-e5m2-h", "nvfp4", "mxfp8-weight",
+    "nvfp4-h-weight", "w8a16-g32-zp", "w8a8-act-g32",
+]  # fmt: skip
 PROMPT = list(range(5, 25))
 TOKENS = jnp.asarray(PROMPT, jnp.int32)
 BATCH = Packed(TOKENS, jnp.arange(20, dtype=jnp.int32), jnp.zeros(20, jnp.int32))
@@ -68,7 +72,7 @@ def parses(name: str) -> bool:
 
 
 GROUPED = (f"{codes}-g8{zeros}" for codes, zeros in product(LARGEST_CODE, ("", "-zp")))
-PLAIN = [name + end for name, end in product((*FLOATS, *GROUPED), ("", "-h")) if parses(name + end)]
+PLAIN = [name + end for name, end in product(("bf16", "f32", "fp8", *GROUPED), ("", "-h")) if parses(name + end)]
 PAIRS = [("kivi2-g8-r8", "int2-g8-zp"), ("kivi4-g8-r16", "f64"), *zip(PLAIN[::2], PLAIN[1::2], strict=True)]
 
 
