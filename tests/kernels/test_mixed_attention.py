@@ -15,6 +15,8 @@ from pallas_kernels.prefill_attention import mosaic_sm90 as prefill_sm90
 from pallas_kernels.prefill_attention import prefill_attention
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES
+from tests.kernels.test_decode_attention_mosaic import TINY
+from tests.kernels.test_prefill_attention_mosaic import FEW
 
 # Four rows of decoding, one of them unused, and two chunks that continue two of the sequences, on 24 rows of which 4
 # are no chunk's.
@@ -54,7 +56,8 @@ def test_together_they_give_what_they_give_apart(dtype):
 def test_interpreted_kernels_give_what_they_give_apart():
     """Puts NaN in the chunks' rows, where decoding leaves anything."""
     options = {"scale": CASE.scale, "window": None, "interpret": FIND_RACES}
-    both = [partial(f, **options) for f in (decode_sm90.decode_attention, prefill_sm90.prefill_attention)]
+    kernels = (decode_sm90.decode_attention, TINY), (prefill_sm90.prefill_attention, FEW)
+    both = [partial(kernel, config=config, **options) for kernel, config in kernels]
     q, *rest = inputs()
 
     def decode(*args, **rows):

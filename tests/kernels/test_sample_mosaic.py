@@ -241,7 +241,7 @@ def test_a_shared_area_is_a_race(monkeypatch, late):
         jax.block_until_ready(mosaic_sm90.sample.__wrapped__(*arrays, config=Config(2, 1), interpret=FIND_RACES))
 
 
-@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936, 512, 4096, 32768, 32772, 1, 300, 32001])
+@pytest.mark.parametrize("vocabulary", [128256, 151936, 32768, 32772, 1, 32001])
 def test_lowers_for_cuda_and_fits_shared_memory(vocabulary):
     """Leaves rows out: they are the grid's size alone."""
     config = choose_config(padded(vocabulary))
