@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh
 
 from jllm.cli.main import main
-from jllm.engine.drafters import find_drafter
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import DrafterError, SnapshotError
@@ -211,7 +210,7 @@ def test_the_pure_functions():
     np.testing.assert_array_equal(*found)
 
 
-KINDS = {"copy": 2, "draft": 8, "medusa-own": 2, "eagle": 2}
+KINDS = {"draft": 8, "medusa-own": 2, "eagle": 2}  # spread_engines_on_meshes.py has a copy
 
 
 @pytest.mark.parametrize(("kind", "devices"), KINDS.items())
@@ -220,14 +219,13 @@ def test_drafters(kind, devices):
     model = model_of()
     c, key, dtype = model.config, jax.random.key(3), jnp.float64
     drafters = {
-        "copy": lambda model: find_drafter("copy:w8a16", model, 2),
-        "draft": lambda _: DraftModel(model.params, c, chain(2)),
-        "medusa-own": lambda _: init_medusa(c, key, Tree((0, 0, 1)), dtype, own=True),
-        "eagle": lambda _: init_eagle(c, key, chain(2), dtype),
+        "draft": lambda: DraftModel(model.params, c, chain(2)),
+        "medusa-own": lambda: init_medusa(c, key, Tree((0, 0, 1)), dtype, own=True),
+        "eagle": lambda: init_eagle(c, key, chain(2), dtype),
     }
     asked, found = [replace(p, max_new_tokens=8) for p in ASKED], []
     for m in (model, on_mesh(model, devices)):
-        drafter = drafters[kind](m)
+        drafter = drafters[kind]()
         rows = drafter.tree.size
         drafted = {"speculate": drafter, "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, rows))}
         engine = Engine(m, **(SIZES | drafted))
