@@ -57,7 +57,7 @@ def proposals(text: str) -> list[dict[str, int | str]]:
     return made
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     free=st.integers(1 << 20, 12 * GIB),
@@ -104,7 +104,7 @@ def test_the_largest_number_of_pages_that_fits_is_named():
     assert refused({"max_slots": 512, "num_pages": pages + 1}, "qwen3-0.6b", 20 * GIB, **endless) is not None
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     free=st.integers(1 << 20, 40 * GIB),

@@ -913,7 +913,7 @@ def test_a_client_that_leaves_ends_all_of_its_prompts(model):
     assert (metrics["requests"], metrics["requests_aborted"], metrics["requests_finished"]) == (3, 3, 0)
 
 
-def test_two_thousand_clients_of_whom_many_go_leave_no_page(model):
+def test_hundreds_of_clients_of_whom_many_go_leave_no_page(model):
     """While their bodies are read, while they wait, between two events, and at the end."""
     draw, answered, gone = random.Random(4), [], []
 
@@ -929,7 +929,7 @@ def test_two_thousand_clients_of_whom_many_go_leave_no_page(model):
             gone.append(i)
 
     async def work(engine, app):
-        clients = iter(range(2000))
+        clients = iter(range(700))
 
         async def some():
             for i in clients:
@@ -945,9 +945,9 @@ def test_two_thousand_clients_of_whom_many_go_leave_no_page(model):
     assert not engine._ids
     assert not engine._requests
     assert set(answered) == {200}
-    assert len(answered) > 600
-    assert metrics["requests_aborted"] > 300
-    assert len(gone) > 300
+    assert len(answered) > 200
+    assert metrics["requests_aborted"] > 100
+    assert len(gone) > 100
 
 
 def test_metrics_count_what_was_answered(model):

@@ -80,7 +80,7 @@ portions = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(portions, st.sampled_from([((4, 3, 1), 8), ((4, 3, 1), 64), ((2, 8, 2), 16), ((5, 2, 2), 64)]))
 def test_drafts_are_what_followed_before(portions, sizes_and_context):
     sizes, context = sizes_and_context
