@@ -21,6 +21,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.files.hf_config import load_config
 from jllm.model.cache import cache_bytes, make_cache, make_tails, parse_kv_cache
+from jllm.model.layers import stack_layers
 from jllm.model.param_specs import init_params, param_specs
 from jllm.model.params import EMBED, HEAD, Params, layer_prefix
 from jllm.model.sampling import Draws
@@ -159,10 +160,10 @@ def stopwatch() -> Callable[[str], None]:
 
 
 class StepTimer:
-    """Steps of one model over one pool. `renew` makes the state."""
+    """Steps of one model over one pool, with weights as an engine's steps take them. `renew` makes the state."""
 
     def __init__(self, params: Params, config: LlamaConfig, pool: Pool, backend: str | None = None):
-        self.params, self.config, self.pool, self.backend = params, config, pool, backend
+        self.params, self.config, self.pool, self.backend = stack_layers(params, config), config, pool, backend
         self.state: State | None = None
 
     def renew(self) -> None:

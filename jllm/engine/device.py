@@ -26,6 +26,7 @@ from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
 from jllm.model.cache import distinct, parse_kv_cache, repeated
+from jllm.model.layers import stack_layers
 from jllm.model.paged import NOWHERE
 from jllm.model.params import Params, matrix_modules
 from jllm.parallel.memory import Memory, out_of_memory
@@ -109,10 +110,11 @@ class Device:
         self._hooks = self._put(options.hooks, REPLICATED)
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._state = self.fresh()
+        self._stacked = stack_layers(params, config)  # what steps take, in few arrays
         self.shapes = StepShapes(
             config,
             self.sizes,
-            params,
+            self._stacked,
             jax.eval_shape(lambda state: state, self._state),
             self._drafter,
             self._hooks,
@@ -162,10 +164,11 @@ class Device:
         try:
             self._drafter = weights.drafter_after(self._drafter)
             self._params = weights.rounded(self._params)
+            self._stacked = stack_layers(self._params, self._config)
         except jax.errors.JaxRuntimeError as error:
             self._unmade = str(error).partition("\n")[0]
             return
-        self.shapes = replace(self.shapes, params=self._params, drafter=self._drafter)
+        self.shapes = replace(self.shapes, params=self._stacked, drafter=self._drafter)
         self.programs.describe(self.shapes)
         self._hold((self._params, self._drafter))
 
@@ -270,7 +273,7 @@ class Device:
     def close(self) -> None:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()
-        del self._params, self.shapes, self._held, self._holds, self._drafter, self._hooks
+        del self._params, self._stacked, self.shapes, self._held, self._holds, self._drafter, self._hooks
         self._state = None
 
     def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
@@ -320,7 +323,7 @@ class Device:
         assert self._state is not None
         self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
-        self._state, found = self.programs.run(key, self._params, self._state, buffer, *more)
+        self._state, found = self.programs.run(key, self._stacked, self._state, buffer, *more)
         if part != FORWARD:
             for leaf in jax.tree.leaves(found):
                 leaf.copy_to_host_async()

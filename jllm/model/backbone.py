@@ -4,7 +4,7 @@ All tokens of all sequences lie head to tail on one flat axis T. Norms, matmuls 
 not depend on sequences. A layer is an attention block and an MLP block, each chosen by the type of its params.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +88,7 @@ def tapped_backbone(
 
 @shaped
 def run_layers(
-    layers: tuple[LayerParams, ...],
+    layers: Sequence[LayerParams],
     config: LlamaConfig,
     x: Float[Array, "T E"],
     batch: Packed | Paged,

@@ -1,12 +1,12 @@
 """Defines the weights of a model as an explicit pytree, and the one table that describes them.
 
-The pytree is a tuple of per-layer dataclasses; layers are never stacked into one array. Each field that holds a weight
-has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers, initial values and memory estimates
-all read these entries. A matrix may be a plain array or a QuantizedWeight.
+The pytree is a tuple of per-layer dataclasses. An engine's steps take them in fewer arrays (layers.py). Each field that
+holds a weight has its entry in the table, a WeightEntry, as metadata. Files, schemes, importers, initial values and
+memory estimates all read these entries. A matrix may be a plain array or a QuantizedWeight.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -142,7 +142,7 @@ class Params:
     """Holds all weights of a model."""
 
     embed: Weight = field(metadata=matrix({EMBED: "vocab"}, "embed"))  # [V, E]
-    layers: tuple[LayerParams, ...]
+    layers: Sequence[LayerParams]
     norm: jax.Array = field(metadata=norm_weight("model.norm", "embed"))  # [E]
     head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
 

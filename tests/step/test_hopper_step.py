@@ -13,6 +13,7 @@ import pytest
 
 from jllm.files.hf_config import load_config
 from jllm.model.cache import make_cache, parse_kv_cache
+from jllm.model.layers import stack_layers
 from jllm.model.param_specs import abstract_params
 from jllm.programs.packed_step import Layout, packed_step
 from jllm.quant.quantize import quantize
@@ -34,7 +35,7 @@ def traced(scheme: str, bucket: Bucket, backend: str | None = "hopper") -> Any:
     formats = parse_kv_cache(KV.get(scheme), CONFIG, jnp.bfloat16)
     layout = Layout(bucket, deltas=160)
     step = packed_step.trace(
-        quantize(abstract_params(CONFIG, jnp.bfloat16), scheme),
+        stack_layers(quantize(abstract_params(CONFIG, jnp.bfloat16), scheme), CONFIG),
         jax.eval_shape(lambda: State(make_cache(CONFIG, 4096, 16, formats), make_slots(512, 256))),
         jax.ShapeDtypeStruct((layout.size,), np.int32),
         config=CONFIG,
@@ -130,9 +131,8 @@ def test_all_layers_are_one_trace_and_make_no_page_table(scheme, bucket):
 
 
 def test_a_step_of_a_7b_takes_and_gives_few_arrays():
-    """The host pays for each. Two layers give what all do."""
+    """The host pays for each. Each layer adds its four matrices."""
     config = load_config(Path(__file__).parents[2] / "configs" / "llama-2-7b.json")
-    step, layer = traced("w8a8", SOME), quantize(abstract_params(CONFIG, jnp.bfloat16), "w8a8").layers[0]
-    more = (config.num_layers - LAYERS) * len(jax.tree.leaves(layer))
-    assert len(step.invars) + more <= 310
+    step = traced("w8a8", SOME)
+    assert len(step.invars) + 4 * (config.num_layers - LAYERS) <= 160
     assert len(step.outvars) <= 24

@@ -1,0 +1,45 @@
+"""Checks that layers in few arrays are the layers that were given."""
+
+import jax
+import pytest
+
+from jllm.config import LlamaConfig
+from jllm.model.layers import stack_layers
+from jllm.model.model import Model
+from jllm.model.params import Params
+from jllm.quant.quantize import quantize
+from tests.kernels.helpers import same_bits
+from tests.tiny import experts_model, tiny_model
+
+
+def coded(scheme: str) -> tuple[Params, LlamaConfig]:
+    model = tiny_model(intermediate_size=64)
+    return quantize(model.params, scheme), model.config
+
+
+def plain(model: Model) -> tuple[Params, LlamaConfig]:
+    return model.params, model.config
+
+
+CASES = {  # what is stacked, the weights, their arrays, and how many fewer there are then
+    "norms": (lambda: plain(tiny_model()), 15, 2),
+    "norms and scales of rows": (lambda: coded("w8a8"), 21, 5),
+    "norms, but not scales of groups": (lambda: coded("w4a16-g32"), 23, 2),
+    "nothing, where layers differ": (lambda: plain(experts_model()), 16, 0),
+    "nothing, where rows are not aligned": (lambda: plain(tiny_model(hidden_size=24)), 15, 0),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_vectors_of_layers_that_look_alike_are_one_array(what):
+    make, arrays, fewer = CASES[what]
+    params, config = make()
+    stacked = stack_layers(params, config)
+    assert len(jax.tree.leaves(params)) == arrays
+    assert len(jax.tree.leaves(stacked)) == arrays - fewer
+    assert len(stacked.layers) == len(params.layers)
+    for got, want in zip(stacked.layers, params.layers, strict=True):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert same_bits(got, want)
+    abstract = jax.eval_shape(lambda x: x, params)
+    assert jax.tree.map(jax.typeof, stack_layers(abstract, config)) == jax.tree.map(jax.typeof, stacked)
