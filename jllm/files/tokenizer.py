@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,31 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 OTHERS = ("extra_special_tokens", "additional_special_tokens")  # each a list, or an object of further roles
 
 
+class Pieces(dict[int, bytes]):
+    """Holds the bytes that tokens show, and reads each from the vocabulary once."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        super().__init__()
+        self._vocabulary = vocabulary
+
+    def __missing__(self, id: int) -> bytes:
+        piece = self[id] = self._vocabulary.piece(id)
+        return piece
+
+
 class StreamDecoder:
     """Decodes a growing sequence of ids, and returns text as soon as its characters are complete. Each token takes
     constant work."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int] = ()):
-        self._piece = vocabulary.piece
+    def __init__(self, vocabulary: Vocabulary, pieces: Pieces, prompt_ids: Sequence[int] = ()):
+        self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=vocabulary.errors)
         self._leading = vocabulary.leading_spaces
         self._owed = ""
         tail, shown = [], b""
         for id in reversed(prompt_ids):
             tail.append(id)
-            shown = self._piece(operator.index(id)) + shown
+            shown = self._pieces[operator.index(id)] + shown
             # An unfinished character has at most 3 bytes, and any non-space ends the start of a text.
             if len(shown) >= 3 and shown.strip(b" "):
                 break
@@ -59,7 +72,7 @@ class StreamDecoder:
     def push(self, id: int) -> str:
         """Returns text that this token completes, maybe none. An id outside the vocabulary shows nothing: models often
         pad their embedding beyond it."""
-        data = self._piece(operator.index(id))
+        data = self._pieces[operator.index(id)]
         if self._leading and data:
             spaces = min(self._leading, len(data) - len(data.lstrip(b" ")))
             data = data[spaces:]
@@ -95,6 +108,11 @@ class Tokenizer:
     tool_template: str | None = None  # for chats with tools, if it differs
     folder: Path | None = field(default=None, compare=False)  # folder of its files, which saving a model copies
     files: Mapping[str, bytes] | None = field(default=None, compare=False)  # its files, if they lie in no folder
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Returns the bytes of tokens, which all decoders share."""
+        return Pieces(self.vocabulary)
 
     @property
     def vocab_size(self) -> int:
@@ -144,7 +162,7 @@ class Tokenizer:
         prompt_ids came before them. Their text is not returned, but decides about the start: a leading space is kept
         after other text. They may end within a character. Only the last few are read.
         """
-        return StreamDecoder(self.vocabulary, prompt_ids)
+        return StreamDecoder(self.vocabulary, self.pieces, prompt_ids)
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None) -> str:
         """Returns a conversation's prompt text by the checkpoint's chat template; encode it with add_bos=False.

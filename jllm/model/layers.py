@@ -6,8 +6,7 @@ slice begins at a multiple of ALIGNMENT bytes. Other vectors stay as they are, a
 groups.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,35 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.model.params import LayerParams, Params
+from jllm.model.params import LayerParams, Layers, Params
 
 ALIGNMENT = 128
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Layers(Sequence[LayerParams]):
-    """Holds a model's layers, which iteration returns one by one."""
-
-    own: tuple[LayerParams, ...]  # without the vectors that are stacked: None in their place
-    stacks: tuple[LayerParams, ...]  # of layers that look alike: their vectors [L, n], or on a mesh [ranks, L, n]
-    places: tuple[tuple[int, int], ...] = field(metadata={"static": True})  # of each layer: its stack, its row there
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __getitem__(self, layer: Any) -> Any:
-        if isinstance(layer, slice):
-            return tuple(self)[layer]
-        stack, row = self.places[layer]
-
-        def leaf(own: Any, stacked: Any) -> Any:
-            return own if stacked is None else stacked[..., row, :]
-
-        return jax.tree.map(leaf, self.own[layer], self.stacks[stack], is_leaf=_is_none)
-
-    def __iter__(self) -> Iterator[LayerParams]:
-        return (self[i] for i in range(len(self)))
 
 
 def stack_layers(params: Params, config: LlamaConfig) -> Params:
@@ -81,7 +54,3 @@ def _stacked(layers: list[LayerParams]) -> LayerParams:
 def _stack(sharding: jax.sharding.Sharding | None) -> Any:
     """Returns a function that stacks the vectors of layers, in the layout of each vector."""
     return jax.jit(lambda *layers: jax.tree.map(lambda *x: jnp.stack(x, -2), *layers), out_shardings=sharding)
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None

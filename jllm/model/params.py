@@ -6,7 +6,7 @@ memory estimates all read these entries. A matrix may be a plain array or a Quan
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -134,6 +134,32 @@ class LayerParams:
 
     attention: Any  # AttentionParams, or another type with an attention_block
     mlp: Any  # MLPParams, ExpertsParams, or another type with an mlp_block
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers(Sequence[LayerParams]):
+    """Holds a model's layers in few arrays (layers.py), and returns them one by one."""
+
+    own: tuple[LayerParams, ...]  # without the vectors that are stacked: None in their place
+    stacks: tuple[LayerParams, ...]  # of layers that look alike: their vectors [L, n], or on a mesh [ranks, L, n]
+    places: tuple[tuple[int, int], ...] = field(metadata={"static": True})  # of each layer: its stack, its row there
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, layer: Any) -> Any:
+        if isinstance(layer, slice):
+            return tuple(self)[layer]
+        stack, row = self.places[layer]
+
+        def leaf(own: Any, stacked: Any) -> Any:
+            return own if stacked is None else stacked[..., row, :]
+
+        return jax.tree.map(leaf, self.own[layer], self.stacks[stack], is_leaf=lambda leaf: leaf is None)
+
+    def __iter__(self) -> Iterator[LayerParams]:
+        return (self[i] for i in range(len(self)))
 
 
 @jax.tree_util.register_dataclass
