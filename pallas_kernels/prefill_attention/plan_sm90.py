@@ -50,6 +50,7 @@ class Refs(NamedTuple):
     table: Any
     tiles: Any
     count: Any
+    together: Any
     layer: Any
     out: Any
     k: Pool
@@ -267,13 +268,19 @@ def for_each_tile(
 
 
 def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
-    sets = plan.num_heads // plan.config.heads
-    index = quotient(item, sets)
+    """Returns the tile of an item. All tiles of some heads come before those of the next ones. Of these blocks every
+    other one begins with its shortest tiles, so that CTAs get as much as each other. The last one ends with them."""
+    tiles, sets = refs.count[0], lax.div(refs.together[0], jnp.int32(plan.config.heads))
+    block = lax.div(item, jnp.maximum(tiles * sets, 1))
+    item = item - block * (tiles * sets)
+    index = lax.div(item, sets)
+    head = (block * sets + item - index * sets) * plan.config.heads
+    later = lax.div(jnp.int32(plan.num_heads), refs.together[0]) - 1 - block
+    index = jnp.where(lax.rem(later, jnp.int32(2)) == 1, tiles - 1 - index, index)
     chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
     low = lowest_key(plan, position)
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
-    head = (item - index * sets) * plan.config.heads
     return Tile(chunk, plan.first_row + row, rows, position, keys, head, low, first, last)
 
 

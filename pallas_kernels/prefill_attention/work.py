@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats.kv_formats import bytes_per_token
 from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.hopper.hopper import CACHED
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, TritonConfig, choose_config, packings
 
 # Columns of Work.tiles.
@@ -19,10 +21,12 @@ class Work:
     one row a tile: its chunk, its first row of q and its rows. Then come the position of its first row in the sequence,
     and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that they come
     out zero. By count i32[1 + P] the first count[0] tiles are each computed alone. Then come count[1 + i] of which
-    packings[i] at a time share a warpgroup."""
+    packings[i] at a time share a warpgroup. together i32[1] is how many query heads are computed before the next ones:
+    the Hopper kernel reads K and V of these from the L2 cache."""
 
     tiles: jax.Array
     count: jax.Array
+    together: jax.Array
     window: int | None = field(metadata={"static": True})
     config: Config | TritonConfig = field(metadata={"static": True})
 
@@ -73,4 +77,18 @@ def make_work(
     tiles = jnp.zeros_like(tiles).at[rank].set(tiles, unique_indices=True)
     kinds = jnp.arange(-1, len(packed), dtype=jnp.int32)
     count = jnp.sum((pack[None, :] == kinds[:, None]) & (tile < ends[-1])[None, :], axis=1, dtype=jnp.int32)
-    return Work(tiles, count, window, config)
+    own = end[:-1] - begin[:-1]
+    most = kv_lens if window is None else jnp.minimum(kv_lens, own + window - 1)
+    together = _heads_together(q, pages, jnp.sum(jnp.where(own > 0, most, 0)))
+    return Work(tiles, count, together, window, config)
+
+
+def _heads_together(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, keys: jax.Array) -> jax.Array:
+    """Returns how many query heads, with `keys` keys in all chunks, have K and V that the L2 cache holds, i32[1]."""
+    _, num_heads, head_dim = q.shape
+    kv_heads, each = pages.k.values.shape[1], bytes_per_token(head_dim, 1, pages.k.format, pages.v.format)
+    found = jnp.int32(1)
+    for heads in range(2, kv_heads + 1):
+        if kv_heads % heads == 0:
+            found = jnp.where(keys <= CACHED // (each * heads), heads, found)
+    return (found * (num_heads // kv_heads)).reshape(1)

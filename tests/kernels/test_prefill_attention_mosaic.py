@@ -13,7 +13,7 @@ from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import allocate
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention import Work, make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
@@ -48,9 +48,10 @@ def poisoned(case: Case) -> tuple:
     return q, pages, jnp.asarray(np.where(unseen, 2**30, table), jnp.int32), cu_q_lens, kv_lens
 
 
-def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
+def interpreted(case: Case, config: Config, *arguments, work: Work | None = None) -> jax.Array:
     """Runs the kernel under the GPU interpreter; a race fails."""
-    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
+    options = {"work": work, "config": config, "interpret": FIND_RACES}
+    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, **options)
     return jax.block_until_ready(out)
 
 
@@ -113,11 +114,14 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
     assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
 
 
-def test_company_and_rerun_change_no_bit():
-    """Attends a chunk alone, and among others at other rows of q, on other CTAs."""
+def test_company_and_order_change_no_bit():
+    """Attends a chunk alone, and among others at other rows of q, on other CTAs, all heads together or one by one."""
     q, pages, table, cu_q_lens, kv_lens = SMALL.inputs()
     together = interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens)
-    assert same_bits(together, interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens))
+    work = make_work(q, pages, cu_q_lens, kv_lens, config=FEW)
+    assert work.together == 2
+    apart = dataclasses.replace(work, together=jnp.ones(1, jnp.int32))
+    assert same_bits(together, interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens, work=apart))
     alone = q[71:76], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]
     alone = interpreted(SMALL, dataclasses.replace(FEW, ctas=1), *alone)
     assert same_bits(alone, together[71:76])
@@ -180,6 +184,19 @@ def test_the_work_list_covers_every_row_once_longest_first():
                 assert np.all(some[:, 4] <= config.block_kv // slots)
                 fuller = (some[:, 2] <= 32 // slots) & (some[:, 4] <= config.block_kv // 2 // slots)
                 assert 2 * slots not in kinds or not fuller.any()
+
+
+def test_heads_are_computed_together_whose_keys_the_cache_holds():
+    def together(lengths, heads, **others):
+        case = dataclasses.replace(SMALL, q_lens=lengths, kv_lens=lengths, heads=heads, head_dim=128, unused=0)
+        q, pages, *_ = shapes(dataclasses.replace(case, **others))
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        return int(make_work(q, pages, jnp.asarray(bounds, jnp.int32), jnp.asarray(lengths, jnp.int32)).together[0])
+
+    assert together((1024,) * 8, (32, 32)) == together((512,) * 16, (32, 32)) == 8
+    assert together((1024,) * 8, (32, 8)) == together((1024,), (32, 32)) == 32
+    assert together((1024,) * 8, (32, 32), k_format="fp8", v_format="fp8") == 16
+    assert together((1 << 20,), (32, 8)) == 4
 
 
 def shapes(case: Case) -> tuple:
