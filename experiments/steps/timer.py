@@ -27,7 +27,7 @@ from jllm.model.params import EMBED, HEAD, Params, layer_prefix
 from jllm.model.sampling import Draws
 from jllm.model.shards import random_share
 from jllm.parallel.ranks import REPLICATED, place, placed_shapes
-from jllm.programs.packed_step import Layout, pack_chunks, packed_step
+from jllm.programs.packed_step import Layout, jitted, pack_chunks
 from jllm.quant.quantize import check_shapes, formats_by_weight, quantize
 from jllm.quant.schemes import PLAIN, Formats, Scheme
 from jllm.step.batch import PromptChunk
@@ -176,7 +176,8 @@ class StepTimer:
         state = placed_shapes(state, self.config, SPREAD)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         static = {"config": self.config, "layout": layout, "backend": self.backend}
-        return packed_step.lower(self.params, state, buffer, **static, variant=Variant(draws=Draws.GREEDY))
+        step = jitted(layout, self.backend)
+        return step.lower(self.params, state, buffer, **static, variant=Variant(draws=Draws.GREEDY))
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
         """Gives the first slots `context` tokens in their own pages; the others are empty. The defaults are all slots,

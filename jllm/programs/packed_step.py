@@ -19,6 +19,8 @@ from jllm.step.buckets import Bucket
 from jllm.step.forward import Logits, forward
 from jllm.step.merge import STATIC, eager_step, sample_step
 from jllm.step.state import State
+from pallas_kernels.backends import DETERMINISTIC
+from pallas_kernels.hopper.gemm_sm90.skinny_config import MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,10 @@ def _packing(layout: Layout) -> _Packing:
 
 WHOLE_STEP, FORWARD, SAMPLE = "whole", "forward", "sample"  # a whole step, and its halves (jllm.step.merge)
 
+_jit = partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
 
-@partial(jax.jit, static_argnames=(*STATIC, "layout", "part"), donate_argnames="state")
+
+@_jit
 def packed_step(
     params: Params,
     state: State,
@@ -105,6 +109,22 @@ def packed_step(
         batch = layout.unpack(buffer)
         return sample_step(params, state, batch, logits, drafter, hooks, wanted=layout.wanted, **static)
     return eager_step(params, state, layout.unpack(buffer), drafter, hooks, wanted=layout.wanted, **static)
+
+
+# cuBLASLt adds a residual as it stores a product. XLA's own products in Triton leave that to another kernel.
+MANY_ROWS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
+_packed_step_of_many_rows = _jit(packed_step.__wrapped__, compiler_options=MANY_ROWS)
+
+
+def compiler_options(layout: Layout, backend: str | None = None) -> dict[str, bool | str] | None:
+    """Returns XLA's options for a step: MANY_ROWS where XLA multiplies so many rows. In one order, steps of all sizes
+    have the same options."""
+    return MANY_ROWS if layout.bucket.size > MOST_ROWS and backend != DETERMINISTIC else None
+
+
+def jitted(layout: Layout, backend: str | None = None) -> Any:
+    """Returns packed_step with the compiler_options of a layout."""
+    return packed_step if compiler_options(layout, backend) is None else _packed_step_of_many_rows
 
 
 def pack_chunks(layout: Layout, chunks: Sequence[PromptChunk] = (), decodes: Sequence[int] = ()) -> np.ndarray:

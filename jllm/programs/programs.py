@@ -17,7 +17,7 @@ import jax
 from jllm.parallel.mesh import has_processes
 from jllm.programs.compiler import Compiled, Compiler, Recipe, most_needed_first
 from jllm.programs.executables import Executables, jax_cache_is_on
-from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, packed_step
+from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, jitted
 from jllm.programs.step_room import check_step
 from jllm.programs.step_shapes import StepShapes
 from jllm.step.buckets import Bucket, choose_bucket
@@ -102,7 +102,8 @@ class Programs:
         if self._keeps:
             assert program is not None
             return program(*arguments)
-        return packed_step(*arguments, **self._shapes.static(*key))
+        static = self._shapes.static(*key)
+        return jitted(static["layout"], static["backend"])(*arguments, **static)
 
     # Compiling
 
@@ -231,7 +232,7 @@ class Programs:
         return Recipe(lower, *files, _name(key[0]), step)
 
     def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:
-        return packed_step.lower(*self._shapes.arguments(*key), **static)
+        return jitted(static["layout"], static["backend"]).lower(*self._shapes.arguments(*key), **static)
 
     def _find(self, key: Key, path: Path | None) -> jax.stages.Compiled | None:
         found = None if self._files is None or path is None else self._files.load(path)

@@ -29,7 +29,7 @@ import jax
 from jax import export
 
 from jllm.programs.key import NO_MATTER, PACKAGES, check_unedited
-from jllm.programs.packed_step import packed_step
+from jllm.programs.packed_step import compiler_options, packed_step
 from pallas_kernels import LOADED
 from pallas_kernels.backends import TARGET, capability, tell_where_kernels_link
 
@@ -58,8 +58,10 @@ class Tracers:
             tell_where_kernels_link()
 
     def lower(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> jax.stages.Lowered:
-        """Returns packed_step.lower(*arguments, **static). Raises the same errors as export."""
-        return jax.jit(named(self.export(arguments, static)), donate_argnums=1).lower(*arguments)
+        """Returns jitted(..).lower(*arguments, **static). Raises the same errors as export."""
+        options = compiler_options(static["layout"], static.get("backend"))
+        step = jax.jit(named(self.export(arguments, static)), donate_argnums=1, compiler_options=options)
+        return step.lower(*arguments)
 
     def export(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> export.Exported:
         """Returns packed_step exported for these arguments (arrays or shapes), with the JAX settings of this thread.

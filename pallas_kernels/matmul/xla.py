@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.hopper.gemm_sm90.skinny_config import MOST_ROWS
 
 
 def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -26,6 +27,17 @@ def _dot_16_bits(x: jax.Array, w: jax.Array, rounded: DTypeLike | None) -> jax.A
     )
 
 
+def _dot_and_residual(x: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
+    """Adds the residual to float32 sums. On a GPU the sums only look rounded before: cuBLASLt adds it in its epilogue,
+    if a step is compiled for that (jllm.programs)."""
+
+    def default(x: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
+        return (_dot(x, w) + residual.astype(jnp.float32)).astype(residual.dtype)
+
+    cuda = lambda x, w, residual: _dot(x, w, residual.dtype) + residual  # noqa: E731
+    return jax.lax.platform_dependent(x, w, residual, cuda=cuda, default=default)
+
+
 def _dot_two_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     return _dot(jnp.broadcast_to(x.reshape(1, -1), (2, x.size)), w)[0].reshape(*x.shape[:-1], -1)
 
@@ -35,6 +47,9 @@ def matmul(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
     """Returns [..., N] of x [..., K], w [N, K], bias [N] and residual [..., N]; see api.py."""
+    alike = residual is not None and x.itemsize == 2 and x.dtype == residual.dtype == out_dtype
+    if alike and bias is None and x.size > MOST_ROWS * x.shape[-1]:
+        return _dot_and_residual(x, w, residual)
     alone = bias is None and residual is None
     y = _dot_16_bits(x, w, out_dtype if alone and x.dtype == out_dtype else None) if x.itemsize == 2 else _dot(x, w)
     if bias is not None:

@@ -13,8 +13,9 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import RequestError
 from jllm.files.tokenizer import Tokenizer
 from jllm.model.sampling import STOP_IDS, neutral_sampling, sample
+from jllm.programs import packed_step as packed_step_module
 from jllm.programs import programs as programs_module
-from jllm.programs.packed_step import packed_step
+from jllm.programs.packed_step import Layout, packed_step
 from jllm.step import forward as step_forward
 from jllm.step.buckets import Bucket
 from jllm.step.merge import STATIC
@@ -392,7 +393,7 @@ def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
     chex = pytest.importorskip("chex")
     counted = chex.assert_max_traces(packed_step.__wrapped__, n=1)
     jitted = jax.jit(counted, static_argnames=(*STATIC, "layout"), donate_argnames="state")
-    monkeypatch.setattr(programs_module, "packed_step", jitted)
+    monkeypatch.setattr(programs_module, "jitted", lambda *_: jitted)
     options = {**OPTIONS, "buckets": (Bucket(5, 17, 5),)}
     mixes = [
         ([PROMPTS[0]], [greedy(4)]),
@@ -405,14 +406,22 @@ def test_no_mix_of_requests_compiles_anew(model, monkeypatch):
         serve(model, [PROMPTS[0]], [greedy(4, logprobs=1)], **options)
 
 
-def test_compile_ahead_leaves_nothing_to_compile(model):
+def test_compile_ahead_leaves_nothing_to_compile(model, monkeypatch, caplog):
+    """Nor with the compiler options that steps of many rows have: here the second size."""
+    monkeypatch.setattr(packed_step_module, "MOST_ROWS", 8)
     options = {**OPTIONS, "buckets": (Bucket(3, 0, 0), Bucket(4, 18, 3))}
+    small, large = (packed_step_module.jitted(Layout(bucket, 8)) for bucket in options["buckets"])
+    assert small is packed_step is packed_step_module.jitted(Layout(options["buckets"][1], 8), "deterministic")
+    assert large is not packed_step
+    before = large._cache_size()
     engine = Engine(model, **options)
     assert engine.compile_ahead() == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_forward, "tapped_backbone", None)  # tracing again would call it
+    monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing again would call it
+    with jax.log_compiles():
         engine.submit(PROMPTS[0], greedy(4))
         assert [e.completion.finish_reason for e in engine.run() if e.completion] == ["length"]
+    assert not [record for record in caplog.records if "packed_step" in record.getMessage()]
+    assert large._cache_size() == before + 1
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
