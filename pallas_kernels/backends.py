@@ -8,7 +8,7 @@ registry. The `backend` of an operation is one of
   "xla" (plain jnp, everywhere). A name never falls back: arguments that the backend lacks raise
   NotImplementedError.
 - a kind of device: "hopper" (compute capability 9.0) or "ampere" (8.0 to 8.9, Ada too), on any machine. The first of
-  its backends runs that supports the arguments and was not measured to be slower with them than the next.
+  its backends runs that supports the arguments and is not expected to be slower with them than the next.
 - "training": XLA, whose gradients JAX knows. Attention in 16 bits goes to cuDNN on a GPU.
 - None: the kind of the device that computes.
 - "deterministic": as None, with additions in one order (one_order.py). An operation has an entry of this name if its
@@ -115,7 +115,7 @@ def _kind() -> str:
 
 def where_faster(backend: str | None) -> str | None:
     """Returns a model's `backend` for an operation that XLA does well too. "mosaic" and "triton" become kinds of
-    devices, so their kernel runs only where it was measured to be faster."""
+    devices, so their kernel runs only where it is expected to be faster."""
     return {"mosaic": "hopper", "triton": "ampere"}.get(backend or "", backend)
 
 

@@ -30,8 +30,8 @@ def matmul(
     Accumulates in promote_types(x.dtype, float32), float32 and float64 at the highest precision. bias and residual are
     added before the cast to `out_dtype` (default: x's); they may have other floating dtypes than x. The mosaic backend
     takes up to 512 rows in 16 bits, and N and K in multiples of 16. Its residual has `out_dtype`. If no backend is
-    named, it runs where it was measured to be faster. Raises ValueError where shapes or dtypes disagree, and
-    NotImplementedError for what a named backend doesn't do.
+    named, it runs where it was measured to be faster, or should be. Raises ValueError where shapes or dtypes disagree,
+    and NotImplementedError for what a named backend doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [N, K]")

@@ -18,8 +18,8 @@ def swiglu(
     accumulate in promote_types(x.dtype, float32). The mosaic kernel keeps them so until the result is rounded. xla
     makes the matmul and the rest one after the other, and rounds products to x's dtype in between. The kernel takes up
     to 512 rows in 16 bits, K and F in multiples of 16. If no backend is named, it runs where it was measured to be
-    faster. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't
-    do.
+    faster, or should be. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named
+    backend doesn't do.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1] or w.shape[0] % 2:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}, expected [..., K] and [2F, K]")

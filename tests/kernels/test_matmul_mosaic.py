@@ -1,6 +1,7 @@
 """Checks matmul on Hopper's kernel for few rows: interpreted, lowered for CUDA, and run on a GPU."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +89,12 @@ def test_every_configuration_lowers_for_cuda():
         assert lowered(case).count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-def test_the_faster_backend_is_the_one_that_was_measured():
-    def choice(m: int, n: int, k: int, dtype="bfloat16", residual=None) -> str:
+def test_the_faster_backend_is_the_one_that_was_measured_or_should_be():
+    def choice(m: int, n: int, k: int, dtype="bfloat16", residual=None, out_dtype="float32") -> str:
         x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (n, k)))
         added = None if residual is None else jax.ShapeDtypeStruct((m, n), residual)
         try:
-            check_faster(x, w, added, jnp.dtype("float32"))
+            check_faster(x, w, added, jnp.dtype(out_dtype))
         except NotImplementedError:
             return "xla"
         return "mosaic"
@@ -108,6 +109,11 @@ def test_the_faster_backend_is_the_one_that_was_measured():
         assert around == {m: "mosaic" if low <= m <= high else "xla" for m in around}
     assert choice(512, 4096, 11008) == "xla"
     assert choice(512, 4096, 11008, residual="float32") == choice(384, 4096, 11008) == "mosaic"
+    unmeasured = partial(choice, out_dtype="bfloat16")
+    assert unmeasured(1, 3072, 2048) == unmeasured(128, 3072, 2048) == "mosaic"
+    assert unmeasured(129, 3072, 2048) == unmeasured(64, 3072, 2050) == unmeasured(64, 512, 512) == "xla"
+    assert unmeasured(1, 3072, 2064) == "xla"  # its kernel takes whole chunks of K
+    assert unmeasured(2, 3072, 2064) == unmeasured(256, 2048, 8192, residual="bfloat16") == "mosaic"
     for (n, k, itemsize), tuned in TUNED.items():  # ranges that overlap would hide one another
         for low, high, config in tuned:
             assert choose_config(low, n, k, itemsize) == choose_config(high, n, k, itemsize) == config

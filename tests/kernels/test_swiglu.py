@@ -103,7 +103,7 @@ def test_tiles_to_tune_with_fit_and_are_others():
             assert plan.stages() >= 2
 
 
-def test_the_faster_backend_is_the_one_that_was_measured():
+def test_the_faster_backend_is_the_one_that_was_measured_or_should_be():
     def choice(m: int, f: int, k: int, dtype="bfloat16") -> str:
         try:
             check_faster(*(jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (2 * f, k))))
@@ -111,7 +111,8 @@ def test_the_faster_backend_is_the_one_that_was_measured():
             return "two"
         return "one"
 
-    assert choice(8, 512, 256) == "two"
+    assert choice(8, 512, 256) == choice(257, 8192, 2048) == choice(1, 8192, 2064) == "two"
+    assert choice(1, 8192, 2048) == choice(256, 8192, 2048) == choice(2, 8192, 2064) == "one"
     for (f, k), (low, high) in FASTER.items():
         around = {m: choice(m, f, k) for m in (low - 1, low, high, high + 1) if m}
         assert around == {m: "one" if low <= m <= high else "two" for m in around}

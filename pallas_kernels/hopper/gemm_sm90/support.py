@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.gemm_sm90 import gemv_config
 from pallas_kernels.hopper.gemm_sm90.skinny_config import MOST_ROWS
 
+SMALLEST = 1 << 20  # weights of a product that is worth a kernel of its own
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -35,8 +37,16 @@ def check_16_bits(operation: str, x: jax.Array, w: jax.Array) -> None:
         raise NotImplementedError(f"w has shape {w.shape}; the mosaic kernel supports multiples of 16")
 
 
-def check_measured_faster(x: jax.Array, w: jax.Array, rows_faster: tuple[int, int] | None) -> None:
-    """Raises NotImplementedError unless x is bfloat16 and has from .. to rows; None: this shape was not measured."""
+def check_faster_rows(x: jax.Array, w: jax.Array, rows_faster: tuple[int, int]) -> None:
+    """Raises NotImplementedError unless x is bfloat16 and has from .. to rows."""
     rows = x.size // x.shape[-1]
-    if x.dtype != "bfloat16" or rows_faster is None or not rows_faster[0] <= rows <= rows_faster[1]:
-        raise NotImplementedError(f"the mosaic kernel was not seen to be faster for {rows} rows and w of {w.shape}")
+    if x.dtype != "bfloat16" or not rows_faster[0] <= rows <= rows_faster[1]:
+        raise NotImplementedError(f"the mosaic kernel is not expected to be faster for {rows} rows and w of {w.shape}")
+
+
+def rows_unmeasured(n: int, k: int, one_row: gemv_config.Config, most: int) -> tuple[int, int]:
+    """Returns the range of M in which the kernels for w [n, k] should be faster, where nothing was measured: where its
+    bytes bound the product, since the kernels save passes. One row needs the kernel that fits it."""
+    if n * k < SMALLEST:
+        return 1, 0
+    return (1 if gemv_config.fits(one_row, n, k) else 2), most
