@@ -113,7 +113,7 @@ def packed_step(
 
 # cuBLASLt adds a residual as it stores a product. XLA's own products in Triton leave that to another kernel.
 MANY_ROWS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
-_packed_step_of_many_rows = _jit(packed_step.__wrapped__, compiler_options=MANY_ROWS)
+_packed_step_of_many_rows = _jit(packed_step.__wrapped__, compiler_options=MANY_ROWS)  # type: ignore[attr-defined]
 
 
 def compiler_options(layout: Layout, backend: str | None = None) -> dict[str, bool | str] | None:

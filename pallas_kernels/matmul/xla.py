@@ -47,8 +47,8 @@ def matmul(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: DTypeLike
 ) -> jax.Array:
     """Returns [..., N] of x [..., K], w [N, K], bias [N] and residual [..., N]; see api.py."""
-    alike = residual is not None and x.itemsize == 2 and x.dtype == residual.dtype == out_dtype
-    if alike and bias is None and x.size > MOST_ROWS * x.shape[-1]:
+    alike = x.itemsize == 2 and x.dtype == out_dtype and x.size > MOST_ROWS * x.shape[-1]
+    if alike and bias is None and residual is not None and residual.dtype == out_dtype:
         return _dot_and_residual(x, w, residual)
     alone = bias is None and residual is None
     y = _dot_16_bits(x, w, out_dtype if alone and x.dtype == out_dtype else None) if x.itemsize == 2 else _dot(x, w)
