@@ -36,7 +36,8 @@ class QuantizedWeight:
     """Holds a weight [N, K] in a format; N' and K' are the padded sizes."""
 
     values: jax.Array  # [N', K'], or uint8 [N', K'/2] where two codes share a byte; a format may have groups rotated
-    scales: jax.Array  # float32 [N'], or float16 [K'/group, N'] (double_quant: int8; e8m0: uint8; e4m3: itself)
+    # float32 [N'], or float16 [K'/group, N'] (fp8 in blocks: float32; double_quant: int8; e8m0: uint8; e4m3: itself)
+    scales: jax.Array
     zeros: jax.Array | None  # int8, shaped as scales are
     # double_quant: float32 [1 + blocks of 256 scales]: their mean, each block's step; e4m3: float32 [N'], scales' unit
     scale_steps: jax.Array | None
@@ -110,7 +111,7 @@ def grouped(w: jax.Array, fmt: WeightFormat) -> jax.Array:
     check_shape(w.shape, fmt)  # type: ignore[arg-type]
     N, K = w.shape
     x = w.astype(compute_dtype(w.dtype))
-    x = jnp.pad(x, ((0, padded(N) - N), (0, padded(K) - K)))
+    x = jnp.pad(x, ((0, padded(N) - N), (0, fmt.columns(K) - K)))
     return x.reshape(x.shape[0], -1, fmt.group or x.shape[1])
 
 
@@ -177,8 +178,8 @@ def _decode_rows(
 
 
 def group_scales(w: QuantizedWeight) -> jax.Array:
-    """Returns scales as the kernels take them: float32 [N'] or float16 [K'/group, N']. They are decoded where they are
-    quantized (those of block_floats.py to float32)."""
+    """Returns scales as the kernels take them: float32 [N'], or float16 [K'/group, N'] (float32 of fp8 in blocks). They
+    are decoded where they are quantized (those of block_floats.py to float32)."""
     if w.format.scale_codes == "e8m0":
         return decode_e8m0(w.scales)
     if w.format.scale_codes == "e4m3":

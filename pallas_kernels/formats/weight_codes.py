@@ -14,7 +14,7 @@ from pallas_kernels.formats.block_floats import (
     wanted_scales,
 )
 from pallas_kernels.formats.rounding import to_float8
-from pallas_kernels.formats.weight_formats import TABLES, WeightFormat
+from pallas_kernels.formats.weight_formats import BLOCK, TABLES, WeightFormat
 
 _BLOCK = 256  # scales that share a step when they are quantized themselves
 _FP8_MAX = 448.0
@@ -30,16 +30,26 @@ def fit_scales(x: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.Array | 
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
         scales = storable((high - low) / (15 if fmt.packed else 255), fmt)
         return scales, jnp.round(-low / scales) - (8 if fmt.packed else 128)
+    if fmt.in_blocks:
+        absmax = _of_blocks(absmax)
     return storable(
         absmax / {"int8": 127, "int4": 7.5, "nf4": 1, "fp4": 1, "iq4nl": 113, "fp8": _FP8_MAX}[fmt.codes], fmt
     ), None
 
 
+def _of_blocks(absmax: jax.Array) -> jax.Array:
+    """Returns the largest of each block of rows, for each of its rows: [N', groups]."""
+    N, groups = absmax.shape
+    blocks = jnp.pad(absmax, ((0, -N % BLOCK), (0, 0))).reshape(-1, BLOCK, groups)
+    return jnp.repeat(jnp.max(blocks, axis=1), BLOCK, axis=0)[:N]
+
+
 def storable(scales: jax.Array, fmt: WeightFormat) -> jax.Array:
     """Returns scales in their own dtype, rounded as they will be stored: never to zero, and float16 never down."""
-    dtype = jnp.finfo(jnp.float32 if fmt.group is None else jnp.float16)
+    wide = fmt.group is None or fmt.in_blocks
+    dtype = jnp.finfo(jnp.float32 if wide else jnp.float16)
     scales = jnp.clip(scales, jnp.asarray(dtype.tiny, scales.dtype), jnp.asarray(dtype.max, scales.dtype))
-    if fmt.group is None:
+    if wide:
         return scales.astype(jnp.float32).astype(scales.dtype)
     rounded = jax.lax.reduce_precision(scales, exponent_bits=5, mantissa_bits=10)  # XLA may drop a pair of conversions
     up = rounded * (1 + 1.25 * 2.0**-11)  # 0.6 to 1.25 float16 steps more: rounds to the next one
@@ -83,7 +93,7 @@ def store_scales(scales: jax.Array, fmt: WeightFormat) -> tuple[jax.Array, jax.A
         decoded = stored.astype(jnp.float32) * tensor
         return decoded.astype(scales.dtype), stored, jnp.broadcast_to(tensor, scales.shape[:1])
     if not fmt.double_quant:
-        return scales, scales.astype(jnp.float32 if fmt.group is None else jnp.float16), None
+        return scales, scales.astype(fmt.scale_dtype), None
     stored, steps = _quantize_scales(scales)
     return decode_scales(stored, steps).astype(scales.dtype), stored, steps
 

@@ -13,10 +13,12 @@ A weight becomes codes with one scale a row, or one for every `group` values alo
 
 Scales of rows are float32 [N]. Scales of groups are float16 [K/group, N], so that a tile of rows is contiguous. Those
 of block_floats.py are E8M0 (uint8) or E4M3 [K/group, N]. The latter are in units of a float32 a row, equal in all of a
-tensor. Formats whose names have an -h hold blocks of block_floats.py times a Hadamard matrix of the block's size. The
-blocks of inputs that meet them are rotated too. N and K are padded to multiples of 32 once, by encode; `shape` keeps
-the logical sizes. Unsigned codes with a zero point (the textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so
-are their zeros.
+tensor. Those of fp8 in blocks of 128 x 128 are float32 [K'/128, N]: 128 rows of a block share one, and each has it. So
+rows are cut and merged wherever a matrix is, and merged modules keep the blocks of each. Formats whose names have an -h
+hold blocks of block_floats.py times a Hadamard matrix of the block's size. The blocks of inputs that meet them are
+rotated too. N and K are padded to multiples of 32 (K of blocks to 128) once, by encode; `shape` keeps the logical
+sizes. Unsigned codes with a zero point (the textbook's, AWQ's and GPTQ's) are stored less 128 or 8, and so are their
+zeros.
 """
 
 import math
@@ -40,6 +42,7 @@ FP4 = tuple(sign * x / 12 for sign in (1.0, -1.0) for x in (0.0, 0.0625, 8.0, 12
 IQ4NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 TABLES = {"nf4": NF4, "fp4": FP4, "iq4nl": tuple(map(float, IQ4NL))}  # what codes that are indices stand for
 MULTIPLE = 32  # of N and K as stored
+BLOCK = 128  # rows and columns of fp8 that share a scale
 STORED = {  # dtypes of values, by codes
     "int8": "int8", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "int4": "uint8", "nf4": "uint8", "fp4": "uint8",
     "iq4nl": "uint8", "e2m1": "uint8",
@@ -76,9 +79,14 @@ class WeightFormat:
         return None if self.activations in KINDS else self.activations
 
     @property
+    def in_blocks(self) -> bool:
+        """Tells whether BLOCK rows share each scale of a group."""
+        return self.codes == "fp8" and self.group is not None and self.scale_codes is None
+
+    @property
     def scales_together(self) -> bool:
         """Tells whether the stored form of a scale depends on other scales."""
-        return self.double_quant or self.scale_codes == "e4m3"
+        return self.double_quant or self.scale_codes == "e4m3" or self.in_blocks
 
     @property
     def code_dtype(self) -> str:
@@ -100,7 +108,13 @@ class WeightFormat:
         """Returns the dtype of the scales array as stored."""
         if self.scale_codes is not None:
             return jnp.dtype("uint8" if self.scale_codes == "e8m0" else "float8_e4m3fn")
-        return jnp.dtype("int8" if self.double_quant else "float32" if self.group is None else "float16")
+        wide = self.group is None or self.in_blocks
+        return jnp.dtype("int8" if self.double_quant else "float32" if wide else "float16")
+
+    def columns(self, inputs: int) -> int:
+        """Returns how many columns are stored for so many inputs."""
+        multiple = BLOCK if self.in_blocks else MULTIPLE
+        return -(-inputs // multiple) * multiple
 
     @property
     def name(self) -> str:
@@ -111,7 +125,7 @@ class WeightFormat:
         if self.codes in TABLES:
             return self.codes + (group if self.group != 64 else "") + ("-dq" if self.double_quant else "")
         if self.codes == "fp8":
-            return "fp8" if self.activations else "fp8-weight"
+            return f"fp8-b{BLOCK}" if self.in_blocks else "fp8" if self.activations else "fp8-weight"
         if self.codes == "int8" and self.zero_point and not group:
             return "uint8-zp"
         if self.outliers is not None:
@@ -127,6 +141,7 @@ NAMED = {
     "w8a8-tensor": WeightFormat("int8", activations="int8", per_tensor=True),
     "fp8": WeightFormat("fp8", activations="fp8"),
     "fp8-weight": WeightFormat("fp8"),
+    "fp8-b128": WeightFormat("fp8", BLOCK, activations="fp8", row_group=BLOCK),
     "uint8-zp": WeightFormat("int8", zero_point=True),
     **{codes: WeightFormat(codes, 64) for codes in TABLES},
     **{f"{codes}-dq": WeightFormat(codes, 64, double_quant=True) for codes in TABLES},
@@ -145,7 +160,7 @@ NAMED = {
 
 def parse_weight_format(name: str) -> WeightFormat:
     """Returns the format called `name`. Raises ValueError for others. Names are w8a8, w8a8-tensor, w8a8-act-gN,
-    w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq], iq4nl[-gN][-dq], fp8, fp8-weight, uint8-zp,
+    w8a16[-gN][-zp], w4a16-gN[-zp], nf4[-gN][-dq], fp4[-gN][-dq], iq4nl[-gN][-dq], fp8, fp8-weight, fp8-b128, uint8-zp,
     llm-int8[-tX], or a kind of block_floats.py[-h][-weight]. N is a multiple of 8 (of 32 for inputs), X a positive
     threshold."""
     if name in NAMED:
@@ -176,6 +191,8 @@ def check_shape(shape: tuple[int, int], fmt: WeightFormat) -> None:
     """Raises ValueError where groups don't divide K, the weight's or its inputs', or K is empty."""
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"a weight of shape {tuple(shape)} cannot be quantized: expected [N, K]")
+    if fmt.in_blocks:
+        return  # the last ones may be smaller
     if fmt.group is not None and (shape[1] % fmt.group or padded(shape[1]) != shape[1]):
         raise ValueError(
             f"{fmt.name} cannot hold shape {tuple(shape)}: K must be a multiple of {math.lcm(fmt.group, MULTIPLE)}"

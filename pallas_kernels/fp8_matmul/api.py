@@ -22,7 +22,11 @@ def fp8_matmul(
 
     Operands are float8_e4m3fn. Products are added in the scales' dtype, float32 or float64. Hopper's tensor cores keep
     fewer bits of a float8 sum than float32 has. Then `sums * x_scale[:, None] * w_scale + bias + residual` is computed
-    in that dtype, as in int8_matmul, and rounded once. Raises ValueError where shapes or dtypes disagree, and
+    in that dtype, as in int8_matmul, and rounded once.
+
+    With x_scale [M, G] and w_scale [G, N], G = K / 128 rounded up, every 128 columns have scales of their own: `sums *
+    (x_scale * w_scale)` of each are added in the order of K. A block of 128 rows of w has one scale, which each of its
+    rows repeats; the kernels take any. Raises ValueError where shapes or dtypes disagree, and
     NotImplementedError for what a named backend doesn't do.
     """
     return scaled_matmul(

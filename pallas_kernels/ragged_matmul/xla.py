@@ -13,7 +13,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, take_block
 from pallas_kernels.one_order import ROWS
-from pallas_kernels.scaled_matmul.xla import scaled_matmul
+from pallas_kernels.scaled_matmul.xla import grouped_matmul, scaled_matmul
 
 Inputs = jax.Array | QuantizedRows
 Weights = jax.Array | QuantizedWeight
@@ -77,7 +77,8 @@ def _of_codes(x: Inputs, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiplies a tile by its group's weight, whose columns may be padded."""
     if isinstance(x, QuantizedRows):
         values = jnp.pad(x.values, ((0, 0), (0, w.values.shape[1] - x.values.shape[1])))
-        return scaled_matmul(values, w.values, x.scales, w.scales.astype(x.scales.dtype), None, None, out_dtype)
+        run = scaled_matmul if x.scales.ndim == 1 else grouped_matmul
+        return run(values, w.values, x.scales, w.scales.astype(x.scales.dtype), None, None, out_dtype)
     return _dot(x, decode(w, compute_dtype(x.dtype))).astype(out_dtype)
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from pallas_kernels.bench.cases import normal
 
+E4M3 = "float8_e4m3fn"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,17 +24,19 @@ class Case:
     out_dtype: str = "bfloat16"
     saturated: bool = False  # codes of the largest magnitude only
     zero_rows: bool = False  # some scales of rows and columns are zero
+    in_blocks: bool = False  # every 128 columns of x and of w have scales of their own
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array | None, ...]:
         """Returns x, w, x_scale, w_scale, bias and residual: zero mean; scales such that results are near one."""
         rng = np.random.default_rng(seed)
         x, w = (self._codes(rng, (rows, self.k)) for rows in (self.m, self.n))
         size = np.sqrt(np.mean(np.square(np.asarray(w).astype(np.float64))))
-        x_scale = rng.uniform(0.5, 1.5, self.m).astype(np.float32) / np.float32(size)
-        w_scale = rng.uniform(0.5, 1.5, self.n).astype(np.float32) / np.float32(size * self.k**0.5)
+        groups = (-(-self.k // 128),) if self.in_blocks else ()
+        x_scale = rng.uniform(0.5, 1.5, (self.m, *groups)).astype(np.float32) / np.float32(size)
+        w_scale = rng.uniform(0.5, 1.5, (*groups, self.n)).astype(np.float32) / np.float32(size * self.k**0.5)
         if self.zero_rows:
             x_scale[::3] = 0
-            w_scale[1::4] = 0
+            w_scale[..., 1::4] = 0
         bias = normal(rng, (self.n,), self.out_dtype) if self.bias else None
         residual = normal(rng, (self.m, self.n), self.out_dtype) if self.residual else None
         return x, w, jnp.asarray(x_scale), jnp.asarray(w_scale), bias, residual
@@ -64,6 +68,15 @@ def make_cases(operand: str) -> tuple[Case, ...]:
         Case(256, 512, 4096, operand, residual=True),
     )
 
+
+BLOCKS = (  # of float8 with a scale a block
+    Case(1, 96, 256, E4M3, in_blocks=True),
+    Case(5, 160, 384, E4M3, bias=True, out_dtype="float16", in_blocks=True),
+    Case(64, 416, 1408, E4M3, residual=True, in_blocks=True),
+    Case(127, 96, 640, E4M3, residual=True, out_dtype="float16", zero_rows=True, in_blocks=True),
+    Case(300, 320, 640, E4M3, bias=True, residual=True, out_dtype="float32", in_blocks=True),
+    Case(136, 64, 11008, E4M3, saturated=True, out_dtype="float32", in_blocks=True),
+)
 
 # LLaMA-7B's linears: QKV, attention output, gate and up, down.
 BENCH_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))  # K, N

@@ -1,12 +1,14 @@
 """Says what the kernels of scaled matmuls support, and chooses a configuration. Imports no Pallas."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.checks import check_listed
+from pallas_kernels.formats.weight_formats import BLOCK
 from pallas_kernels.hopper.gemm_sm90 import skinny_config, tall_config
 from pallas_kernels.hopper.gemm_sm90.support import check_result
 from pallas_kernels.triton.triton_call import check_installed
@@ -30,12 +32,29 @@ def check_supported(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype
     check_result(out_dtype, residual)
 
 
+def check_blocks(n: int, k: int, *rest: Any) -> None:
+    """Checks as check_supported, for a scale a block of w."""
+    if k % BLOCK:
+        raise NotImplementedError(
+            f"K={k} is not supported by backend mosaic, which does multiples of {BLOCK} in blocks"
+        )
+    check_supported(n, k, *rest)
+
+
 def choose_config(m: int, n: int, k: int) -> Config:
     """Returns the configuration for x [M, K] and w [N, K], both of eight bits. It is the tuned one
     for (K, N) and M, or else the one with the fewest clocks by `estimate`."""
     if m <= FEW_ROWS:
         return skinny_config.choose_config(m, n, k, 1)
     return next((config for most, config in TUNED.get((k, n), ()) if m <= most), estimate(m, n, k))
+
+
+def choose_blocks(m: int, n: int, k: int) -> Config:
+    """Returns the configuration for x [M, K] and w [N, K] with a scale a block. A second accumulator takes registers,
+    so that tiles are smaller."""
+    if m <= FEW_ROWS:
+        return skinny_config.choose_config(m, n, k, 1)
+    return _tall(128, 192) if m > 256 else _tall(128, 64)
 
 
 def estimate(m: int, n: int, k: int) -> tall_config.Config:
@@ -95,9 +114,11 @@ TRITON = (
 TRITON_HOPPER = (*TRITON[:-1], (ALL, TritonConfig(128, 128, 128, warps=8, stages=3)))
 
 
-def triton_config(m: int, hopper: bool) -> TritonConfig:
-    """Returns the configuration for M rows on a device of compute capability 9.0, or of 8.0 to 8.9."""
-    return next(config for most, config in (TRITON_HOPPER if hopper else TRITON) if m <= most)
+def triton_config(m: int, hopper: bool, in_blocks: bool = False) -> TritonConfig:
+    """Returns the configuration for M rows on a device of compute capability 9.0, or of 8.0 to 8.9. Where a block of w
+    has a scale, a step is a block's."""
+    config = next(config for most, config in (TRITON_HOPPER if hopper else TRITON) if m <= most)
+    return replace(config, depth=BLOCK, stages=min(config.stages, 3)) if in_blocks else config
 
 
 def check_triton(n: int, k: int, scale_dtype: jnp.dtype, out_dtype: jnp.dtype, residual: jax.Array | None) -> None:

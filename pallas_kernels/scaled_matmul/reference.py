@@ -17,13 +17,15 @@ def scaled_matmul(
     bias: ArrayLike | None,
     residual: ArrayLike | None,
 ) -> np.ndarray:
-    """Returns float64 [M, N] of x [M, K], w [N, K], x_scale [M] or [M, G], w_scale [N], bias [N] and residual [M,
-    N]."""
+    """Returns float64 [M, N] of x [M, K], w [N, K], x_scale [M] or [M, G], w_scale [N] or of blocks [G, N], bias [N]
+    and residual [M, N]. Groups of blocks have 128 columns, and the last one what is left."""
     rows, columns = (np.asarray(scale).astype(np.float64) for scale in (x_scale, w_scale))
-    x = np.asarray(x).astype(np.float64)
-    each = x.shape[1] // rows.shape[1] if rows.ndim == 2 else x.shape[1]
-    numbers = x * np.repeat(rows.reshape(len(x), -1), each, axis=1)
-    y = product(numbers, w) * columns
+    x, w = (np.asarray(each).astype(np.float64) for each in (x, w))
+    K = x.shape[1]
+    each = 128 if columns.ndim == 2 else K // rows.shape[1] if rows.ndim == 2 else K
+    if columns.ndim == 2:
+        w, columns = w * np.repeat(columns, each, axis=0)[:K].T, np.ones(())
+    y = product(x * np.repeat(rows.reshape(len(x), -1), each, axis=1)[:, :K], w) * columns
     for addend in (bias, residual):
         if addend is not None:
             y = y + np.asarray(addend).astype(np.float64)

@@ -26,11 +26,13 @@ def scaled_matmul(
     out_dtype: DTypeLike,
 ) -> jax.Array:
     """Returns [M, N] of x [M, K], w [N, K], both int8 or e4m3; see int8_matmul and fp8_matmul. Takes x_scale [M],
-    w_scale [N], bias [N] and residual [M, N]."""
+    w_scale [N], or of blocks [M, G] and [G, N], bias [N] and residual [M, N]."""
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[0]), out_dtype)
     added = [x_scale if each is None else each for each in (bias, residual)]  # what is not there is not read
-    made = launch(x, w, bias is not None, residual is not None, out_dtype, triton_config(x.shape[0], on_hopper()))
+    in_blocks = w_scale.ndim == 2
+    config = triton_config(x.shape[0], on_hopper(), in_blocks)
+    made = launch(x, w, bias is not None, residual is not None, out_dtype, config, in_blocks)
     return triton_call.call(made, x, w, x_scale, w_scale, *added)[0]
 
 
@@ -41,6 +43,7 @@ def launch(
     residual: bool,
     out_dtype: DTypeLike,
     config: TritonConfig,
+    in_blocks: bool = False,
 ) -> Launch:
     """Returns the launch for arrays or their shapes and dtypes. Arguments: x, w, x_scale, w_scale, bias and
     residual."""
@@ -48,6 +51,7 @@ def launch(
     rows, columns, depth = config.rows, config.columns, config.depth
     constants = {
         "M": M, "N": N, "K": K, "BIAS": bias, "RESIDUAL": residual, "ROWS": rows, "COLUMNS": columns, "DEPTH": depth,
+        "IN_BLOCKS": in_blocks,
     }  # fmt: skip
     return Launch(
         _tile,
@@ -63,7 +67,7 @@ def launch(
 def _tile(
     x, w, x_scale, w_scale, bias, residual, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     # Neighbours share columns of w, whose bytes are most of what is read: rows change first.
     tiles: tl.constexpr = (M + ROWS - 1) // ROWS
@@ -80,10 +84,17 @@ def _tile(
             right = tl.load(of_w + k)  # columns beyond are not stored
         else:
             right = tl.load(of_w + k, mask=(k + deep < K)[:, None], other=0.0)
-        sums = tl.dot(left, right, sums, out_dtype=kind)
+        if IN_BLOCKS:  # DEPTH is a block's
+            of_row = tl.load(x_scale + row * ((K + DEPTH - 1) // DEPTH) + k // DEPTH, mask=row < M, other=0.0)
+            of_column = tl.load(w_scale + k // DEPTH * N + column, mask=column < N, other=0.0)
+            sums += tl.dot(left, right, out_dtype=kind) * (of_row[:, None] * of_column[None, :])
+        else:
+            sums = tl.dot(left, right, sums, out_dtype=kind)
     in_rows, in_columns = row < M, column < N
-    y = sums.to(tl.float32) * tl.load(x_scale + row, mask=in_rows, other=0.0)[:, None]
-    y *= tl.load(w_scale + column, mask=in_columns, other=0.0)[None, :]
+    y = sums.to(tl.float32)
+    if not IN_BLOCKS:
+        y *= tl.load(x_scale + row, mask=in_rows, other=0.0)[:, None]
+        y *= tl.load(w_scale + column, mask=in_columns, other=0.0)[None, :]
     if BIAS:
         y += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     at, inside = row.to(tl.int64)[:, None] * N + column[None, :], in_rows[:, None] & in_columns[None, :]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats.weight_formats import BLOCK
+
 
 @partial(jax.jit, static_argnames="out_dtype")
 def scaled_matmul(
@@ -37,16 +39,22 @@ def grouped_matmul(
     residual: jax.Array | None,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """Returns [M, N] of x int8[M, K], w int8[N, K], x_scale [M, G], w_scale [N], bias [N], residual [M, N]; see
-    api.py."""
+    """Returns [M, N] of x [M, K], w [N, K], x_scale [M, G], w_scale [N] or [G, N], bias [N], residual [M, N]; see
+    api.py. The last group may have fewer columns."""
     (M, K), N, G = x.shape, w.shape[0], x_scale.shape[1]
+    size = -(-K // G) if w_scale.ndim == 1 else BLOCK
+    x, w = (jnp.pad(array, ((0, 0), (0, G * size - K))) for array in (x, w))
 
     def add(g: jax.Array, total: jax.Array) -> jax.Array:
-        own_x, own_w = (lax.dynamic_slice_in_dim(array, g * (K // G), K // G, axis=1) for array in (x, w))
+        own_x, own_w = (lax.dynamic_slice_in_dim(array, g * size, size, axis=1) for array in (x, w))
         scale = lax.dynamic_slice_in_dim(x_scale, g, 1, axis=1)
+        if w_scale.ndim == 2:
+            scale = scale * lax.dynamic_slice_in_dim(w_scale, g, 1)
         return total + product(own_x, own_w, total.dtype).astype(total.dtype) * scale
 
-    y = lax.fori_loop(0, G, add, jnp.zeros((M, N), x_scale.dtype)) * w_scale[None, :]
+    y = lax.fori_loop(0, G, add, jnp.zeros((M, N), x_scale.dtype))
+    if w_scale.ndim == 1:
+        y = y * w_scale[None, :]
     for addend in (None if bias is None else bias[None, :], residual):
         y = y if addend is None else y + addend.astype(y.dtype)
     return y.astype(out_dtype)

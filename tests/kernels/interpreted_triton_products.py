@@ -23,6 +23,8 @@ CASES = (
     Case(3, 32, 11008, "int8", saturated=True, out_dtype="float32"),
     Case(1, 96, 160, "float8_e4m3fn", bias=True, out_dtype="float32"),
     Case(66, 33, 50, "float8_e4m3fn", residual=True),
+    Case(3, 160, 384, "float8_e4m3fn", bias=True, out_dtype="float32", in_blocks=True),
+    Case(66, 33, 300, "float8_e4m3fn", residual=True, in_blocks=True),
 )
 
 

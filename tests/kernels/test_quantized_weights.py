@@ -20,10 +20,11 @@ take_rows = jax.jit(quantized_weights.take_rows, static_argnums=2)
 FORMATS = (
     "w8a8", "w8a8-tensor", "w8a16", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "w4a16-g128", "nf4",
     "nf4-g32", "nf4-dq", "fp4", "fp4-g32", "fp4-dq", "fp8", "fp8-weight", "uint8-zp", "llm-int8", "llm-int8-t4.5",
-    "llm-int8-t1e-07", "iq4nl", "iq4nl-g32-dq",
+    "llm-int8-t1e-07", "iq4nl", "iq4nl-g32-dq", "fp8-b128",
 )  # fmt: skip
 ENCODED = (  # one of those whose codes and scales are made alike
     "w8a8", "uint8-zp", "w8a16-g32", "w8a16-g8-zp", "w4a16-g32", "w4a16-g64-zp", "nf4", "nf4-dq", "fp4", "fp8",
+    "fp8-b128",
 )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ def test_names_are_read_back(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["w8", "w4a16", "w4a16-g12", "w4a16-g0", "w4a16-g32-dq", "nf4-g64-zp", "fp8-g32", "llm-int8-t0", ""]
+    "name",
+    ["w8", "w4a16", "w4a16-g12", "w4a16-g0", "w4a16-g32-dq", "nf4-g64-zp", "fp8-g32", "fp8-b64", "llm-int8-t0", ""],
 )
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match="unknown weight format"):
@@ -86,6 +88,19 @@ def test_sizes_are_padded_once(name):
     assert w.shape == (33, 50)
     assert decode(w).shape == (33, 50)
     error = np.linalg.norm(np.asarray(decode(w) - x)) / np.linalg.norm(np.asarray(x))
+    assert error < 0.03
+
+
+def test_blocks_share_the_scale_of_their_largest_value():
+    """Expects 128 x 128 of them, and the last ones as the edges leave them."""
+    x = np.array(weight((200, 300)))
+    x[150, 290] = 1.0
+    w = encode(jnp.asarray(x), parse_weight_format("fp8-b128"))
+    assert (w.values.shape, w.scales.shape, w.scales.dtype) == ((224, 384), (3, 224), jnp.float32)
+    for g, first in np.ndindex(3, 2):
+        rows, columns = slice(128 * first, min(128 * first + 128, 200)), slice(128 * g, 128 * g + 128)
+        np.testing.assert_allclose(w.scales[g, rows], np.abs(x[rows, columns]).max() / 448, rtol=1e-6)
+    error = np.linalg.norm(np.asarray(decode(w)) - x) / np.linalg.norm(x)
     assert error < 0.03
 
 

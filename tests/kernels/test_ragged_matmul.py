@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.quantized_rows import quantize_rows
+from pallas_kernels.formats.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.formats.quantized_weights import decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.ragged_matmul import ragged_matmul, reference, xla
@@ -79,6 +79,17 @@ def test_rows_of_codes(kind):
     assert error(run(rows, codes, sizes, out_dtype="float32"), want) < 2e-6
     with pytest.raises(ValueError, match="give out_dtype"):
         ragged_matmul(rows, codes, sizes)
+
+
+def test_rows_of_codes_in_blocks():
+    """Experts of a block and a half, and columns of as many."""
+    x, (n, k) = inputs()[0], (192, 200)
+    w = jnp.asarray(np.random.default_rng(2).normal(size=(X * n, k)), jnp.float32)
+    codes, wide = encode(w, parse_weight_format("fp8-b128")), jnp.pad(jnp.tile(x, 4)[:, :k], ((0, 0), (0, 56)))
+    rows, sizes = quantize_rows(wide, "fp8", group=128), sizes_of(3, 0, 33, 20)
+    want = reference.ragged_matmul(dequantize_rows(rows)[:, :k], np.asarray(decode(codes)).reshape(X, n, k), sizes)
+    rows = QuantizedRows(rows.values[:, :k], rows.scales)
+    assert error(run(rows, codes, sizes, out_dtype="float32"), want) < 2e-6
 
 
 def test_gradients_are_products_too():

@@ -44,11 +44,12 @@ def test_compiles(capability, tmp_path, monkeypatch):
         (64, 96, 160, True, "float32"),
         (512, 4096, 4096, True, "bfloat16"),
     )
-    operands = ("int8", "float8_e4m3fn") if capability >= 89 else ("int8",)
-    for operand, (m, n, k, added, out) in cases_of(capability, itertools.product(operands, shapes)):
+    operands = ("int8", "float8_e4m3fn", "float8_e4m3fn-b128") if capability >= 89 else ("int8",)
+    for kind, (m, n, k, added, out) in cases_of(capability, itertools.product(operands, shapes)):
+        operand, in_blocks = kind.removesuffix("-b128"), kind.endswith("-b128")
         x, w = (jax.ShapeDtypeStruct((rows, k), operand) for rows in (m, n))
-        config = triton_config(m, hopper=capability == 90)
-        launch = triton.launch(x, w, added, added, out, config)
+        config = triton_config(m, capability == 90, in_blocks)
+        launch = triton.launch(x, w, added, added, out, config, in_blocks)
         addends = ["bfloat16" if added else "float32"] * 2
         made = compile_for(launch, [operand, operand, "float32", "float32", *addends], capability, tmp_path)
         assert f".target sm_{capability}" in made.ptx

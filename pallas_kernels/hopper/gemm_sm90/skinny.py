@@ -51,11 +51,14 @@ def gemm(
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    in_blocks = x_scale is not None and x_scale.ndim == 2
+    if in_blocks:  # TMA takes rows of 16 bytes
+        x_scale = jnp.pad(x_scale.T, ((0, 0), (0, -m % 4)))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     given = {name: array for name, array in optional.items() if array is not None}
     assert not (gated and given), "a gated product is neither scaled nor added to"
     extra = {name: array.dtype for name, array in given.items()}
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated)
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, in_blocks=in_blocks)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -96,6 +99,8 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
             pl.when(warp == 1)(lambda: copy_operand(plan, refs, refs.x, refs.x_s, plan.copied))
             if plan.vectors:
                 pl.when(warp == 2)(lambda: copy_vectors(plan, refs))
+            if plan.in_blocks:
+                pl.when(warp == 3)(lambda: copy_scales(plan, refs))
 
 
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
@@ -114,6 +119,25 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
                 at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
                 to = target.at[slot, pl.ds(part * rows, rows)]
                 plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
+
+    drain(tiles * steps, refs.free)
+
+
+def copy_scales(plan: Plan, refs: Refs) -> None:
+    """Copies the scales of each step's blocks in one warp."""
+    steps, tiles = plan.steps, tiles_of(plan)
+
+    @pl.loop(0, tiles)
+    def _(i: jax.Array) -> None:
+        row, column = begin_of(plan, i)
+
+        @pl.loop(0, steps)
+        def _(s: jax.Array) -> None:
+            slot = free_slot(i * steps + s, refs.free)
+            for source, to, first in ((refs.x_scale, refs.x_scale_s, row), (refs.w_scale, refs.w_scale_s, column)):
+                _, blocks, size = to.shape
+                at = pl.ds(s * blocks, blocks), pl.ds(first, size)
+                plgpu.copy_gmem_to_smem(source.at[at], to.at[slot], refs.full.at[slot])
 
     drain(tiles * steps, refs.free)
 
@@ -155,14 +179,16 @@ def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, colum
         plgpu.copy_gmem_to_smem(source, refs.out_s.at[warpgroup], refs.residual_full.at[warpgroup])
 
 
-def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: jax.Array) -> None:
+def finish(
+    plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: list[jax.Array]
+) -> None:
     """Scales, adds and stores a warpgroup's sums of the tile at `row` and `column`, 64 rows at a time."""
     out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.columns)
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for first in range(0, plan.rows, UNIT):
         begin = warpgroup * plan.rows + first
-        total = sums[first : first + UNIT].astype(jnp.float32)
+        total = sums[first // UNIT].astype(jnp.float32)
         if plan.gated:
             total = silu_mul(total[:, : plan.columns], total[:, plan.columns :])
 
@@ -170,9 +196,9 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column:
             value = plgpu.load(vector, layout=layout, optimized=False).astype(jnp.float32)
             return lax.broadcast_in_dim(value, shape, (axis,))
 
-        if refs.x_scale is not None:
+        if "x_scale" in plan.vectors:
             total = total * spread(refs.x_scale_s.at[pl.ds(begin, UNIT)], ROW, 0)
-        if refs.w_scale is not None:
+        if "w_scale" in plan.vectors:
             total = total * spread(refs.w_scale_s.at[columns], COLUMN, 1)
         if refs.bias is not None:
             total = total + spread(refs.bias_s.at[columns], COLUMN, 1)

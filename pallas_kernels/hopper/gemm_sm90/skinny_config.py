@@ -87,8 +87,8 @@ def estimate(config: Config, m: int, n: int, k: int, itemsize: int) -> tuple[flo
     return max(n * k * itemsize / FROM_MEMORY, busiest), busiest, waves * intake
 
 
-def most_stages(config: Config, itemsize: int, out_itemsize: int, step: int) -> int:
+def most_stages(config: Config, itemsize: float, out_itemsize: int, step: int) -> int:
     """Returns how many stages of `step` elements of K shared memory holds beside the rest."""
     vectors = 4 * (config.rows + 2 * (config.columns + 48))
     results = min(config.rows, 2 * UNIT) * config.columns * out_itemsize
-    return (SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize)
+    return int((SHARED_MEMORY - 3072 - vectors - results) // ((config.rows + config.columns) * step * itemsize))

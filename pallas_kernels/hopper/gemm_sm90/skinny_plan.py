@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats.weight_formats import BLOCK
 from pallas_kernels.hopper.gemm_sm90.product import Sizes
 from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config, most_stages
 from pallas_kernels.hopper.smem_sm90 import swizzled
@@ -88,7 +89,12 @@ class Plan(Sizes):
     @property
     def vectors(self) -> list[str]:
         """Lists what is copied once a tile."""
-        return [name for name in self.extra if name != "residual"]
+        return [name for name in self.extra if name != "residual" and name not in self.ring_scales]
+
+    @property
+    def ring_scales(self) -> dict[str, int]:
+        """Maps scales that come with each stage to their number for one block of K."""
+        return {"x_scale": self.config.rows, "w_scale": self.vector} if self.in_blocks else {}
 
     @property
     def vector(self) -> int:
@@ -97,7 +103,8 @@ class Plan(Sizes):
 
     def stages(self) -> int:
         """Returns the ring's stages: what is asked for, as far as it is of use and shared memory holds it."""
-        most = most_stages(self.config, self.dtype.itemsize, self.out_dtype.itemsize, self.step)
+        size = self.dtype.itemsize if not self.in_blocks else 1 + 4 / BLOCK  # with the scales of a row and block
+        most = most_stages(self.config, size, self.out_dtype.itemsize, self.step)
         stages = min(self.config.stages, max(self.steps, 2), most)
         if stages < 2:
             raise NotImplementedError(f"{self.config} needs more shared memory for {self.dtype} and {self.out_dtype}")
@@ -109,13 +116,15 @@ class Plan(Sizes):
         scratch = {
             "x_s": swizzled((stages, config.rows, self.step), self.dtype),
             "w_s": swizzled((stages, config.columns, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.parts, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.parts + len(self.ring_scales), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=self.computing, num_barriers=stages),
             "out_s": plgpu.SMEM((self.computing, UNIT, self.columns), self.out_dtype),
         }
         if self.vectors:
             scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=self.computing)
+        for name, size in self.ring_scales.items():
+            scratch[f"{name}_s"] = plgpu.SMEM((stages, self.step // BLOCK, size), jnp.float32)
         for name in self.vectors:
             scratch[f"{name}_s"] = plgpu.SMEM((vectors[name],), self.extra[name])
         if "residual" in self.extra:

@@ -45,9 +45,12 @@ def gemm(
     if rows > m:
         pad = partial(jax.tree.map, lambda a: jnp.pad(a, [(0, rows - m)] + [(0, 0)] * (a.ndim - 1)))
         x, x_scale, residual = pad((x, x_scale, residual))
+    in_blocks = x_scale is not None and x_scale.ndim == 2
+    if in_blocks:
+        x_scale = x_scale.T
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     names = tuple(name for name, array in optional.items() if array is not None)
-    plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config)
+    plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config, in_blocks=in_blocks)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.m, n), out_dtype),
@@ -91,6 +94,13 @@ def fetch(plan: Plan, refs: Refs) -> None:
             x, w = refs.x.at[pl.ds(tile.row, plan.config.tile_m), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
             plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot], refs.full.at[slot])
             plgpu.copy_gmem_to_smem(w, refs.w_s.at[slot], refs.full.at[slot])
+            if plan.in_blocks:
+                for scale, to, first in (
+                    (refs.x_scale, refs.x_scale_s, tile.row),
+                    (refs.w_scale, refs.w_scale_s, tile.column),
+                ):
+                    source = scale.at[pl.ds(s, 1), pl.ds(first, to.shape[2])]
+                    plgpu.copy_gmem_to_smem(source, to.at[slot], refs.full.at[slot])
 
         if plan.vectors:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
@@ -130,23 +140,23 @@ def load_residual(plan: Plan, refs: Refs, place: Place, c: int) -> None:
     plgpu.copy_gmem_to_smem(refs.residual.at[place.chunk(plan, c)], refs.out_s.at[place.wg, b], ready)
 
 
-def finish(plan: Plan, refs: Refs, place: Place, sums: jax.Array) -> None:
+def finish(plan: Plan, refs: Refs, place: Place, sums: list[jax.Array]) -> None:
     """Scales, adds and stores what a warpgroup finishes of a tile."""
     behind = min(1, plan.buffers - 1)  # stores that may still be read while the residual of another chunk comes in
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for c, (i, j) in enumerate(plan.chunks):
         buffer, shape = refs.out_s.at[place.wg, c % plan.buffers], (ROWS, plan.chunk)
-        part = sums[i : i + ROWS, j : j + plan.chunk].astype(jnp.float32)
+        part = sums[i // ROWS][:, j : j + plan.chunk].astype(jnp.float32)
 
         def spread(name: str, begin: Any, axis: int, shape: tuple[int, int] = shape) -> jax.Array:
             vector = refs.vectors_s.at[pl.ds(plan.vectors[name][0] + begin, shape[axis])]
             value = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
             return lax.broadcast_in_dim(value, shape, (axis,))
 
-        if "x_scale" in plan.optional:
+        if "x_scale" in plan.vectors:
             part = part * spread("x_scale", place.row_in_tile + i, 0)
-        if "w_scale" in plan.optional:
+        if "w_scale" in plan.vectors:
             part = part * spread("w_scale", j, 1)
         if "bias" in plan.optional:
             part = part + spread("bias", j, 1)

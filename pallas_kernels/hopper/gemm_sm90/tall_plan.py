@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.gemm_sm90.product import Sizes
+from pallas_kernels.hopper.gemm_sm90.product import UNIT, Sizes
 from pallas_kernels.hopper.gemm_sm90.tall_config import Config
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import swizzled
 
-ROWS = 64  # of one wgmma
+ROWS = UNIT
 VECTOR = 32  # floats: copies move multiples of 128 bytes
 
 
@@ -39,6 +39,8 @@ class Refs(NamedTuple):
     w_scale: Any = None
     bias: Any = None
     residual: Any = None
+    x_scale_s: Any = None  # [stages, 1, tile_m], where blocks of K have scales
+    w_scale_s: Any = None  # [stages, 1, tile_n]
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,14 @@ class Plan(Sizes):
         """Maps each vector's part to its begin and size in shared memory."""
         columns = pl.cdiv(self.tile_n, VECTOR) * VECTOR
         sizes = {"x_scale": self.config.tile_m, "w_scale": columns, "bias": columns}
-        names = [name for name in sizes if name in self.optional]
+        names = [name for name in sizes if name in self.optional and not (self.in_blocks and name != "bias")]
         return {name: (sum(sizes[before] for before in names[:i]), sizes[name]) for i, name in enumerate(names)}
 
     def shared_memory(self, stages: int, buffers: int) -> int:
         """Returns the bytes that a CTA takes with K steps in flight and chunks of each warpgroup on their way out."""
         config = self.config
-        taken = stages * (config.tile_m + self.tile_n) * self.step * self.dtype.itemsize
+        taken = stages * (config.tile_m + self.tile_n) * (self.step * self.dtype.itemsize + 4 * self.in_blocks)
+        taken += 2048 * self.in_blocks  # the end of both rings of scales
         taken += 2 * buffers * ROWS * self.chunk * self.out_dtype.itemsize
         taken += pl.cdiv(4 * sum(size for _, size in self.vectors.values()), 1024) * 1024
         return taken + 512  # barriers
@@ -116,10 +119,13 @@ class Plan(Sizes):
 
     def scratch(self) -> dict[str, Any]:
         stages, vectors = self.stages, self.vectors.values()
+        scales = {"x_scale_s": self.config.tile_m, "w_scale_s": self.tile_n} if self.in_blocks else {}
+        copies = 4 if self.in_blocks else 2
         return {
+            **{name: plgpu.SMEM((stages, 1, size), jnp.float32) for name, size in scales.items()},
             "x_s": swizzled((stages, self.config.tile_m, self.step), self.dtype),
             "w_s": swizzled((stages, self.tile_n, self.step), self.dtype),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "out_s": swizzled((2, self.buffers, ROWS, self.chunk), self.out_dtype),
             "vectors_s": plgpu.SMEM((sum(size for _, size in vectors),), jnp.float32) if vectors else None,
