@@ -64,10 +64,10 @@ KV_FORMATS = (
 SCHEMES = (
     "bf16, w8a16, w8a8 (all linear layers except O; w8a8-all: with O; w8a8-head: with O and the output head; "
     "w8a8-groups: with O, and inputs of O and down in groups of 128), w4a16-g128, w4a16-g64, w4a16-g32 (each "
-    "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, uint8-zp; mxfp4, mxfp8, mxfp8-e5m2, nvfp4 "
-    "(each also with -h: rotated blocks, and -weight: only weights); llm-int8 (-tX: threshold X); w8a8-tensor (for "
-    "experiments: not batch-invariant); or a .toml or .json file of rules (docs/quantization.md); each also with "
-    "+rotate-kv or +rotate-all"
+    "also with -zp: zero points), nf4, nf4-dq, fp4, fp4-dq, fp8, fp8-weight, fp8-b128 (blocks of 128 x 128), uint8-zp; "
+    "mxfp4, mxfp8, mxfp8-e5m2, nvfp4 (each also with -h: rotated blocks, and -weight: only weights); llm-int8 (-tX: "
+    "threshold X); w8a8-tensor (for experiments: not batch-invariant); or a .toml or .json file of rules "
+    "(docs/quantization.md); each also with +rotate-kv or +rotate-all"
 )
 DTYPES = "bf16, f16, f32"
 

@@ -95,7 +95,7 @@ def _of_codes(w: QuantizedWeight, at: ShareIndices, shape: tuple[int, ...]) -> l
             group = w.format.group
             assert group is not None, "one scale a row otherwise"
             sums = _share_sums(leaf.swapaxes(1, 2), at, at.column // group, (1, N))
-            found.append((f".{name}", (K // group, N), sums))
+            found.append((f".{name}", (-(-K // group), N), sums))
     if own.columns is not None:  # each device has the order of whole rows, or of its own part
         order = own.columns[0] if own.columns.shape[1] == K else own.columns.reshape(-1)
         found.append((".columns", (K,), _checksum(order)))

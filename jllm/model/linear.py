@@ -30,7 +30,6 @@ from pallas_kernels.formats.block_floats import KINDS
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, take_rows
-from pallas_kernels.formats.weight_formats import padded
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
@@ -155,10 +154,9 @@ def _codes_product(
     out_dtype,
     backend: str | None,
 ) -> jax.Array:
-    """Returns codes times codes. Sizes that are not multiples of 32 are padded, as the weight's were when it was
-    quantized."""
-    plain = w.format.group is None and w.zeros is None and w.columns is None
-    assert plain, "a weight's codes have one symmetric scale a row where its inputs are codes"
+    """Returns codes times codes. Sizes are padded as the weight's were when it was quantized."""
+    plain = (w.format.group is None or w.format.in_blocks) and w.zeros is None and w.columns is None
+    assert plain, "a weight's codes have one symmetric scale a row or block where its inputs are codes"
     (N, K), leading = w.shape, x.values.shape[:-1]
     more_outputs, more_inputs = w.values.shape[0] - N, w.values.shape[1] - K
     values = jnp.pad(x.values.reshape(-1, K), ((0, 0), (0, more_inputs)))
@@ -169,7 +167,7 @@ def _codes_product(
         residual = jnp.pad(residual.reshape(-1, N), ((0, 0), (0, more_outputs)))
     product = int8_matmul if w.format.codes == "int8" else fp8_matmul
     added = {"bias": bias, "residual": residual}
-    if w.format.row_group is not None:
+    if w.format.row_group is not None and not w.format.in_blocks:
         backend = where_faster(backend)  # scales of groups have no kernel, even if a backend is named
     y = product(values, w.values, scales, w.scales.astype(scales.dtype), **added, out_dtype=out_dtype, backend=backend)
     return y[:, :N].reshape(*leading, N)
@@ -231,10 +229,17 @@ def _in_order(
 
 
 def column_parts(w: QuantizedWeight, parts: int) -> list[QuantizedWeight]:
-    """Returns the weight's columns in equal parts. Its format has quantized activations and scales of whole rows."""
+    """Returns the weight's columns in equal parts. Its format has quantized activations, and scales of whole rows or of
+    blocks that no part cuts."""
     K = w.shape[1] // parts
-    cut = (w.values[:, i * K : (i + 1) * K] for i in range(parts))
-    return [replace(w, values=jnp.pad(v, ((0, 0), (0, padded(K) - K))), shape=(w.shape[0], K)) for v in cut]
+    groups = 0 if w.format.group is None else K // w.format.group
+
+    def part(i: int) -> QuantizedWeight:
+        values = jnp.pad(w.values[:, i * K : (i + 1) * K], ((0, 0), (0, w.format.columns(K) - K)))
+        scales = w.scales[i * groups : (i + 1) * groups] if groups else w.scales
+        return replace(w, values=values, scales=scales, shape=(w.shape[0], K))
+
+    return [part(i) for i in range(parts)]
 
 
 def sum_parts(products: list[jax.Array], bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:

@@ -182,7 +182,7 @@ def _cut_codes(w: QuantizedWeight, rows: np.ndarray, columns: tuple[int, int] | 
         if group is not None and K % math.lcm(group, MULTIPLE):
             raise _cuts_groups(w.format, K, name, "a device")
         codes = unpack4(values, signed=False) if w.format.packed else values
-        codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, padded(K) - K)))
+        codes = jnp.pad(codes[:, first : first + K], ((0, 0), (0, w.format.columns(K) - K)))
         values = pack4(codes) if w.format.packed else codes
         order = None if order is None else order[first : first + K]  # indices into whole rows
         if w.format.group is not None:
@@ -214,7 +214,7 @@ def _join_codes(w: QuantizedWeight, rows: np.ndarray, cut: bool, shape: tuple[in
             return None if x is None else join(x.swapaxes(1, 2)).T
         return (x[0] if cut else _join(x, rows, cut, (N,)))[stored]
 
-    codes = jnp.pad(join(own.values), ((0, 0), (0, padded(K) - K)))
+    codes = jnp.pad(join(own.values), ((0, 0), (0, w.format.columns(K) - K)))
     order = own.columns  # indices into whole rows on each device, or into its own part
     return QuantizedWeight(
         values=pack4(codes) if w.format.packed else codes,

@@ -35,17 +35,25 @@ def rounded_inputs(
     if fmt.row_codes is None:
         return x
     rest, large = (fixed, 0) if fmt.outliers is None else part_outliers(fixed, fmt.outliers)
-    return x + (dequantize_rows(row_codes(rest, fmt, scale, axis), x.dtype) + large - fixed)
+    codes = row_codes(_whole_groups(rest, fmt), fmt, scale, axis)
+    return x + (dequantize_rows(codes, x.dtype)[..., : x.shape[-1]] + large - fixed)
 
 
 @shaped
 def row_codes(
     x: Float[Array, "*rows K"], fmt: WeightFormat, scale: Float[Array, "1"] | None, axis: str | None
 ) -> QuantizedRows:
-    """Returns x in the codes of a format's inputs. Arguments are as in rounded_inputs. Groups are whole."""
+    """Returns x in the codes of a format's inputs. Arguments are as in rounded_inputs. No device cuts a group, and the
+    last group may have fewer columns."""
     assert fmt.row_codes is not None
     options: dict[str, Any] = {"group": fmt.row_group} if fmt.row_group else {"scale": scale, "axis": axis}
-    return quantize_rows(x, fmt.row_codes, per_tensor=fmt.per_tensor, **options)
+    rows = quantize_rows(_whole_groups(x, fmt), fmt.row_codes, per_tensor=fmt.per_tensor, **options)
+    return QuantizedRows(rows.values[..., : x.shape[-1]], rows.scales)
+
+
+def _whole_groups(x: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """Pads x [..., K] by zeros to whole groups of inputs."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % (fmt.row_group or 1))])
 
 
 @shaped

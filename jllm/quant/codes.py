@@ -15,7 +15,7 @@ from jllm.errors import CheckpointError
 from pallas_kernels.formats.block_floats import nan_scales
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_codes import pack4
-from pallas_kernels.formats.weight_formats import WeightFormat, check_shape, padded
+from pallas_kernels.formats.weight_formats import BLOCK, NAMED, WeightFormat, check_shape, padded
 
 _SPLIT = (128, 64, 32)  # group sizes for which one scale of a whole row is repeated
 
@@ -133,6 +133,17 @@ def block_weight(
         values = np.asarray(pack4(jnp.asarray(values)))
     steps = None if tensor is None else np.full(padded(N), tensor[0])
     return _assemble(values, np.pad(scales, pads).T, None, (N, K), fmt, input_scale=input_scale, steps=steps)
+
+
+def blocks_weight(module: str, codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
+    """Returns a weight of fp8 in blocks of 128 x 128: codes float8_e4m3fn [N, K], and scales of any float, one a block.
+    The last blocks may be smaller. Raises CheckpointError for NaN and infinity."""
+    (N, K), fmt = codes.shape, NAMED["fp8-b128"]
+    if not is_finite(codes):
+        raise CheckpointError(f"tensor {module}.weight holds NaN")
+    values = np.pad(codes, ((0, padded(N) - N), (0, fmt.columns(K) - K)))
+    rows = np.repeat(_finite(module, scales, np.float32), BLOCK, axis=0)[:N]
+    return _assemble(values, np.pad(rows, ((0, padded(N) - N), (0, 0))).T, None, (N, K), fmt)
 
 
 def row_weight(

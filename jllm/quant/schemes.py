@@ -173,7 +173,10 @@ PRESETS: dict[str, Scheme] = {
         _linears("w8a8-groups", "w8a8", *((name, _ACTIVATION_GROUPS) for name in ("o_proj", "down_proj"))),
         _linears("w8a8-tensor", "w8a8-tensor", _TALK),  # for experiments: it is not batch-invariant
         *(_linears(name.partition("|")[0], name) for zp in ("", "-zp") for name in _int4_names(zp)),
-        *(_linears(name, name) for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "fp8", "fp8-weight", "uint8-zp")),
+        *(
+            _linears(name, name)
+            for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "fp8", "fp8-weight", "fp8-b128", "uint8-zp")
+        ),
         _linears(LLM_INT8, LLM_INT8),
     )
 }

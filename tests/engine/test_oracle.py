@@ -295,7 +295,7 @@ def in_company(scheme: str) -> list[tuple[Completion, Completion]]:
         return list(zip(play(model, jobs, options), alone(model, jobs, **options), strict=True))
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-groups", "fp8", "llm-int8-t1"])
+@pytest.mark.parametrize("scheme", ["w8a8-groups", "fp8-b128", "llm-int8-t1"])
 def test_every_kind_of_activations(scheme):
     for got, want in in_company(scheme):
         assert_same(got, want, False)

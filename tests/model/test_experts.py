@@ -84,7 +84,7 @@ def test_the_table_names_each_expert_and_each_layer_has_its_kind(model):
     assert model.config.one_layer(1).experts == replace(EXPERTS, layers=())
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "fp8"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "fp8-b128"])
 def test_the_engine_serves_what_a_forward_without_a_cache_gives(model, scheme):
     m = model if scheme is None else replace(model, params=quantize(model.params, scheme))
     if scheme is not None:

@@ -23,7 +23,7 @@ SCORE = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True, promp
 # Of each kernel and kind of weight; what the tests of kernels are alone with are other groups of values.
 PRODUCTS = {
     "w8a8": 3, "w8a8-all": 4, "w8a8-tensor": 3, "fp8": 4, "w8a16": 4, "uint8-zp": 4, "fp8-weight": 4,
-    "w4a16-g128": 4, "w4a16-g32-zp": 4, "nf4-dq": 4, "llm-int8": 8, "w8a8-groups": 2,
+    "w4a16-g128": 4, "w4a16-g32-zp": 4, "nf4-dq": 4, "llm-int8": 8, "w8a8-groups": 2, "fp8-b128": 4,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ STATIC = 0.02  # scale of inputs: the largest of normal ones are clipped
 FORMATS = [
     "w8a8",
     "fp8",
+    "fp8-b128",
     "w8a8-tensor",
     "w8a8-act-g32",
     "llm-int8-t2",
@@ -65,7 +66,9 @@ def fake_quantized(x: np.ndarray, name: str) -> np.ndarray:
         large = np.abs(x) >= 2
         return np.where(large, x, fake_quantized(np.where(large, 0, x), "w8a8"))
     if (group := parse_weight_format(name).row_group) is not None:
-        return fake_quantized(x.reshape(*x.shape[:-1], -1, group), "w8a8").reshape(x.shape)
+        wide = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % group)])
+        parts = fake_quantized(wide.reshape(*x.shape[:-1], -1, group), "w8a8" if kind == "int8" else "fp8")
+        return parts.reshape(wide.shape)[..., : x.shape[-1]]
     largest = 127 if kind == "int8" else 448
     absmax = np.abs(x).max(axis=None if name.endswith("tensor") else -1, keepdims=True)
     codes = x / (absmax / largest)
@@ -88,7 +91,9 @@ def dtype(request):
 def test_products(name, dtype):
     added = dtype == "float64"
     fmt = parse_weight_format(name.removesuffix("-static"))
-    N, K = (96, 128) if fmt.group else (70, 96) if fmt.row_group else (70, 52)  # the others are padded
+    N, K = (
+        (150, 200) if fmt.in_blocks else (96, 128) if fmt.group else (70, 96) if fmt.row_group else (70, 52)
+    )  # the others are padded
     w = quantized(normal(0, N, K, dtype=dtype), name)
     x = normal(1, 2, 5, K, dtype=dtype)
     bias, residual = (normal(2, N, dtype=dtype), normal(3, 2, 5, N, dtype=dtype)) if added else (None, None)

@@ -138,6 +138,7 @@ def test_codes_are_those_of_the_explicit_inverse(model, statistics, act_order, d
         ("w8a8", {}),
         ("uint8-zp", {"act_order": True}),
         ("fp8", {}),
+        ("fp8-b128", {}),
     ],
 )
 def test_outputs_move_less_than_by_rounding(model, statistics, name, options):

@@ -61,7 +61,7 @@ def test_shapes_alone(model, name):
     assert [(s.shape, s.dtype) for s in jax.tree.leaves(got)] == [(a.shape, a.dtype) for a in jax.tree.leaves(real)]
 
 
-BITS = {"bf16": 16, "w8a16": 8, "w8a8-all": 8, "fp8": 8, "uint8-zp": 8}
+BITS = {"bf16": 16, "w8a16": 8, "w8a8-all": 8, "fp8": 8, "fp8-b128": 8 + 32 / 128, "uint8-zp": 8}
 BITS |= {"w4a16-g128": 4 + 16 / 128, "w4a16-g32": 4.5, "w4a16-g64-zp": 4 + 24 / 64}
 BITS |= {"nf4": 4.25, "nf4-dq": 4 + 8 / 64 + 32 / 256 / 64}
 

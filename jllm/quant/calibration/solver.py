@@ -28,7 +28,7 @@ from jllm.quant.quantize import with_chosen_codes
 from jllm.quant.schemes import Formats, Scheme
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, assemble, grouped, rotate_groups
 from pallas_kernels.formats.weight_codes import code_values, fit_scales, round_codes, store_scales
-from pallas_kernels.formats.weight_formats import WeightFormat, padded
+from pallas_kernels.formats.weight_formats import WeightFormat
 
 BLOCK = 128  # the most columns whose errors are collected before later columns are corrected
 
@@ -126,7 +126,7 @@ def solve(
         codes, scales, zeros = _round_columns(rows, factor, fmt, None, search)
         _, stored, steps = store_scales(scales, fmt)
         columns = order if act_order else None
-    codes = _pad(codes, zeros, padded(K) - K)
+    codes = _pad(codes, zeros, fmt.columns(K) - K)
     finite = jnp.isfinite(factor).all() & jnp.isfinite(w).all()
     return assemble(codes, stored, zeros, steps, w.shape, fmt, columns=columns), finite  # type: ignore[arg-type]
 
