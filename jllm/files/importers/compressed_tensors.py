@@ -1,4 +1,4 @@
-"""Reads checkpoints of compressed-tensors (llm-compressor, vLLM), and of quant_method "fp8" (AutoFP8).
+"""Reads checkpoints of compressed-tensors (llm-compressor, vLLM), and of quant_method "fp8" (AutoFP8, DeepSeek, Qwen).
 
 config_groups describe how their target modules are quantized; modules in `ignore` are not. A linear layer [N, K] is
 stored by format as
@@ -9,16 +9,17 @@ stored by format as
 | float-quantized, naive-quantized | weight float8_e4m3fn [N, K], weight_scale |
 | pack-quantized | weight_packed int32 [N, K b/32], weight_shape int64 [2], weight_scale, weight_zero_point |
 
-w = (code - zero) * scale. weight_scale has one value for the tensor [1], for each channel [N, 1], or for each group [N,
-K/g]. Packed codes of b = 4 or 8 bits are stored plus 2^(b-1), lowest bits first. Zero points are stored alike, packed
-along N (by older releases: not packed); only asymmetric weights have them. With actorder "group", weight_g_idx int32
-[K] has the group of each input; only weights in groups have it. Definition: compressed-tensors,
-compressors/naive_quantized and pack_quantized, utils/match.py.
+w = (code - zero) * scale. weight_scale has one value for the tensor [1], for each channel [N, 1], for each group [N,
+K/g], or for each block of 128 x 128 [N/128, K/128], rounded up. Packed codes of b = 4 or 8 bits are stored plus
+2^(b-1), lowest bits first. Zero points are stored alike, packed along N (by older releases: not packed); only
+asymmetric weights have them. With actorder "group", weight_g_idx int32 [K] has the group of each input; only weights in
+groups have it. Definition: compressed-tensors, compressors/naive_quantized and pack_quantized, utils/match.py.
 
 config_groups also decide about inputs, which have the weights' kind of codes. Inputs are not quantized, or have a scale
-for each token, or (not dynamic) all have the stored input_scale [1]. Merged modules have the same inputs, and so the
-same scale. If theirs differ, the largest counts, as in vLLM. One scale for the tokens of a step, zero points of inputs,
-and quantized KV caches are refused by name. block_floats.py has the formats of small floats in blocks.
+for each token (with blocks: for each 128 inputs of a token), or (not dynamic) all have the stored input_scale [1].
+Merged modules have the same inputs, and so the same scale. If theirs differ, the largest counts, as in vLLM. One scale
+for the tokens of a step, zero points of inputs, and quantized KV caches are refused by name. block_floats.py has the
+formats of small floats in blocks.
 """
 
 from collections.abc import Mapping
@@ -31,9 +32,9 @@ from jllm.errors import CheckpointError
 from jllm.files.importers import block_floats
 from jllm.files.importers.fields import match_pattern, read_choice, read_group, read_names, read_object, refuse
 from jllm.files.importers.foreign import FLOATS, Wanted
-from jllm.quant.codes import groups_of, input_order, int_weight, row_weight, signed, unpack_words
+from jllm.quant.codes import blocks_weight, groups_of, input_order, int_weight, row_weight, signed, unpack_words
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
-from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.formats.weight_formats import BLOCK, WeightFormat
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _RANK = 3  # the rank of a target that does not match
@@ -52,6 +53,8 @@ class Scheme:
     activations: str | None
     static: bool  # input_scale is stored
     block_kind: str | None = None  # a kind of block_floats.py, which decides all fields but targets and activations
+    in_blocks: bool = False  # a scale for each block of 128 x 128, and for each 128 inputs of a token
+    scale: str = "weight_scale"  # the name of the scales
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,27 @@ class FP8:
     weight_scale.
 
     Inputs are quantized by a scale for each token. With activation_scheme "static" they have one input_scale.
-    ignored_layers has modules' names, or parts of them.
+    ignored_layers has modules' names, or parts of them. With weight_block_size, blocks of 128 x 128 have scales, named
+    weight_scale_inv (DeepSeek, Qwen). They are factors all the same.
     """
 
     ignore: tuple[str, ...]
     scheme: Scheme
-    mark: str = "weight_scale"
+
+    @property
+    def mark(self) -> str:
+        return self.scheme.scale
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> "FP8":
         """Raises CheckpointError for unsupported fields, by name."""
-        static = read_choice(raw, "activation_scheme", "dynamic", ("dynamic", "static")) == "static"
+        in_blocks = read_choice(raw, "weight_block_size", None, (None, [BLOCK, BLOCK])) is not None
+        ways = ("dynamic",) if in_blocks else ("dynamic", "static")
+        static = read_choice(raw, "activation_scheme", "dynamic", ways) == "static"
         read_choice(raw, "kv_cache_scheme", None, (None,))
-        read_choice(raw, "weight_block_size", None, (None,))
         ignore = read_names(raw, "ignored_layers") + read_names(raw, "modules_to_not_convert")
-        return FP8(ignore, replace(PLAIN_FP8, static=static))
+        scheme = replace(PLAIN_FP8, in_blocks=True, scale="weight_scale_inv") if in_blocks else PLAIN_FP8
+        return FP8(ignore, replace(scheme, static=static))
 
     def exempt(self, module: str) -> bool:
         return module == "lm_head" or any(name in module for name in self.ignore)
@@ -154,7 +163,10 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
     kinds = {"int-quantized": ("int",), "float-quantized": ("float",), "pack-quantized": ("int",)}
     kind = read_choice(weights, "type", "int", kinds.get(stored, ("int", "float")))
     bits = read_choice(weights, "num_bits", 8, (4, 8) if packed else (8,))
-    group = _read_group(weights, ("tensor", "channel") if kind == "float" else ("tensor", "channel", "group"))
+    if kind == "float" and weights.get("strategy") == "block":
+        _check_blocks(weights, read_object(raw, "input_activations"))
+        return replace(PLAIN_FP8, targets=targets, in_blocks=True)
+    group = _read_group(weights, ("tensor", "channel", "block" if kind == "float" else "group"))
     symmetric = read_choice(weights, "symmetric", True, (True,) if kind == "float" else (False, True))
     activations, static = None, False
     if raw.get("input_activations") is not None:
@@ -171,6 +183,18 @@ def _read_scheme(raw: Mapping[str, Any], default_format: Any) -> Scheme:
         activations=activations,
         static=static,
     )
+
+
+def _check_blocks(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for other blocks than those of 128 x 128 with inputs in groups of 128."""
+    read_choice(weights, "block_structure", None, ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"))
+    read_choice(inputs, "strategy", None, ("group",))
+    read_choice(inputs, "group_size", None, (BLOCK,))
+    read_choice(inputs, "dynamic", False, (True,))
+    read_choice(inputs, "type", "int", ("float",))
+    for numbers in (weights, inputs):
+        read_choice(numbers, "num_bits", 8, (8,))
+        read_choice(numbers, "symmetric", True, (True,))
 
 
 def _read_group(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> int:
@@ -195,6 +219,9 @@ def _read_activations(raw: Mapping[str, Any], kind: str) -> tuple[str, bool]:
 def wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wanted]:
     if scheme.block_kind is not None:
         return block_floats.wanted(module, shape, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
+    if scheme.in_blocks:
+        grid = tuple(-(-size // BLOCK) for size in shape)
+        return {"weight": Wanted(shape, ("F8_E4M3",)), scheme.scale: Wanted(grid, FLOATS)}
     N, K = shape
     each = 8 if scheme.codes == "int4" else 4  # values in a packed word
     groups = groups_of(module, K, scheme.group) if scheme.group > 0 else 1
@@ -221,6 +248,8 @@ def wanted(module: str, shape: tuple[int, int], scheme: Scheme) -> dict[str, Wan
 def read(module: str, shape: tuple[int, int], tensors: Mapping[str, np.ndarray], scheme: Scheme) -> QuantizedWeight:
     if scheme.block_kind is not None:
         return block_floats.read(module, tensors, scheme.block_kind, bool(scheme.activations), block_floats.COMPRESSED)
+    if scheme.in_blocks:
+        return blocks_weight(module, tensors["weight"], tensors[scheme.scale])
     (N, K), bits = shape, 4 if scheme.codes == "int4" else 8
     scales = tensors["weight_scale"]
     scales = np.broadcast_to(scales.reshape(-1, 1), (N, 1)) if scales.size == 1 else scales

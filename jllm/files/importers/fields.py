@@ -15,7 +15,7 @@ def names(text: str) -> dict[str, Any]:
 
 
 ANY = "*"  # matches any key of an object
-_CODES = names("num_bits type strategy group_size symmetric dynamic actorder")
+_CODES = names("num_bits type strategy group_size symmetric dynamic actorder block_structure")
 # Fields that importers read, by quant_method. An object of objects has the fields of the inner objects.
 UNDERSTOOD: dict[str, dict[str, Any]] = {
     "jllm": names("version name rules"),
@@ -45,7 +45,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
 }
 # Fields about how weights were rounded and how others run them, which do not change the weights.
 _HARMLESS = names(
-    "quant_method version quantization_status global_compression_ratio observer observer_kwargs block_structure "
+    "quant_method version quantization_status global_compression_ratio observer observer_kwargs "
     "scale_dtype zp_dtype producer meta provider autoround_version model_name_or_path model_file_base_name "
     "base_model_name_or_path damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse "
     "dataset tokenizer nsamples seqlen iters lr minmax_lr batch_size train_bs pad_token_id amp data_type backend "

@@ -306,6 +306,30 @@ def autofp8(weights: Mapping[str, np.ndarray], *, static: bool = False, **extra:
     return written
 
 
+def fp8_blocks(weights: Mapping[str, np.ndarray], *, by: str = "fp8", dtype: Any = np.float32) -> Written:
+    """Blocks of 128 x 128 with a factor each, as DeepSeek and Qwen have them, or by compressed-tensors."""
+    args = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = args | {"strategy": "block", "block_structure": [128, 128], "dynamic": False}
+    groups = {"targets": ["Linear"], "weights": blocks, "output_activations": None}
+    groups |= {"input_activations": args | {"strategy": "group", "group_size": 128, "dynamic": True}}
+    config = {"config_groups": {"group_0": groups}, "format": "float-quantized", "ignore": ["lm_head"]}
+    if by == "fp8":
+        config = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    out = Written({"quant_method": by} | config)
+    for module, w in weights.items():
+        if module == "lm_head":
+            continue
+        firsts = [range(0, size, 128) for size in w.shape]
+        scales = np.array([[np.abs(w[n : n + 128, k : k + 128]).max() for k in firsts[1]] for n in firsts[0]]) / 448
+        scales = scales.astype(dtype)
+        wide = np.repeat(np.repeat(scales.astype(np.float32), 128, 0), 128, 1)[: w.shape[0], : w.shape[1]]
+        values = np.clip(w / wide, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        out.weights[module] = values.astype(np.float32) * wide
+        name = "weight_scale_inv" if by == "fp8" else "weight_scale"
+        out.tensors |= {f"{module}.weight": values, f"{module}.{name}": scales}
+    return out
+
+
 BLOCKS = {"nvfp4": (4, 16, "tensor_group", "nvfp4-pack-quantized"), "mxfp4": (4, 32, "group", "mxfp4-pack-quantized"),
           "mxfp8": (8, 32, "group", "mxfp8-quantized")}  # fmt: skip
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -69,6 +70,9 @@ CASES = {
     "fp8-tensor": (partial(float8, strategy="tensor", dtype=np.float32), "fp8", 0),
     "fp8-weight": (partial(float8, activations=False), "fp8-weight", 0),
     "fp8-autofp8": (layouts.autofp8, "fp8", 0),
+    "fp8-blocks": (layouts.fp8_blocks, "fp8-b128", 0),
+    "fp8-blocks-bf16": (partial(layouts.fp8_blocks, dtype=ml_dtypes.bfloat16), "fp8-b128", 0),
+    "fp8-blocks-compressed": (partial(layouts.fp8_blocks, by="compressed-tensors"), "fp8-b128", 0),
     "int8-static": (partial(compressed, static=True), "w8a8", 0),
     "fp8-static": (partial(float8, static=True), "fp8", 0),
     "fp8-autofp8-static": (partial(layouts.autofp8, static=True), "fp8", 0),

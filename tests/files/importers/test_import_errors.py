@@ -16,6 +16,7 @@ from tests.files.importers.layouts import (
     awq,
     block_floats,
     compressed,
+    fp8_blocks,
     gptq,
     llm_int8,
     modelopt,
@@ -28,6 +29,7 @@ packed = partial(compressed, form="pack-quantized", activations=False, bits=4, s
 static = partial(compressed, static=True)
 act = partial(gptq, desc_act=True)
 nvfp4, mxfp4 = (partial(block_floats, kind=kind) for kind in ("nvfp4", "mxfp4"))
+ct_blocks = partial(fp8_blocks, by="compressed-tensors")
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
@@ -128,7 +130,15 @@ UNSUPPORTED = {
     "ct-sparse": (compressed, config(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
     "ct-groups": (compressed, config(config_groups={}), "config_groups"),
     "fp8-scheme": (autofp8, config(activation_scheme="token"), 'activation_scheme = "token" .*"dynamic", "static"'),
-    "fp8-block": (autofp8, config(weight_block_size=[128, 128]), r"weight_block_size = \[128, 128\] .*null"),
+    "fp8-block": (autofp8, config(weight_block_size=[64, 64]), r"size = \[64, 64\] .*supported: null, \[128, 128\]"),
+    "fp8-block-static": (fp8_blocks, config(activation_scheme="static"), 'scheme = "static" .*supported: "dynamic"'),
+    "fp8-block-grid": (
+        fp8_blocks, put(f"{O}.weight_scale_inv", np.ones((1, 2), np.float32)), r"shape \[1, 2\], .*\[1, 1\]"
+    ),
+    "fp8-block-nan": (fp8_blocks, edit(f"{O}.weight_scale_inv", first(np.nan)), f"{O}: its scales hold NaN"),
+    "ct-blocks-size": (ct_blocks, weights(block_structure=[64, 128]), r"block_structure = \[64, 128\] .*\[128, 128\]"),
+    "ct-blocks-inputs": (ct_blocks, inputs(strategy="token"), 'strategy = "token" .*supported: "group"'),
+    "ct-blocks-plain": (ct_blocks, group(input_activations=None), 'strategy = null .*supported: "group"'),
     "bnb-af4": (nf4, config(bnb_4bit_quant_type="af4"), 'bnb_4bit_quant_type = "af4" .* supported: "nf4", "fp4"'),
     "bnb-fp4": (nf4, config(bnb_4bit_quant_type="fp4"), "bitsandbytes__fp4 is missing"),
     "bnb-threshold": (llm_int8, config(llm_int8_threshold=-1), "llm_int8_threshold = -1 .* a number, 0 or more"),

@@ -26,6 +26,7 @@ LAYOUTS = {
     "int8": compressed,
     "fp8": partial(compressed, form="float-quantized", kind="float"),
     "fp8-static": partial(layouts.autofp8, static=True),
+    "fp8-blocks": layouts.fp8_blocks,
     "nf4": partial(nf4, double=True),
 }
 
@@ -92,6 +93,21 @@ def test_sizes_that_are_no_multiples_of_32(changes, tmp_path):
     assert len(quantized(sixteen)) == 5
     wanted = full_logits(plain(model, written.weights), TOKENS)
     assert far(full_logits(replace(loaded, params=sixteen), TOKENS), wanted) < 2e-6
+
+
+def test_blocks_of_fp8_are_each_modules_own(tmp_path):
+    """Sizes that blocks of 128 do not divide: the last rows of q share no block with those of k."""
+    model = layouts.small_model(hidden_size=144, intermediate_size=200, num_heads=9, num_kv_heads=3, head_dim=16)
+    written = layouts.write(tmp_path / "m", model, layouts.fp8_blocks)
+    loaded = jllm.load(tmp_path / "m")
+    qkv = loaded.params.layers[0].attention.qkv
+    assert (qkv.values.shape, qkv.scales.shape) == ((256, 256), (2, 256))
+    assert [len(np.unique(qkv.scales[0, a:b])) for a, b in ((0, 128), (128, 144), (144, 192), (192, 240))] == [1] * 4
+    assert len(np.unique(qkv.scales[0, :240])) == 4
+    wide = full_logits(plain(model, written.weights), TOKENS)
+    assert 1e-4 < far(full_logits(loaded, TOKENS), wide) < 0.3
+    save(tmp_path / "again", loaded.params, loaded.config)
+    assert_same_bits(jllm.load(tmp_path / "again").params, loaded.params)
 
 
 def test_heads_of_few_rows(tmp_path):
