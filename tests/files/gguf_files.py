@@ -3,6 +3,7 @@
 Its quantizers lack the K types and IQ4_NL. Their blocks are random bytes, with scales that keep values small.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ from jllm.model.param_specs import param_specs
 
 gguf = pytest.importorskip("gguf")
 TYPE = gguf.GGMLQuantizationType
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MixtralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
+}  # fmt: skip
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}  # where a block has float16
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm", "model.layers.": "blk.",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate.": "ffn_gate_inp.",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -51,6 +57,13 @@ def interleaved(x: np.ndarray, heads: int) -> np.ndarray:
     return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
+def add(writer: Any, name: str, octets: np.ndarray, kind: str) -> None:
+    if kind in ("F32", "F16"):
+        writer.add_tensor(name, np.ascontiguousarray(octets).view(np.float32 if kind == "F32" else np.float16))
+    else:
+        writer.add_tensor(name, np.ascontiguousarray(octets), raw_dtype=TYPE[kind])
+
+
 def write(path: Path, model: Model, kinds: Any = "F32", more: Any = None, split: int = 0, drop: str = "") -> Written:
     """Writes a model; `kinds` is a type, or a function of a matrix' name that returns one. `more` is further metadata,
     or other values of it. `drop` is a key to leave out. `split` is the most tensors of a part."""
@@ -62,7 +75,11 @@ def write(path: Path, model: Model, kinds: Any = "F32", more: Any = None, split:
         f"{arch}.attention.key_length": c.head_dim, f"{arch}.attention.layer_norm_rms_epsilon": c.norm_eps,
         f"{arch}.rope.freq_base": c.rope_theta, f"{arch}.rope.dimension_count": c.head_dim,
         "tokenizer.ggml.bos_token_id": c.bos_id, "tokenizer.ggml.eos_token_id": next(iter(c.eos_ids), None),
-    } | (more or {})  # fmt: skip
+    }  # fmt: skip
+    if c.experts is not None:
+        metadata |= {f"{arch}.expert_count": c.experts.count, f"{arch}.expert_used_count": c.experts.chosen}
+        metadata[f"{arch}.{'expert_' * (arch != 'llama')}feed_forward_length"] = c.experts.ffn
+    metadata |= more or {}
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch), split_max_tensors=split)
     for key, value in metadata.items():
         if isinstance(value, np.ndarray):
@@ -71,7 +88,7 @@ def write(path: Path, model: Model, kinds: Any = "F32", more: Any = None, split:
             kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else None
             numbers = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
             writer.add_key_value(key, value, kind or numbers)
-    found = Written(path)
+    found, experts = Written(path), dict[tuple[str, str], list[np.ndarray]]()
     specs, leaves = jax.tree.leaves(param_specs(c)), jax.tree.leaves(model.params)
     for spec, leaf in zip(specs, leaves, strict=True):
         starts = np.cumsum([0, *(rows for _, rows in spec.parts)])
@@ -82,13 +99,15 @@ def write(path: Path, model: Model, kinds: Any = "F32", more: Any = None, split:
             found.values[name] = x if x.ndim == 1 else gguf.quants.dequantize(octets, TYPE[kind]).reshape(x.shape)
             heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads}.get(name.split(".")[-2])
             octets = interleaved(octets, heads) if heads and arch == "llama" else octets
-            own = name
+            own = re.sub(r"\.experts\.\d+", ".experts", name)
             for theirs, ours in NAMES.items():
                 own = own.replace(theirs, ours)
-            if kind in ("F32", "F16"):
-                writer.add_tensor(own, np.ascontiguousarray(octets).view(np.float32 if kind == "F32" else np.float16))
+            if own != name and ".experts." in name:
+                experts.setdefault((own, kind), []).append(octets)
             else:
-                writer.add_tensor(own, np.ascontiguousarray(octets), raw_dtype=TYPE[kind])
+                add(writer, own, octets, kind)
+    for (own, kind), matrices in experts.items():
+        add(writer, own, np.stack(matrices), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from pallas_kernels.formats import quantized_weights
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from tests.files.gguf_files import TYPE, gguf, write
 from tests.parity import PARITY
-from tests.tiny import tiny_model
+from tests.tiny import EXPERTS, experts_model, tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_layers": 1, "vocab_size": 64}
 KEPT = {"Q8_0": "w8a16-g32", "Q4_0": "w4a16-g32", "IQ4_NL": "iq4nl-g32", "MXFP4": "mxfp4-weight"}
@@ -44,7 +44,9 @@ def test_any_bytes_decode_as_ggml_decodes_them(kind):
     np.testing.assert_array_equal(np.signbit(found), np.signbit(want))
 
 
-@pytest.mark.parametrize("family", ["llama1", "llama-mqa", "llama-bias", "llama3.2", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama1", "llama-mqa", "llama-bias", "llama3.2", "mixtral", "qwen2", "qwen3", "qwen3-moe"]
+)
 def test_a_model_is_the_one_that_was_written(family, tmp_path):
     model = jllm.load(PARITY / family)
     plain = replace(model.config, rope_scaling=None)
@@ -68,6 +70,19 @@ def test_each_type_is_kept_as_codes_or_dequantized(kind, wide, tmp_path):
             assert leaf.format.name == KEPT[kind]
             leaf = quantized_weights.decode(leaf)
         np.testing.assert_array_equal(np.asarray(leaf), want)
+
+
+def test_experts_are_kept_as_codes(tmp_path):
+    model = experts_model(experts=replace(EXPERTS, layers=()))
+    model = replace(model, config=replace(model.config, architecture="MixtralForCausalLM", intermediate_size=32))
+    written = write(tmp_path / "m.gguf", model, lambda name: "F32" if ".mlp.gate." in name else "Q8_0")
+    loaded = jllm.load(written.path, dtype="float32")
+    mlp, specs = loaded.params.layers[0].mlp, param_specs(loaded.config).layers[0].mlp
+    np.testing.assert_array_equal(mlp.router, model.params.layers[0].mlp.router)
+    for leaf, spec in ((mlp.gate_up, specs.gate_up), (mlp.down, specs.down)):
+        assert leaf.format.name == "w8a16-g32"
+        want = np.concatenate([written.values[name] for name, _ in spec.parts])
+        np.testing.assert_array_equal(quantized_weights.decode(leaf), want)
 
 
 def test_a_merged_weight_of_several_types_is_dequantized(wide, tmp_path):
@@ -154,7 +169,8 @@ def test_rope_scaling_is_that_of_config_json(more, scaling, wide, tmp_path):
     ("options", "message"),
     [
         ({"more": {"general.architecture": "gemma2"}}, "architecture 'gemma2' is not supported in GGUF; supported are"),
-        ({"more": {"llama.expert_count": 8}}, "llama.expert_count is 8: experts are not supported"),
+        ({"more": {"llama.expert_count": 8}}, "its metadata lacks llama.expert_used_count"),
+        ({"more": {"llama.expert_count": 8, "llama.expert_used_count": 2}}, "the first is model.layers.0.mlp.gate"),
         ({"drop": "llama.block_count"}, "its metadata lacks llama.block_count"),
         ({"more": {"llama.rope.dimension_count": 32}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"more": {"llama.rope.scaling.type": "longrope"}}, "rope.scaling.type 'longrope' is not supported"),

@@ -13,30 +13,38 @@ from jllm.files.gguf.weights import read_values
 from jllm.files.hf_fields import FAMILIES
 from jllm.model.params import EMBED, HEAD, layer_prefix
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # at all of these llama.cpp ends an answer
 
 
 def raw_config(path: str | Path) -> dict[str, Any]:
     """Returns the fields of config.json that a GGUF file implies. Raises ConfigError, in one line, for an unsupported
-    architecture, experts, or missing metadata."""
+    architecture or missing metadata."""
     file = read_gguf(path)
     arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"{path}: architecture {arch!r} is not supported in GGUF; supported are {known}")
     own = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
-    if own.get("expert_count"):
-        raise ConfigError(f"{path}: {arch}.expert_count is {own['expert_count']}: experts are not supported in GGUF")
+    architecture, experts = ARCHITECTURES[arch], arch == "qwen3moe" or bool(own.get("expert_count"))
+    if experts and arch == "llama":
+        architecture = "MixtralForCausalLM"
+    elif experts and arch != "qwen3moe":
+        raise ConfigError(f"{path}: {arch}.expert_count is {own['expert_count']}: {arch} with experts is not supported")
     needed = ("embedding_length", "block_count", "feed_forward_length", "context_length", "attention.head_count")
+    needed += ("expert_count", "expert_used_count") * experts
+    needed += ("expert_feed_forward_length",) * (arch == "qwen3moe")
     if missing := [key for key in needed if key not in own]:
         raise ConfigError(f"{path}: its metadata lacks {arch}.{missing[0]}")
     if f"{EMBED}.weight" not in file.tensors:
         raise ConfigError(f"{path}: has no tensor token_embd.weight")
     heads = own["attention.head_count"]
     raw = {
-        "architectures": [ARCHITECTURES[arch]],
-        "model_type": FAMILIES[ARCHITECTURES[arch]].model_type,
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
         "vocab_size": file.tensors[f"{EMBED}.weight"].shape[0],
         "hidden_size": own["embedding_length"],
         "intermediate_size": own["feed_forward_length"],
@@ -59,7 +67,13 @@ def raw_config(path: str | Path) -> dict[str, Any]:
         rotated = own.get("rope.dimension_count", raw["head_dim"])
         if rotated != raw["head_dim"]:
             raw["partial_rotary_factor"] = rotated / raw["head_dim"]
-    if arch == "llama":
+    if experts:
+        raw["num_local_experts"], raw["num_experts_per_tok"] = own["expert_count"], own["expert_used_count"]
+    if arch == "qwen3moe":
+        layers = range(own["block_count"])
+        raw["moe_intermediate_size"], raw["norm_topk_prob"] = own["expert_feed_forward_length"], True
+        raw["mlp_only_layers"] = [i for i in layers if f"{layer_prefix(i)}mlp.gate.weight" not in file.tensors]
+    elif architecture == "LlamaForCausalLM":
         raw["attention_bias"] = f"{layer_prefix(0)}self_attn.o_proj.bias" in file.tensors
         raw["mlp_bias"] = f"{layer_prefix(0)}mlp.down_proj.bias" in file.tensors
     return raw

@@ -4,7 +4,8 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package g
 each token as an array of its own, which is slow for a large vocabulary.
 
 Tensors have the names of Hugging Face files, and shapes [out, in]. Q and K of architecture llama are stored with the
-two halves of each head's rows interleaved. Reading them undoes that (weights.py).
+two halves of each head's rows interleaved. Reading them undoes that (weights.py). Experts' matrices lie in one tensor,
+and are here as one of each expert.
 """
 
 import glob
@@ -12,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,8 +41,9 @@ _MODULES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+_EXPERTS = {f"ffn_{x}_exps": f"mlp.experts.{{}}.{x}_proj" for x in ("gate", "up", "down")}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of rotary frequencies: part of the config
 
 
@@ -95,7 +97,9 @@ def _read(path: Path, _files: tuple[tuple[int, int, int], ...]) -> GGUFFile:
         turned = interleaved.get(module) if arch == "llama" else None
         if turned is not None and (type(turned) is not int or turned < 1 or tensor.shape[0] % (2 * turned)):
             raise CheckpointError(f"{tensor.path}: {turned} heads do not divide the {tensor.shape[0]} rows of {name}")
-        found[own] = GGUFTensor(own, tensor.path, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, turned)
+        for each in _of_experts(own, tensor) if module in _EXPERTS and len(tensor.shape) == 3 else [(own, tensor)]:
+            own, tensor = each
+            found[own] = GGUFTensor(own, tensor.path, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, turned)
     return GGUFFile(metadata, found)
 
 
@@ -104,10 +108,19 @@ def _our_name(name: str) -> tuple[str, str]:
     module, _, suffix = name.rpartition(".")
     if module in _TOP:
         return f"{_TOP[module]}.{suffix}", module
-    match = _LAYER.fullmatch(name)
-    if match is None or match[2] not in _MODULES:
+    match, known = _LAYER.fullmatch(name), _MODULES | _EXPERTS
+    if match is None or match[2] not in known:
         return name, module
-    return f"{layer_prefix(int(match[1]))}{_MODULES[match[2]]}.{match[3]}", match[2]
+    return f"{layer_prefix(int(match[1]))}{known[match[2]]}.{match[3]}", match[2]
+
+
+def _of_experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+    """Returns the matrix of each expert in a tensor [experts, out, in]. Their name has {} for the number."""
+    count, nbytes = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    return [
+        (name.format(i), replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * nbytes, nbytes=nbytes))
+        for i in range(count)
+    ]
 
 
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
