@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import modelopt.torch.quantization as mtq
 import numpy as np
@@ -30,19 +31,30 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 OUT = Path(__file__).parent / "written"
 KEPT = ("config.json", "hf_quant_config.json", "model.safetensors")
 Decoded = dict[str, torch.Tensor]
 
 
-def plain(to: Path) -> None:
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 1}
+
+
+def plain(to: Path, sizes: dict[str, int] = SIZES) -> None:
     """Random weights of unequal rows, so that blocks differ."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False,
+        vocab_size=32, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=64,
+        tie_word_embeddings=False, **sizes,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
@@ -105,6 +117,22 @@ def bitsandbytes(options: dict[str, object], from_: Path, to: Path) -> Decoded:
     return found
 
 
+def fine_grained(sizes: dict[str, int], from_: Path, to: Path) -> Decoded:
+    """fp8 in blocks by transformers' own operation, of a model whose sizes are blocks. What its loader decodes."""
+    plain(to, sizes)
+    options = FineGrainedFP8Config()
+    rounding = Fp8Quantize(SimpleNamespace(quantization_config=options))
+    tensors: Decoded = {}
+    for name, tensor in load_file(to / "model.safetensors").items():
+        tensors |= rounding.convert({name: tensor}) if name.endswith("_proj.weight") else {name: tensor}
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((to / "config.json").read_text()) | {"quantization_config": options.to_dict()}
+    (to / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    how = {"quantization_config": FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    decoded = AutoModelForCausalLM.from_pretrained(to, **how).state_dict()
+    return {name.removesuffix(".weight"): w for name, w in decoded.items() if name.endswith("_proj.weight")}
+
+
 def modelopt(config: str, from_: Path, to: Path) -> Decoded:
     model = AutoModelForCausalLM.from_pretrained(from_, dtype=torch.bfloat16)
     model = mtq.quantize(model, getattr(mtq, config), lambda model: model(torch.arange(3, 30)[None]))
@@ -137,7 +165,10 @@ CASES: dict[str, tuple[Callable[..., Decoded], object]] = {
     "bitsandbytes-fp4-dq": (bitsandbytes, FP4 | {"bnb_4bit_use_double_quant": True}),
     "bitsandbytes-nf4": (bitsandbytes, NF4),
     "bitsandbytes-int8": (bitsandbytes, {"load_in_8bit": True}),
-}
+    "transformers-fp8-blocks": (
+        fine_grained, {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 64}
+    ),
+}  # fmt: skip
 PACKAGES = ("torch", "transformers", "compressed-tensors", "bitsandbytes", "nvidia-modelopt")
 
 

@@ -120,6 +120,8 @@ class FP8:
     def from_config(raw: Mapping[str, Any]) -> "FP8":
         """Raises CheckpointError for unsupported fields, by name."""
         in_blocks = read_choice(raw, "weight_block_size", None, (None, [BLOCK, BLOCK])) is not None
+        read_choice(raw, "scale_fmt", "float", ("float",))
+        read_choice(raw, "expert_dtype", "fp8", ("fp8",))
         ways = ("dynamic",) if in_blocks else ("dynamic", "static")
         static = read_choice(raw, "activation_scheme", "dynamic", ways) == "static"
         read_choice(raw, "kv_cache_scheme", None, (None,))

@@ -34,7 +34,10 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
             ANY: names("targets format output_activations") | {"weights": _CODES, "input_activations": _CODES}
         }
     },
-    "fp8": names("activation_scheme kv_cache_scheme weight_block_size ignored_layers modules_to_not_convert fmt"),
+    "fp8": names(
+        "activation_scheme kv_cache_scheme weight_block_size ignored_layers modules_to_not_convert fmt scale_fmt "
+        "expert_dtype"
+    ),
     "modelopt": names(
         "quant_algo kv_cache_quant_algo kv_cache_scheme group_size ignore exclude_modules quantization config_groups"
     ),

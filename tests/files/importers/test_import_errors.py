@@ -131,6 +131,7 @@ UNSUPPORTED = {
     "ct-groups": (compressed, config(config_groups={}), "config_groups"),
     "fp8-scheme": (autofp8, config(activation_scheme="token"), 'activation_scheme = "token" .*"dynamic", "static"'),
     "fp8-block": (autofp8, config(weight_block_size=[64, 64]), r"size = \[64, 64\] .*supported: null, \[128, 128\]"),
+    "fp8-block-scales": (fp8_blocks, config(scale_fmt="ue8m0"), 'scale_fmt = "ue8m0" .*supported: "float"'),
     "fp8-block-static": (fp8_blocks, config(activation_scheme="static"), 'scheme = "static" .*supported: "dynamic"'),
     "fp8-block-grid": (
         fp8_blocks, put(f"{O}.weight_scale_inv", np.ones((1, 2), np.float32)), r"shape \[1, 2\], .*\[1, 1\]"

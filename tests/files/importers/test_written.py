@@ -27,6 +27,7 @@ CASES = {
     "bitsandbytes-fp4-dq": ("fp4", HALF),
     "bitsandbytes-nf4": ("nf4", 0),
     "bitsandbytes-int8": ("llm-int8", FLOAT32),
+    "transformers-fp8-blocks": ("fp8-b128", 0),
 }
 # compressed-tensors rounds an MX block's largest magnitude before it takes the power of two, where the specification
 # takes the power below; ModelOpt's FP8 has a scale a tensor; nested scales are no rounding to nearest
