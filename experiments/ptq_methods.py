@@ -7,6 +7,7 @@ they are, or have outliers like large models (experiments/accuracy/planted.py).
     python -m experiments.ptq_methods --models planted:4 planted:64 --schemes w8a8-tensor llm-int8
     python -m experiments.ptq_methods --models norms norms+rotate-all --schemes w4a16-g64    # also of a rotated model
     python -m experiments.ptq_methods --models kv:8 --schemes bf16 --methods smooth-attention --kv int4-g64
+    python -m experiments.ptq_methods --models plain --schemes nf4 --scheme experiments.gguf_types:q4_k
 
 The model generates its calibration tokens by `--seeds`; they are not those of the bundled text. A row is of one seed.
 kl is the divergence from the unquantized model in nats per token. `kl_95` is its bootstrap interval over documents (or
@@ -14,7 +15,8 @@ windows, if a text is one document). `ratio` is kl over plain rounding's in the 
 its interval over the same draws. An interval below 1 means better. Seconds are of this machine. An interrupted run
 resumes, if nothing that decides its rows has changed. Methods `h`, `gptq-h` and `mr-gptq` (arXiv 2509.23202) store a
 scheme's block floats rotated (`mxfp4-h` instead of `mxfp4`). Their ratios are over rounding without rotation. Method
-`smooth-attention` scales channels of K and V (arXiv 2405.04532), which --kv quantizes.
+`smooth-attention` scales channels of K and V (arXiv 2405.04532), which --kv quantizes. --scheme adds a scheme or a
+quantizer of your own, as in experiments.quant_accuracy. A quantizer only rounds.
 """
 
 import argparse
@@ -31,8 +33,9 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.accuracy.own import Quantizer, own_scheme, source_of
 from experiments.accuracy.planted import ABOUT, parse_planted
-from experiments.accuracy.rows import PAGE, rounded
+from experiments.accuracy.rows import PAGE, bytes_per_weight, rounded, rounded_by
 from experiments.arguments import add_subject_options, by_name, checked
 from experiments.result_file import ResumedFile, command_line, refusing, told
 from experiments.texts.read import read_documents
@@ -51,9 +54,9 @@ from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, seed_number
 
 Row = dict[str, Any]
-Method = Callable[[Model, Scheme, np.ndarray, int], Params]
+Method = Callable[[Model, Any, np.ndarray, int], Params]
 METHODS: dict[str, Method] = {
-    "round": lambda model, scheme, tokens, seed: quantize(model.params, scheme),
+    "round": lambda model, scheme, tokens, seed: rounded_by(scheme, model).params,
     "smoothquant": lambda model, scheme, tokens, seed: ptq.smoothquant(model, scheme, tokens),
     "awq": lambda model, scheme, tokens, seed: ptq.awq(model, scheme, tokens),
     "gptq": lambda model, scheme, tokens, seed: ptq.gptq(model, scheme, tokens),
@@ -102,14 +105,16 @@ def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]]
     return ids, name
 
 
-def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme]) -> list[tuple[str, str, int, str]]:
+def jobs(args: argparse.Namespace, schemes: Mapping[str, Scheme | Quantizer]) -> list[tuple[str, str, int, str]]:
     """Returns model, scheme, seed and method of each row. Rounding comes before the methods that are compared with
     it."""
     found = []
     for model, scheme, seed in product(args.models, schemes, args.seeds):
         formats = PRESETS[scheme].rules if scheme in PRESETS else ()
-        activations = any("a8" in fmt or fmt in ("fp8", "llm-int8") for _, fmt in formats)
+        activations = any(fmt.activations for _, names in formats for fmt in parse_formats(names))
         methods = args.methods or (EIGHT if activations else FOUR)
+        if isinstance(schemes[scheme], Quantizer):
+            methods = ()
         for method in dict.fromkeys(("round", *methods)):
             if method not in ROUNDING or seed == args.seeds[0]:
                 found.append((model, scheme, seed, method))
@@ -123,14 +128,15 @@ def run_of(args: argparse.Namespace) -> Row:
 
 
 def rows(
-    model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme], before: Sequence[Row] = ()
+    model: Model, args: argparse.Namespace, schemes: Mapping[str, Scheme | Quantizer], before: Sequence[Row] = ()
 ) -> Iterator[Row]:
     """Yields a row per job. Rows that exist are not computed again. Jobs that do not fit the model raise before the
     first."""
     planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     for name, scheme in schemes.items():
-        if args.kv is None and not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
+        rounds = isinstance(scheme, Quantizer) or args.kv is not None
+        if not rounds and not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
             raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)
@@ -138,25 +144,34 @@ def rows(
     subjects = {name: parse_planted(name).of(model) for name in args.models}
     plain: dict[tuple[str, str], Evaluation] = {}
 
-    def run(name: str, scheme: str, seed: int, method: str) -> tuple[Evaluation, float]:
+    def run(name: str, scheme: str, seed: int, method: str) -> tuple[Evaluation, Row]:
         start = time.monotonic()
         params = METHODS[method](subjects[name], schemes[scheme], calibration[seed], seed)
-        seconds = time.monotonic() - start
-        return score(replace(subjects[name], params=params), ids, protocol, recorded, args.kv), seconds
+        more: Row = {"seconds": round(time.monotonic() - start, 1)}
+        if (size := size_of(schemes[scheme], subjects[name])) is not None:
+            more["bytes_per_weight"] = size
+        return score(replace(subjects[name], params=params), ids, protocol, recorded, args.kv), more
 
     for job in tqdm(planned, delay=2, disable=None):
         if job in done:
             yield done[job]
             continue
         name, scheme, seed, method = job
-        found, seconds = run(*job)
+        found, more = run(*job)
         if method == "round":
             plain[name, scheme] = found
         elif (name, scheme) not in plain:  # its row existed
             plain[name, scheme], _ = run(name, scheme, seed, "round")
         of = {"model": name, "scheme": scheme, "method": method, "seed": seed}
         of |= {} if args.kv is None else {"kv": args.kv}
-        yield as_row(found, plain[name, scheme], seconds=seconds, **of)
+        yield as_row(found, plain[name, scheme], **of) | more
+
+
+def size_of(scheme: Scheme | Quantizer, model: Model) -> float | None:
+    """Returns the bytes of a weight of linear layers, scales included, or None where nobody says."""
+    if isinstance(scheme, Quantizer):
+        return scheme.bytes_per_weight
+    return round(bytes_per_weight(quantize(jax.eval_shape(lambda: model.params), scheme)), 4)
 
 
 def score(
@@ -169,12 +184,11 @@ def score(
     return found
 
 
-def as_row(found: Evaluation, plain: Evaluation, *, seconds: float, **names: Any) -> Row:
+def as_row(found: Evaluation, plain: Evaluation, **names: Any) -> Row:
     row = names | found.as_row()
     row |= {key: rounded(row[key]) for key in ("perplexity", "added", "kl", "top1")}
     row |= {f"{key}_95": [rounded(x) for x in found.interval(key)] for key in ("kl", "added")}
-    row |= {"ratio": rounded(found.kl / plain.kl), "ratio_95": ratio_interval(found, plain)}
-    return row | {"seconds": round(seconds, 1)}
+    return row | {"ratio": rounded(found.kl / plain.kl), "ratio_95": ratio_interval(found, plain)}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -186,6 +200,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help=f"outliers of the models ({ABOUT})",
     )  # fmt: skip
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g64", "w8a8-all"], help="schemes of weights")
+    parser.add_argument(
+        "--scheme", action="append", default=[], type=checked(own_scheme), metavar="MODULE:NAME", help="one of your own"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="methods (default: by scheme)")
     parser.add_argument("--kv", metavar="FORMAT", help="KV format of all rows (default: the model's dtype)")
     parser.add_argument("--seeds", nargs="+", type=seed_number, default=[0], help="seeds of calibration tokens")
@@ -201,9 +218,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     model = jllm.load(args.model, dtype=args.dtype)
-    schemes = {name: find_scheme(scheme) for name, scheme in by_name(args.schemes).items()}
+    schemes: dict[str, Scheme | Quantizer] = {
+        name: find_scheme(scheme) for name, scheme in by_name(args.schemes).items()
+    }
+    schemes |= {name: own_scheme(name) for name in args.scheme}
+    said = {
+        f"scheme {name}": source_of(name) if isinstance(scheme, Quantizer) else of_scheme(scheme)
+        for name, scheme in schemes.items()
+    }
     how: Row = {
-        "run": run_of(args) | {f"scheme {name}": of_scheme(scheme) for name, scheme in schemes.items()},
+        "run": run_of(args) | said,
         "calibration": f"{args.rows} x {args.length} own tokens",
     }
     result = ResumedFile(args.results, "ptq_methods", command_line("ptq_methods", argv), args.label, **how)

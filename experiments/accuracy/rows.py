@@ -148,7 +148,8 @@ def bytes_per_weight(params: Params) -> float:
     for leaf in linears(params).values():
         size = leaf.shape[0] * leaf.shape[1]
         quantized = isinstance(leaf, QuantizedWeight)
-        stored += sum(array.nbytes for array in jax.tree.leaves(leaf)) if quantized else WIDE_BYTES * size
+        arrays = jax.tree.leaves(leaf) if quantized else []
+        stored += sum(array.size * array.dtype.itemsize for array in arrays) if quantized else WIDE_BYTES * size
         weights += size
     return stored / weights
 
