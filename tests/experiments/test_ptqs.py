@@ -60,10 +60,20 @@ def test_methods_are_held_against_rounding(calls, tmp_path):
     assert [(row["seed"], row["ratio"], row["ratio_95"]) for row in gptq] == [(s, 0.8, [0.8, 0.8]) for s in (0, 7)]
 
 
+def coarse(weight):
+    return (weight * 16).round() / 16
+
+
+coarse.bits = 6
+
+
 def test_methods_by_scheme(calls, tmp_path):
-    run(ptq_methods.main, tmp_path, "--models", "plain")
-    of = {scheme: [name for name, of, *_ in calls if of == scheme] for scheme in ("w4a16-g64", "w8a8-all")}
-    assert of == {"w4a16-g64": list(ptq_methods.FOUR), "w8a8-all": list(ptq_methods.EIGHT)}
+    own = f"{coarse.__module__}:coarse"
+    _, result = run(ptq_methods.main, tmp_path, "--models", "plain", "--scheme", own)
+    of = {scheme: [name for name, of, *_ in calls if of == scheme] for scheme in ("w4a16-g64", "w8a8-all", own)}
+    assert of == {"w4a16-g64": list(ptq_methods.FOUR), "w8a8-all": list(ptq_methods.EIGHT), own: ["round"]}
+    sizes = {row["scheme"]: row["bytes_per_weight"] for row in result["rows"]}
+    assert sizes == {"w4a16-g64": 0.5312, "w8a8-all": pytest.approx(1.01, rel=1e-2), own: coarse.bits / 8}
 
 
 def test_blocks_of_small_floats_are_rotated(calls, tmp_path):
