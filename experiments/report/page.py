@@ -42,6 +42,7 @@ def page(results: Results) -> str:
         ("Requests a second", requests(results)),
         ("Kernels against peers", kernels(results)),
         ("Accuracy against bytes", accuracy(results)),
+        ("Methods of quantization", methods(results)),
         ("Claims of the original system", claims_table(results.entries)),
         ("Where we are behind", behind(results)),
     )
@@ -213,6 +214,24 @@ def accuracy(results: Results) -> Iterator[str]:
     yield markdown(
         ["quantized, of the bundled model", "bytes a value", "KL, nats a token", "perplexity, % [95 %]"], cells
     )
+
+
+def methods(results: Results) -> Iterator[str]:
+    """Yields the table of rounding and calibration, the fewest bits and the least divergence first."""
+    entry = results.entry("ptq_methods", "cpu")
+    rows = [] if entry is None else [row for row in entry.rows if row["model"] == "plain" and "bytes_per_weight" in row]
+    if not rows:
+        return
+    yield (
+        "One program scored all rows on one model and text. Names like q4_k are llama.cpp's types "
+        "([gguf_types.py](gguf_types.py)). Bits include scales."
+    )
+    cells = []
+    for row in sorted(rows, key=lambda row: (row["bytes_per_weight"], row["kl"])):
+        (low, high), bits = row["kl_95"], 8 * row["bytes_per_weight"]
+        name = row["scheme"].rpartition(":")[2]
+        cells.append([name, row["method"], f"{bits:.2f}", f"{row['kl']:.2g} [{low:.2g}, {high:.2g}]"])
+    yield markdown(["weights, of the bundled model", "method", "bits", "KL, nats a token [95 %]"], cells)
 
 
 def _accuracy_rows(results: Results) -> list[Row]:

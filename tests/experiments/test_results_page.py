@@ -201,6 +201,29 @@ def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_pat
     assert ">1.20</text>" in drawn.read_text(encoding="utf-8")
 
 
+def test_methods_are_by_bits(tmp_path):
+    kl = {"kl": 0.02, "kl_95": [0.015, 0.0251]}
+    rows = [
+        {"model": "plain", "scheme": "nf4", "method": "gptq", "bytes_per_weight": 0.5312, **kl},
+        {
+            "model": "plain",
+            "scheme": "experiments.gguf_types:q4_k",
+            "method": "round",
+            "bytes_per_weight": 0.5625,
+            **kl,
+        },
+        {"model": "plain", "scheme": "nf4", "method": "awq", "bytes_per_weight": 0.5312, **kl | {"kl": 0.01}},
+        {"model": "stream", "scheme": "nf4", "method": "awq", "bytes_per_weight": 0.5312, **kl},
+    ]
+    write(tmp_path, "ptq_methods-20261120-cpu", device="cpu", rows=rows)
+    table = [line for line in page(read(tmp_path)).splitlines() if " | 4." in line]
+    assert table == [
+        "| nf4 | awq | 4.25 | 0.01 [0.015, 0.025] |",
+        "| nf4 | gptq | 4.25 | 0.02 [0.015, 0.025] |",
+        "| q4_k | round | 4.50 | 0.02 [0.015, 0.025] |",
+    ]
+
+
 def test_accuracy_is_by_bytes(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"part": "scheme", "kv": "model", "kl": 0.00061, "added": 0.0006, "added_95": [-0.0001, 0.0012]}
