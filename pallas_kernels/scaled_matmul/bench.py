@@ -18,6 +18,7 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import Row, make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us_of_each
 from pallas_kernels.bench.numbers import positive, positive_number
+from pallas_kernels.formats.weight_formats import BLOCK
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.scaled_matmul.cases import BENCH_ROWS, BENCH_SHAPES, Case
@@ -28,6 +29,8 @@ FEW_ROWS = 64  # up to which bandwidth counts
 BANDWIDTH = {True: 0.8, False: 0.6}  # of the run's best; by whether K * N is at least LARGE
 LARGE = 45_000_000
 OVER_INT8 = 1.05  # fp8's time
+IN_BLOCKS = "fp8 in blocks"  # a scale for each block of w
+OF_FP8 = 0.9  # the speed of blocks, beside a scale a row
 
 Product = Callable[..., jax.Array]
 PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operations' own choose their backend
@@ -35,6 +38,7 @@ PRODUCTS: dict[str, tuple[Product, str]] = {  # and their operands; the operatio
     "fp8_matmul": (fp8_matmul, "float8_e4m3fn"),
     "xla int8": (partial(int8_matmul, backend="xla"), "int8"),
     "xla fp8": (partial(fp8_matmul, backend="xla"), "float8_e4m3fn"),
+    IN_BLOCKS: (fp8_matmul, "float8_e4m3fn"),
     "triton int8": (partial(int8_matmul, backend="triton"), "int8"),
     "triton fp8": (partial(fp8_matmul, backend="triton"), "float8_e4m3fn"),
     "xla bf16": (lambda x, w, *_: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))), "bfloat16"),
@@ -66,8 +70,14 @@ def run_layers(product: Product, x: jax.Array, ws: Sequence[jax.Array], *scales:
 def compile_layers(case: Case, name: str) -> Any:
     product, operand = PRODUCTS[name]
     x, w = (jax.ShapeDtypeStruct((rows, case.k), operand) for rows in (case.m, case.n))
-    scales = [jax.ShapeDtypeStruct((rows,), jnp.float32) for rows in (case.m, case.n)]
+    scales = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in scale_shapes(case, name)]
     return jax.jit(partial(run_layers, product)).lower(x, [w] * layers_for(case), *scales).compile()
+
+
+def scale_shapes(case: Case, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of x's and w's scales."""
+    groups = case.k // BLOCK
+    return ((case.m, groups), (groups, case.n)) if name == IN_BLOCKS else ((case.m,), (case.n,))
 
 
 def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[tuple[Case, float | Exception]]:
@@ -78,10 +88,10 @@ def measure(cases: Sequence[Case], name: str, pool: ThreadPoolExecutor) -> list[
     rng = np.random.default_rng(0)
     most = codes(rng, (max(case.m for case in cases), k), operand)
     ws = [jax.device_put(w) for w in [codes(rng, (n, k), operand)] * layers]  # where they lie counts, not what they are
-    column = jax.device_put(rng.random(n, np.float32))
+    column = jax.device_put(rng.random(scale_shapes(cases[0], name)[1], np.float32))
     runs, found = {}, dict[Case, float | Exception]()
     for case, compiled in zip(cases, pending):
-        row, x = (jax.device_put(array[: case.m]) for array in (rng.random(len(most), np.float32), most))
+        row, x = jax.device_put((rng.random(scale_shapes(case, name)[0], np.float32), most[: case.m]))
         try:
             runs[case] = partial(compiled.result(), x, ws, row, column)
         except Exception as error:  # costs its own row
@@ -125,15 +135,20 @@ def row_of(case: Case, name: str, us: float | Exception) -> Row:
 
 def bars(operation: str, rows: list[Row]) -> Iterator[Row]:
     """Yields bars of the operation's own rows. They are torch's fp8 time where it ran, XLA's, the rate of many rows,
-    and the bandwidth of few."""
+    and the bandwidth of few. Blocks have a share of the speed of one scale a row."""
     us = {(row["peer"], row["M"], row["K"], row["N"]): row["us"] for row in rows if "us" in row and "peer" in row}
     torch_fp8 = peers.best(rows, "torch fp8", ("M", "K", "N"))
     ceiling = max((row["gb_s"] for row in rows if "gb_s" in row), default=0)
+    judged = (operation, IN_BLOCKS) if operation == "fp8_matmul" else (operation,)
     for row in rows:
-        if row.get("peer") != operation or "us" not in row:
+        if row.get("peer") not in judged or "us" not in row:
             continue
         m, k, n = row["M"], row["K"], row["N"]
         name = f"(M, K, N)=({m}, {k}, {n})"
+        if row["peer"] == IN_BLOCKS:
+            limit = us.get(("fp8_matmul", m, k, n), float("inf")) / OF_FP8
+            yield bar(f"{name} in blocks", row["us"], "us", round(limit, 3), most=True)
+            continue
         if (m, k, n) in torch_fp8:
             limit = OVER_TORCH * torch_fp8[m, k, n]
             yield bar(f"{name} torch's fp8 + 10 %", row["us"], "us", round(limit, 3), most=True)

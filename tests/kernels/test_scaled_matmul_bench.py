@@ -30,6 +30,7 @@ def test_bars_are_read_off_the_rows():
         row("int8_matmul", 64, 4096, 4096, 9.0, gb_s=2000),
         row("int8_matmul", 4096, 11008, 4096, 280.0, tflop_s=1300),
         row("fp8_matmul", 4096, 11008, 4096, 290.0),
+        row(bench.IN_BLOCKS, 4096, 11008, 4096, 320.0),
     ]
     found = {bar["name"]: bar["met"] for bar in bench.bars("int8_matmul", rows)}
     assert found == {
@@ -46,6 +47,7 @@ def test_bars_are_read_off_the_rows():
         "(M, K, N)=(4096, 11008, 4096) torch's fp8 + 10 %": False,
         "(M, K, N)=(4096, 11008, 4096) int8_matmul + 5 %": True,
         "(M, K, N)=(4096, 11008, 4096) rate": True,
+        "(M, K, N)=(4096, 11008, 4096) in blocks": True,
     }
 
 
