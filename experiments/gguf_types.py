@@ -1,6 +1,6 @@
-"""Rounds weights to llama.cpp's types, for quant_accuracy.
+"""Rounds weights to llama.cpp's types, for quant_accuracy and ptq_methods.
 
-    python -m experiments.quant_accuracy --schemes w8a16-g32 w4a16-g32 nf4 --scheme experiments.gguf_types:q8_0 \
+    python -m experiments.ptq_methods --models plain --schemes w4a16-g32 nf4 --scheme experiments.gguf_types:q8_0 \
         --scheme experiments.gguf_types:q6_k --scheme experiments.gguf_types:q4_k --scheme experiments.gguf_types:q4_0
 
 The package gguf rounds to Q4_0, Q5_0 and Q8_0. The K types follow ggml-quants.c as it rounds without an
