@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jllm.engine.checks import Array, Prompt, token_ids
 from jllm.engine.engine import Engine
@@ -32,19 +32,23 @@ def generate(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    inputs: Any = None,
     **options: Unpack[EngineKeywords],
 ) -> list[Completion]:
     """Completes prompts (text, or lists of token ids), batched continuously.
 
-    `sampling` is one SamplingParams for all prompts, or a list with one for each. `options` are the fields of
-    EngineOptions (max_slots, page_size, num_pages, max_step_tokens, kv_cache, ...). Returns the completions in the
-    order of the prompts, n for each.
+    `sampling` is one SamplingParams for all prompts, or a list with one for each. `inputs` are arrays that the hooks
+    declare (Hooks.inputs), for all prompts, or a list with those of each. `options` are the fields of EngineOptions
+    (max_slots, page_size, num_pages, max_step_tokens, kv_cache, ...). Returns the completions in the order of the
+    prompts, n for each.
 
     Compiles the steps before the first one runs, with a progress bar on a terminal. Compiled steps are saved in the
     command's cache (programs/folder.py), unless JAX has a cache of its own. executables=FOLDER saves them in that
     folder, and executables=None does not save them.
     """
-    done = {(p.prompt, p.sample): p.completion for p in stream(model, prompts, sampling, **options) if p.completion}
+    pieces = stream(model, prompts, sampling, inputs=inputs, **options)
+    done = {(p.prompt, p.sample): p.completion for p in pieces if p.completion}
     return [done[key] for key in sorted(done)]
 
 
@@ -52,6 +56,8 @@ def stream(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    inputs: Any = None,
     **options: Unpack[EngineKeywords],
 ) -> Iterator[Piece]:
     """Completes prompts as generate does, but yields pieces as tokens come. Raises for bad arguments at the call,
@@ -66,6 +72,9 @@ def stream(
             f"{len(sampling)} SamplingParams for {counted(len(prompts), 'prompt')}: give one for all, or one for each "
             "prompt"
         )
+    if len(inputs := inputs if isinstance(inputs, list) else [inputs] * len(prompts)) != len(prompts):
+        what = f"{counted(len(inputs), 'pytree')} of inputs for {counted(len(prompts), 'prompt')}"
+        raise RequestError(f"{what}: give one for all, not in a list, or one for each prompt")
     requests = [(token_ids(prompt, model.tokenizer), params) for prompt, params in zip(prompts, sampling)]
     if "executables" not in options:
         options["executables"] = _compile_cache()
@@ -73,9 +82,10 @@ def stream(
     try:
         for ids, params in requests:
             engine.check(ids, params)
+        own = [engine.check_inputs(one) for one in inputs]
         if requests:
             engine.compile_ahead(sampling)
-        index = {engine.submit(ids, params): i for i, (ids, params) in enumerate(requests)}
+        index = {engine.submit(*requests[i], inputs=own[i]): i for i in range(len(requests))}
     except BaseException:
         engine.close()
         raise

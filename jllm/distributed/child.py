@@ -230,12 +230,15 @@ class _Process:
     ) -> str | None:
         with open(path, "rb") as file:
             values = unpacked(pickles, file.fileno())
-        given, drafter = values["the weights"], values["drafter"]
+        given, drafter, hooks = values["the weights"], values["drafter"], values["hooks"]
+        if given is None:
+            self._fitted = engine.fit_weights(None, quantize=quantize, drafter=drafter, hooks=hooks)
+            return None
         source = Model(self._config, given) if isinstance(given, Params) else given
         if self._mesh is not None and isinstance(given, Params) and given.norm.ndim == 2:
             source = from_shares(source, self._mesh)
         model = _model_of(source, self._mesh)
-        self._fitted = engine.fit_weights(model.params, quantize=quantize, drafter=drafter)
+        self._fitted = engine.fit_weights(model.params, quantize=quantize, drafter=drafter, hooks=hooks)
         return fingerprint.of_model(model.params, model.config) if compared else None
 
     def _take(self, engine: Engine, running: Running) -> int:

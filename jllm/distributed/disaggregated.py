@@ -35,9 +35,9 @@ class Disaggregated(Replicas):
 
     Each engine has its own device or mesh. The first device computes prompts and their first tokens. Pages are copied
     from device to device while it decodes. Once they have arrived, the request continues on the second device. While
-    all slots there are taken, requests continue on the first device. Requests with token penalties or a snapshot start
-    on the second device: they need their prompt where they decode. When a device fails, its requests begin again on the
-    other. Replicas does the same.
+    all slots there are taken, requests continue on the first device. Requests with token penalties, inputs or a
+    snapshot start on the second device: they need their prompt where they decode. When a device fails, its requests
+    begin again on the other. Replicas does the same.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Disaggregated(Replicas):
                     other.engine.check(ids, replace(sampling, guide=None))
                 return ids
 
-    def update(self, params: Params | Source, *, running: Running = "recompute", **more: Any) -> int:
+    def update(self, params: Params | Source | None = None, *, running: Running = "recompute", **more: Any) -> int:
         """Takes other weights as Replicas.update does. Raises ConfigError for running="finish": a request runs on both
         engines, and one of them would change its weights before it ends."""
         if running == "finish":
@@ -146,7 +146,8 @@ class Disaggregated(Replicas):
             raise
 
     def _place(self, request: Request) -> Future:
-        whole = request.snapshot is not None or request.sampling.counts_tokens
+        given = request.snapshot is not None or request.inputs is not None
+        whole = given or request.sampling.counts_tokens
         wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
         best = other if wanted.engine.closed else wanted
         request.weights = best.weights

@@ -62,7 +62,7 @@ class Leaving:
         read yet: all others have left, or stay."""
         for request_id in dict.fromkeys(seq.request_id for seq in loop.scheduler.running if seq.output):
             samples = loop.ledger.request(request_id).unfinished
-            stays = any(not seq.output or seq.params.counts_tokens for seq in samples.values())
+            stays = any(not seq.output or seq.params.counts_tokens or seq.inputs for seq in samples.values())
             if not stays and self.room(len(samples)):
                 self.gone.append(self._take_out(loop, request_id))
         plan = None if loop.in_flight is None else loop.in_flight.plan

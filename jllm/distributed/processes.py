@@ -32,6 +32,7 @@ from jllm.distributed.replica import News, Refused, Request
 from jllm.distributed.routing import Load
 from jllm.engine.checks import Prompt, checked
 from jllm.engine.engine import Engine, Running
+from jllm.engine.inputs import Inputs, read_inputs
 from jllm.engine.kv_policy import Policy, policy_of
 from jllm.engine.loop import first_line
 from jllm.engine.metrics import Metrics
@@ -49,6 +50,7 @@ from jllm.files.find import find_model
 from jllm.files.load import Head, load
 from jllm.files.snapshot import Snapshot
 from jllm.guides.matcher import Guides, guides_of
+from jllm.model.hooks import Hooks, InputShapes
 from jllm.model.model import Model, end_ids
 from jllm.model.params import Params
 from jllm.parallel.mesh import ranks_of
@@ -76,10 +78,11 @@ def start_processes(
     compared = len(shares) > 1 and not isinstance(given, Model)
     values = {"the model": given, "make": make, **options, "JAX's settings": settings(), "compared": compared}
     packed = Packed(values)
-    policy = policy_of(options.get("kv_policy") or "paged")
+    policy, hooks = policy_of(options.get("kv_policy") or "paged"), options.get("hooks")
+    inputs = hooks.inputs if isinstance(hooks, Hooks) else None
     with packed.file:
         for place, gpus in enumerate(shares):
-            started.append(EngineProcess(place, gpus, size, packed, policy, news))
+            started.append(EngineProcess(place, gpus, size, packed, policy, inputs, news))
         head = None
         for each in started:
             head = each.wait(head)
@@ -89,12 +92,19 @@ def start_processes(
 
 
 def fit_processes(
-    processes: Sequence["EngineProcess"], given: Params | Source, quantize: str | None, drafter: Drafter | None
+    processes: Sequence["EngineProcess"],
+    given: Params | Source | None,
+    quantize: str | None,
+    drafter: Drafter | None,
+    hooks: Hooks | None,
 ) -> list[Callable[[Running], int]]:
     """Gives new weights to all processes, and returns for each a function that lets its engine take them. Raises the
     first error of a process, and then none holds them."""
-    source = jax.device_get(given) if isinstance(given, Params) else _source(given, processes[0].mesh)[0]
-    packed = Packed({"the weights": source, "drafter": jax.device_get(drafter)})
+    if given is None or isinstance(given, Params):
+        source: Any = jax.device_get(given)
+    else:
+        source = _source(given, processes[0].mesh)[0]
+    packed = Packed({"the weights": source, "drafter": jax.device_get(drafter), "hooks": jax.device_get(hooks)})
     asked: list[Future[str | None]] = []
     try:
         for process in processes:
@@ -180,6 +190,7 @@ class EngineProcess:
         mesh: int | None,
         packed: Packed,
         policy: Policy,
+        inputs: InputShapes | None,
         news: "queue.SimpleQueue[News]",
     ):
         """Starts the process, and does not wait for it."""
@@ -189,7 +200,7 @@ class EngineProcess:
         self.weights: object = 0  # as of a Replica
         self.mesh = mesh
         self.last_events: tuple[Event, ...] = ()
-        self._policy, self._news, self._closing = policy, news, False
+        self._policy, self._inputs, self._news, self._closing = policy, inputs, news, False
         self._line, theirs = Pipe()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # an engine that does not read stops no one
         self._outbox.put(pickle.dumps((self.name, place == 0, bool(gpus), mesh, packed.pickles)))
@@ -309,6 +320,10 @@ class EngineProcess:
             raise EngineClosed(f"{self.name} takes no more work")
         config, tokenizer = self.head
         return checked(prompt, sampling, config, tokenizer, self.most_tokens, self._policy.check, self.guides)
+
+    def check_inputs(self, inputs: Any) -> Inputs | None:
+        """Returns Engine.check_inputs, likewise."""
+        return read_inputs(inputs, self._inputs)
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         return self._ask("compile_ahead", list(samplings), wait=wait).result()

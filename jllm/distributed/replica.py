@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jllm.distributed.routing import Load
 from jllm.engine.engine import Engine
+from jllm.engine.inputs import Inputs
 from jllm.engine.moved import Handover
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
 from jllm.errors import EngineClosed, EngineNotReady, RequestError
@@ -76,6 +77,7 @@ class Request:
     left: set[int]  # samples that have not ended
     priority: int = 0
     deadline: float | None = None  # seconds, from `submitted` on
+    inputs: Inputs | None = None
     tokens: int = 0  # most tokens that are still to be computed
     moved: bool = False  # whether it has begun again
     weights: object = 0  # Replica.weights where it began
@@ -248,7 +250,8 @@ class Replica:
 
     def _submit(self, request: Request) -> None:
         if request.snapshot is None:
-            local = self.engine.submit(request.prompt, request.sampling, **request.urgency())
+            own = request.urgency() | ({} if request.inputs is None else {"inputs": request.inputs})
+            local = self.engine.submit(request.prompt, request.sampling, **own)
         elif isinstance(request.snapshot, Handover):
             local = self.engine.take_in(request.snapshot, **request.urgency())
         else:

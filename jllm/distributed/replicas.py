@@ -27,6 +27,7 @@ from jllm.distributed.routing import route
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.drafters import with_drafter
 from jllm.engine.engine import Engine, Running, check_running
+from jllm.engine.inputs import Inputs
 from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
@@ -34,6 +35,7 @@ from jllm.engine.request import Event, SamplingParams
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, WeightsError
 from jllm.files.snapshot import Snapshot
 from jllm.guides.matcher import Guides
+from jllm.model.hooks import Hooks
 from jllm.model.model import Model
 from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
@@ -165,6 +167,10 @@ class Replicas:
             with suppress(EngineClosed):  # it is failing right now, and another engine can check as well
                 return least.engine.check(prompt, sampling)
 
+    def check_inputs(self, inputs: Any) -> Inputs | None:
+        """Returns a request's own arrays, or raises the error that submit would raise."""
+        return self._alive()[-1].engine.check_inputs(inputs)
+
     @property
     def guides(self) -> Guides:
         """Returns Engine.guides. Each process has its own; these check requests here."""
@@ -177,11 +183,12 @@ class Replicas:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        inputs: Any = None,
     ) -> int:
         """Queues a prompt as Engine.submit does. Priorities order the requests of one engine."""
-        ids = self.check(prompt, sampling)
+        ids, own = self.check(prompt, sampling), self.check_inputs(inputs)
         check_urgency(priority, deadline)
-        return self._begin(ids, sampling, priority, deadline)[0]
+        return self._begin(ids, sampling, priority, deadline, inputs=own)[0]
 
     def resume(
         self,
@@ -287,12 +294,13 @@ class Replicas:
 
     def update(
         self,
-        params: Params | Source,
+        params: Params | Source | None = None,
         *,
         running: Running = "recompute",
         copy: bool = False,
         quantize: str | None = None,
         drafter: Drafter | None = None,
+        hooks: Hooks | None = None,
     ) -> int:
         """Takes other weights as Engine.update does, on all devices, or after a WeightsError on none. Each engine takes
         them between two of its own steps.
@@ -305,7 +313,7 @@ class Replicas:
         check_running(running)
         with self._updating:
             alive = self._alive()
-            take = self._fit(alive, params, copy, quantize, drafter)
+            take = self._fit(alive, params, copy, quantize, drafter, hooks)
             self._updates += 1
             versions = []
             try:
@@ -339,18 +347,19 @@ class Replicas:
     def _fit(
         self,
         alive: list[AnyReplica],
-        params: Params | Source,
+        params: Params | Source | None,
         copy: bool,
         quantize: str | None,
         drafter: Drafter | None,
+        hooks: Hooks | None,
     ) -> list[Callable[[Running], int]]:
         """Returns for each engine a function that lets it take the weights, which fit all."""
         if processes := [replica for replica in alive if isinstance(replica, EngineProcess)]:
-            return fit_processes(processes, params, quantize, drafter)
-        if not isinstance(params, Params):
+            return fit_processes(processes, params, quantize, drafter, hooks)
+        if not isinstance(params, Params | None):
             raise WeightsError(f"engines in threads take Params, not {type(params).__name__}")
         engines = [replica.engine for replica in alive if isinstance(replica, Replica)]
-        fitted = [engine.fit_weights(params, copy, quantize, drafter) for engine in engines]
+        fitted = [engine.fit_weights(params, copy, quantize, drafter, hooks) for engine in engines]
         return [partial(engine.take_weights, weights) for engine, weights in zip(engines, fitted)]
 
     def sleep(self) -> None:
@@ -459,6 +468,7 @@ class Replicas:
         snapshot: Snapshot | None = None,
         share: bool = False,
         awaited: bool = False,
+        inputs: Inputs | None = None,
     ) -> tuple[int, Future]:
         if sampling.seed is None:  # it is drawn here, so that every engine uses the same one
             sampling = replace(sampling, seed=secrets.randbits(32))
@@ -467,7 +477,7 @@ class Replicas:
             name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
             prompt, deadline = tuple(map(int, ids)), None if deadline is None else float(deadline)
             request = Request(name, prompt, sampling, snapshot, share, now, left, int(priority), deadline)
-            request.awaited = awaited
+            request.awaited, request.inputs = awaited, inputs
             return name, self._place(request)
 
     def _place(self, request: Request) -> Future:
@@ -475,7 +485,8 @@ class Replicas:
         alive = self._alive()
         prompt = request.prompt if request.snapshot is None else ()
         output = request.sampling.n * request.sampling.max_new_tokens
-        index, request.tokens = route([replica.load for replica in alive], prompt, output)
+        key = None if request.inputs is None else request.inputs.key
+        index, request.tokens = route([replica.load for replica in alive], prompt, output, key)
         best = alive[index]
         request.weights = best.weights
         self._requests[request.id] = request, best

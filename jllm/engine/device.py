@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jllm.config import LlamaConfig
+from jllm.engine.inputs import with_zeros
 from jllm.engine.model_checks import check_model
 from jllm.engine.moved import DevicePages, pack_pages, unpack_pages
 from jllm.engine.options import EngineOptions, drafter_of
@@ -26,6 +27,7 @@ from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
 from jllm.model.backbone import Cache
 from jllm.model.cache import distinct, parse_kv_cache, repeated
+from jllm.model.hooks import Hooks
 from jllm.model.layers import stack_layers
 from jllm.model.paged import NOWHERE
 from jllm.model.params import Params, matrix_modules
@@ -128,18 +130,35 @@ class Device:
         self.programs = Programs(self.shapes, files, options.progress, options.compile_processes)
         self._to_round: dict[str, tuple[Fit, dict[str, Formats]]] = {}  # by scheme, what weights it can round
         concrete = self._home is not None or config.mesh is not None
-        self._fit, self._drafter_fit = (Fit.to(x) if concrete else None for x in (params, self._drafter))
+        trees = params, self._drafter, self._hooks
+        self._fit, self._drafter_fit, self._hooks_fit = (Fit.to(x) if concrete else None for x in trees)
         self._unmade: str | None = None  # why the weights of the newest update could not be made
-        self._hold((self._params, self._drafter))
+        self._hold((self._params, self._drafter, self._hooks))
 
-    def _hold(self, tree: tuple[Params, Drafter | None]) -> None:
+    def _hold(self, tree: tuple[Params, Drafter | None, Hooks | None]) -> None:
         """Takes note of the arrays that steps take and that others may donate."""
         self._holds, self._held = tree, [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
-    def fit(self, params: Params, copy: bool, scheme: str | None, drafter: Drafter | None) -> Weights:
+    def fit(
+        self,
+        params: Params | None,
+        copy: bool,
+        scheme: str | None,
+        drafter: Drafter | None,
+        hooks: Hooks | None,
+    ) -> Weights:
         """Returns new weights as programs take them. Raises WeightsError for weights that they cannot take."""
         assert self._fit is not None
         assert self._drafter_fit is not None
+        assert self._hooks_fit is not None
+        if hooks is not None:
+            if jax.tree.structure(hooks) != self._hooks_fit.tree:
+                raise WeightsError("hooks must have the engine's functions, and other arrays of the same shapes")
+            hooks = self._hooks_fit.take(hooks, copy)
+        if params is None:
+            if scheme is not None or (drafter is None and hooks is None):
+                raise WeightsError("an update takes params, a drafter or hooks, and quantize rounds params: give them")
+            params = self._params
         if drafter is not None:
             if self._drafter is None:
                 raise WeightsError("drafter is given, and the engine has none: leave it out")
@@ -147,11 +166,11 @@ class Device:
         elif isinstance(self._drafter, QuantizedCopy):
             check_remade(self._drafter, self._config)
         if scheme is None:
-            return Weights(self._fit.take(params, copy), drafter)
+            return Weights(self._fit.take(params, copy and params is not self._params), drafter, hooks)
         if scheme not in self._to_round:
             self._to_round[scheme] = fit_to_round(self._fit, params, scheme, self._config)
         fit, formats = self._to_round[scheme]
-        return Weights(fit.take(params, copy), drafter, formats)
+        return Weights(fit.take(params, copy), drafter, hooks, formats)
 
     def rebind(self, weights: Weights, version: int) -> None:
         """Takes other weights, for the steps that are dispatched from now on. Where these are gone, or could not be
@@ -159,7 +178,7 @@ class Device:
         self.version, self._unmade = version, None
         self.__dict__.pop("weights", None)
         if weights.gone:  # rounding them would fail
-            self._hold((weights.params, weights.drafter))
+            self._hold((weights.params, weights.drafter, weights.hooks))
             return
         try:
             self._drafter = weights.drafter_after(self._drafter)
@@ -168,9 +187,10 @@ class Device:
         except jax.errors.JaxRuntimeError as error:
             self._unmade = str(error).partition("\n")[0]
             return
-        self.shapes = replace(self.shapes, params=self._stacked, drafter=self._drafter)
+        self._hooks = self._hooks if weights.hooks is None else weights.hooks
+        self.shapes = replace(self.shapes, params=self._stacked, drafter=self._drafter, hooks=self._hooks)
         self.programs.describe(self.shapes)
-        self._hold((self._params, self._drafter))
+        self._hold((self._params, self._drafter, self._hooks))
 
     def check_ready(self) -> None:
         """Raises EngineNotReady if the device sleeps, or lacks its weights."""
@@ -202,7 +222,7 @@ class Device:
         """Returns the options of jllm.token_logprobs, as Engine.token_logprobs_options does."""
         formats = weight_formats(self._params)
         leaves = jax.tree.leaves(self._params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-        if self._hooks is not None and self._hooks.edit:
+        if self._hooks is not None and (self._hooks.edit or self._hooks.add):
             raise ConfigError("hooks edit values of this engine, and jllm.token_logprobs edits none")
         if not all(w.origin.nearest for w in leaves if isinstance(w, QuantizedWeight)):
             raise ConfigError(
@@ -246,7 +266,9 @@ class Device:
                 drafter=self._drafter,
             )
             if self._hooks is not None:
-                state = replace(state, user=place(self._hooks.start(limits.max_slots), self._config, REPLICATED))
+                own = self._hooks.start(limits.max_slots), self._hooks.no_inputs(limits.max_slots)
+                user, inputs = place(own, self._config, REPLICATED)
+                state = replace(state, user=user, inputs=inputs)
         return state
 
     def free(self) -> None:
@@ -288,14 +310,24 @@ class Device:
         if plan.copies:
             self.copy_pages(plan.copies)
         remembers = self._drafter is not None or (self._hooks is not None and self._hooks.observe is not None)
-        for seq, skipped in plan.skips if remembers else ():
-            if self._state is not None and seq.slot is not None:
+        for seq, skipped in plan.begun if remembers else ():
+            if self._state is not None and seq.slot is not None and skipped:
                 known = seq.slot, seq.slice(0, skipped)
                 self._state = between_steps.remember(self._state, self._drafter, self._hooks, *known)
+        self._put_inputs([seq for seq, _ in plan.begun])
         if variant.guided:
             logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
             return InFlight(plan, bucket, self.version, None, Halfway(buffer, layout, variant, logits))
         return InFlight(plan, bucket, self.version, self.run(buffer, layout, variant))
+
+    def _put_inputs(self, begun: List[Sequence]) -> None:
+        """Puts the inputs of sequences that begin into their slots, if the hooks take any."""
+        shapes = None if self._hooks is None else self._hooks.inputs
+        if shapes is None or self._state is None:
+            return
+        given = [with_zeros(seq.inputs, shapes) for seq in begun]
+        slots = [seq.slot for seq in begun if seq.slot is not None]
+        self._state = between_steps.put_inputs(self._state, slots, given)
 
     def complete(self, step: InFlight) -> InFlight:
         """Dispatches the second half of a guided step."""
@@ -380,8 +412,10 @@ class Device:
 
     @cached_property
     def weights(self) -> str:
-        """Returns the fingerprint of the weights, and of what is computed with them."""
-        return fingerprint.of_function(self._params, self._config)
+        """Returns the fingerprint of the weights, of what is computed with them, and of the hooks' arrays."""
+        found = fingerprint.of_function(self._params, self._config)
+        acting = None if self._hooks is None else (self._hooks.edit, self._hooks.add)
+        return f"{found} {fingerprint.of_params(acting)}" if jax.tree.leaves(acting) else found
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """Raises SnapshotError for other shapes, formats or weights than the engine's, as far as the snapshot has them.

@@ -13,6 +13,7 @@ from jllm.engine.checks import Prompt, check_urgency, checked
 from jllm.engine.device import Device
 from jllm.engine.draft_policy import DraftCounts
 from jllm.engine.drafters import with_drafter
+from jllm.engine.inputs import Inputs, read_inputs
 from jllm.engine.loop import Beside, DeviceLost, Loop, first_line
 from jllm.engine.metrics import Metrics
 from jllm.engine.moved import Handover
@@ -27,6 +28,7 @@ from jllm.engine.weights import Weights
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, SnapshotError
 from jllm.files.snapshot import SEVERAL, Snapshot, join
 from jllm.guides.matcher import Guides
+from jllm.model.hooks import Hooks
 from jllm.model.params import Params
 from jllm.programs.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
@@ -156,17 +158,19 @@ class Engine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        inputs: Any = None,
     ) -> int:
         """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
 
         Requests of lower priority values are served first, equal ones in the order of arrival. Waiting requests never
         stop running ones (scheduler.py explains who starves). The first step after `deadline` seconds ends all
-        unfinished samples, with finish_reason "deadline" and the tokens that they have.
+        unfinished samples, with finish_reason "deadline" and the tokens that they have. `inputs` are arrays of the
+        request's own, as the engine's hooks declare them (Hooks.inputs).
         """
-        ids = tuple(self.check(prompt, sampling))
+        ids, own = tuple(self.check(prompt, sampling)), self.check_inputs(inputs)
         check_urgency(priority, deadline, self._config)
         with self._turns.turn():
-            return self._submit(ids, sampling, priority, deadline)
+            return self._submit(ids, sampling, priority, deadline, own)
 
     def _submit(
         self,
@@ -174,6 +178,7 @@ class Engine:
         sampling: SamplingParams,
         priority: int,
         deadline: float | None,
+        inputs: Inputs | None,
         snapshot: Snapshot | None = None,
         private: bool = False,
     ) -> int:
@@ -181,7 +186,8 @@ class Engine:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         request_id, longest = self._new_id(), self._max_length(ids, sampling)
         guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
-        seqs = [Sequence(request_id, sample, ids, sampling, seed, longest) for sample in range(sampling.n)]
+        own = ids, sampling, seed, longest
+        seqs = [Sequence(request_id, sample, *own, inputs=inputs) for sample in range(sampling.n)]
         for seq in seqs if snapshot is not None and snapshot.length else ():
             seq.snapshot, seq.private = snapshot, private
         self._add(seqs, guided, priority, deadline)
@@ -222,6 +228,11 @@ class Engine:
         fits = self._scheduler.check_length
         return checked(prompt, sampling, self._config, self._tokenizer, self.most_tokens, fits, self.guides)
 
+    def check_inputs(self, inputs: Any) -> Inputs | None:
+        """Returns a request's own arrays, or raises the error that submit would raise."""
+        hooks = self._options.hooks
+        return read_inputs(inputs, None if hooks is None else hooks.inputs)
+
     def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
         return min(len(ids) + sampling.max_new_tokens, self._config.context)
 
@@ -236,7 +247,7 @@ class Engine:
         seq, index = self._ledger.find(request_id, sample), self._ledger.request(request_id).started
         twin = go_on(Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length), begun(seq))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
-        twin.priority, twin.guided = seq.priority, seq.guided
+        twin.priority, twin.guided, twin.inputs = seq.priority, seq.guided, seq.inputs
         twin.kept = seq.kept and not self._loop.stale  # what begins anew is kept no longer
         self._loop.add([twin])
         return index
@@ -257,7 +268,8 @@ class Engine:
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
         weights = SEVERAL if seq.kept and length else self._device.weights
-        return replace(value, weights=weights, guided=seq.guided if seq.params.guide else None)
+        inputs = None if seq.inputs is None else seq.inputs.arrays
+        return replace(value, weights=weights, guided=seq.guided if seq.params.guide else None, inputs=inputs)
 
     def resume(
         self,
@@ -274,9 +286,9 @@ class Engine:
         edited them. Only samples and forks of this request share them. `share=True` promises that these tokens give
         exactly this K and V. Then the prefix cache may keep them for other requests.
 
-        With the seed of the snapshot's sample, its first sample continues as sample 0 would have, in its guide too. A
-        guide begins here if the sample had none, or with `replace(snapshot, guided=None)`. Raises SnapshotError for a
-        snapshot of other weights or another cache.
+        Inputs are those of the snapshot's sample. With its seed, its first sample continues as sample 0 would have, in
+        its guide too. A guide begins here if the sample had none, or with `replace(snapshot, guided=None)`. Raises
+        SnapshotError for a snapshot of other weights or another cache.
         """
         if not isinstance(snapshot, Snapshot):
             raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or load_snapshot, not {snapshot!r}")
@@ -285,11 +297,11 @@ class Engine:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"
             raise RequestError(f"{what} need the prompt computed, and a snapshot takes its place: submit the tokens")
         check_urgency(priority, deadline, self._config)
-        known = jax.device_get(snapshot)
+        known, inputs = jax.device_get(snapshot), self.check_inputs(snapshot.inputs)
         with self._turns.turn():  # compiling a large schema above must not hold up steps
             self._check_open()
             self._device.check_snapshot(snapshot)
-            return self._submit(ids, sampling, priority, deadline, known, private=not share)
+            return self._submit(ids, sampling, priority, deadline, inputs, known, private=not share)
 
     @property
     def version(self) -> int:
@@ -298,12 +310,13 @@ class Engine:
 
     def update(
         self,
-        params: Params,
+        params: Params | None = None,
         *,
         running: Running = "recompute",
         copy: bool = False,
         quantize: str | None = None,
         drafter: Drafter | None = None,
+        hooks: Hooks | None = None,
     ) -> int:
         """Takes other weights between two steps, from any thread, and compiles no step. Returns their version.
 
@@ -316,17 +329,23 @@ class Engine:
 
         `quantize` rounds `params` by the scheme that made the engine's weights, in their memory: these are donated,
         also those of the model that the engine was made with. A quantized copy that drafts is made again. `drafter`
-        replaces another drafter by one of the same shapes. Raises WeightsError, with a leaf's name, for weights that
-        the engine's programs cannot take.
+        replaces another drafter by one of the same shapes. `hooks` are the engine's functions with other arrays of the
+        same shapes; they count as weights. Without `params` the weights stay. Raises WeightsError, with a leaf's name,
+        for weights that the engine's programs cannot take.
         """
         self._check_open()
-        return self.take_weights(self.fit_weights(params, copy, quantize, drafter), running)
+        return self.take_weights(self.fit_weights(params, copy, quantize, drafter, hooks), running)
 
     def fit_weights(
-        self, params: Params, copy: bool = False, quantize: str | None = None, drafter: Drafter | None = None
+        self,
+        params: Params | None,
+        copy: bool = False,
+        quantize: str | None = None,
+        drafter: Drafter | None = None,
+        hooks: Hooks | None = None,
     ) -> Weights:
         """Returns weights for take_weights(). Raises WeightsError as update() does."""
-        return self._device.fit(params, copy, quantize, drafter)
+        return self._device.fit(params, copy, quantize, drafter, hooks)
 
     @in_turn
     def take_weights(self, weights: Weights, running: Running = "recompute") -> int:

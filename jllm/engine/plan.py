@@ -79,7 +79,7 @@ class StepPlan:
     deltas: tuple[tuple[int, int, int], ...]  # (slot, index, page): page table changes to apply before the step
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): pages to copy before the step
     loads: tuple[Sequence, ...] = ()  # sequences whose snapshot goes to their first pages before all copies
-    skips: tuple[tuple[Sequence, int], ...] = ()  # admitted ones, and how many of their first tokens no step computes
+    begun: tuple[tuple[Sequence, int], ...] = ()  # admitted ones, and how many of their first tokens no step computes
     preempted: tuple[Sequence, ...] = ()  # since the plan before
 
     @property
@@ -115,7 +115,7 @@ class PlanParts:
     deltas: list[tuple[int, int, int]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # to: from
     loads: list[Sequence] = field(default_factory=list)
-    skips: list[tuple[Sequence, int]] = field(default_factory=list)
+    begun: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:

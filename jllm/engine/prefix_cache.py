@@ -2,7 +2,8 @@
 
 K and V of a token depend only on the tokens before it: an engine has one set of weights and one KV format. So a full
 page is identified by its tokens and by the page before it. The cache is the tree of these chains: a page's key is its
-parent and its tokens. A dict hashes the key and compares it, so different tokens with equal hashes are never confused.
+parent and its tokens. If K and V depend on more (the inputs of a request), each such key has a tree of its own. A dict
+hashes the key and compares it, so different tokens with equal hashes are never confused.
 
 The cache has a reference to each of its pages (PagePool.share). A page without any other reference is idle, and evicted
 when the pool is short. The least recently used page goes first. No parent goes before its children, since a page cannot
@@ -11,9 +12,10 @@ be found without the pages before it. A sequence that uses a cached page also us
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from weakref import WeakValueDictionary
 
 from jllm.engine.pages import PagePool
 
@@ -41,7 +43,7 @@ class PrefixCounts:
     pages_evicted: int = 0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Node:
     """Is a cached page."""
 
@@ -63,7 +65,7 @@ class PrefixCache:
     def __init__(self, pool: PagePool, counts: PrefixCounts | None = None):
         self.pool = pool
         self.counts = PrefixCounts() if counts is None else counts
-        self._root = _Node((), -1, None)
+        self._roots: WeakValueDictionary[Hashable, _Node] = WeakValueDictionary()  # pages hold the one above them
         self._nodes: dict[int, _Node] = {}  # by page
         self._idle = 0
         self._clock = 0
@@ -82,11 +84,13 @@ class PrefixCache:
         """Returns how many of these cached pages have no other reference."""
         return sum(self._nodes[page].idle for page in pages)
 
-    def lookup(self, tokens: Tokens) -> Match:
+    def lookup(self, tokens: Tokens, key: Hashable = None) -> Match:
         """Returns the longest cached prefix of `tokens`, without the last token, which is computed for its logits.
-        Holds no page yet, see `take`."""
+        Holds no page yet, see `take`. `key` is what K and V depend on besides tokens."""
         size, most = self.pool.page_size, len(tokens) - 1
-        node = self._root
+        node = self._roots.get(key)
+        if node is None:
+            return Match()
         pages: list[int] = []
         while (at := len(pages) * size) + size <= most:
             child = node.children.get(tokens[at : at + size]) if node.children else None
@@ -104,14 +108,16 @@ class PrefixCache:
         dispatched."""
         self.pool.share(match.pages if match.source is None else (*match.pages, match.source))
 
-    def insert(self, tokens: Tokens, pages: list[int], *, leaving: bool = False) -> None:
-        """Keeps the pages of a sequence that `tokens`, its first ones, fill. The tokens must have been read.
+    def insert(self, tokens: Tokens, pages: list[int], key: Hashable = None, *, leaving: bool = False) -> None:
+        """Keeps the pages of a sequence that `tokens`, its first ones, fill. The tokens must have been read. `key` is
+        as in lookup.
 
         Two sequences may have computed the same tokens. If the cache has another page of them, the sequence's own is
         not kept. The pages after it are then kept only if `leaving`, and if no other sequence holds them. Otherwise a
         sequence would hold them while the cached page before them is idle.
         """
-        size, node, ours, new = self.pool.page_size, self._root, True, []
+        size, ours, new = self.pool.page_size, True, []
+        node = self._roots.setdefault(key, _Node((), -1, None))
         for i, page in enumerate(pages[: len(tokens) // size]):
             child = self._nodes.get(page) if ours else None  # only while all pages before it are the sequence's own
             if child is None:
@@ -145,7 +151,7 @@ class PrefixCache:
         """Forgets everything, for example because the weights have changed. Sequences keep their pages."""
         pages = sorted(self._nodes)
         self._nodes, self._leaves, self._idle = {}, [], 0
-        self._root = _Node((), -1, None)
+        self._roots = WeakValueDictionary()
         self.pool.free(pages)
 
     def holds(self, page: int) -> bool:

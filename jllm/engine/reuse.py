@@ -77,7 +77,7 @@ class Sharing:
             return
         best = self._continues(seq)
         if self.cache is not None and seq.snapshot is None and _may_skip(seq):
-            match = self.cache.lookup(seq.tokens)
+            match = self.cache.lookup(seq.tokens, seq.key)
             if match.tokens >= best.tokens:
                 best = ReusedPrefix(match.pages, match.source, match.tokens, cached=True)
         best = self._cut(best, self.whole(best.tokens))
@@ -116,13 +116,13 @@ class Sharing:
     def on_first_token(self, seq: Sequence) -> None:
         """Caches the pages that seq has prefilled, once its first token since admission is read."""
         if self.cache is not None and not (seq.private or seq.kept):
-            self.cache.insert(seq.tokens[: self.whole(seq.prefill_end)], seq.pages)
+            self.cache.insert(seq.tokens[: self.whole(seq.prefill_end)], seq.pages, seq.key)
 
     def on_release(self, seq: Sequence) -> None:
         """Caches the pages of seq just before it frees them. No step writes them any more."""
         # If logits are not finite, K and V may not be either.
         if self.cache is not None and not (seq.private or seq.kept) and seq.finish_reason != "error":
-            self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, leaving=True)
+            self.cache.insert(seq.tokens[: self.whole(known_tokens(seq))], seq.pages, seq.key, leaving=True)
 
     def whole(self, tokens: int) -> int:
         """Returns how many of a sequence's first tokens others can begin with."""

@@ -181,7 +181,7 @@ class Scheduler(PageTables):
             tuple(parts.deltas),
             copies,
             tuple(parts.loads),
-            tuple(parts.skips),
+            tuple(parts.begun),
             tuple(preempted),
         )
 
@@ -320,8 +320,7 @@ class Scheduler(PageTables):
             self.retired.append((self.dispatched + 1, [reused.source]))
         if reused.snapshot:
             parts.loads.append(seq)
-        if seq.computed:
-            parts.skips.append((seq, seq.computed))
+        parts.begun.append((seq, seq.computed))
         seq.slot = self.free_slots.pop()
         seq.prefill_end = seq.length
         self.empty += len(seq.pages) * self.pool.page_size - seq.computed

@@ -1,6 +1,7 @@
 """Defines the host's record of one sample of a request."""
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Optional
 
@@ -8,6 +9,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from jllm.engine.inputs import Inputs
     from jllm.engine.moved import DevicePages
     from jllm.files.snapshot import Snapshot
     from jllm.guides.matcher import Matcher
@@ -52,6 +54,7 @@ class Sequence:
     priority: int = 0  # lower values first
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or the one that was forked
     common: int = 0  # tokens that both begin with
+    inputs: "Inputs | None" = None  # the request's own arrays
     guided: int = 0  # where the text of its guide begins, if it has one
     snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens, which are used as they are
     moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
@@ -76,6 +79,11 @@ class Sequence:
     told: int = 0  # how many of these log-probabilities events had
     prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
     # rank, and the most likely token with its log p
+
+    @property
+    def key(self) -> Hashable:
+        """Returns what its K and V depend on besides its tokens and the weights. None: nothing."""
+        return None if self.inputs is None else self.inputs.key
 
     @property
     def length(self) -> int:

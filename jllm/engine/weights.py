@@ -18,6 +18,7 @@ from jax.experimental.layout import Format, Layout
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError, WeightsError
+from jllm.model.hooks import Hooks
 from jllm.model.params import Params
 from jllm.quant.quantize import encode_params, formats_by_weight, quantize, that_fit, weight_formats
 from jllm.quant.schemes import Formats
@@ -116,12 +117,13 @@ class Weights:
 
     params: Params  # in 16 or 32 bits where formats are given
     drafter: Drafter | None
+    hooks: Hooks | None = None  # None: the engine's
     formats: Mapping[str, Formats] | None = None  # by name, the formats in which the engine rounds them
 
     @property
     def gone(self) -> bool:
         """Returns whether one of the arrays was donated or deleted after the weights were fitted."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.drafter)))
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.drafter, self.hooks)))
 
     def rounded(self, old: Params) -> Params:
         """Returns the params as the engine's programs take them. The codes of `old` are donated to new ones."""

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,9 @@ def _pieces(tensor: StoredTensor) -> list[tuple[int, int]]:
     return [((tensor.nbytes - PIECE) * i // (PIECES - 1), PIECE) for i in range(PIECES)]
 
 
-def of_params(params: Params) -> str:
-    """Returns the fingerprint of weights in memory: names and shapes of the leaves, and a checksum of all values of
-    each.
+def of_params(params: Any) -> str:
+    """Returns the fingerprint of weights (or any pytree of arrays) in memory: names and shapes of the leaves, and a
+    checksum of all values of each.
 
     The checksums are computed on the leaves' devices. Equal values have equal fingerprints in any dtype: widening
     bfloat16 to float32 changes nothing. Quantized weights count by their codes, scales and zeros, however codes are

@@ -35,6 +35,7 @@ from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 KIND = "jllm-kv-snapshot"
 SEVERAL = "several"  # Snapshot.weights of K and V that are partly of older weights
+INPUT = "inputs."  # before the names of a request's own arrays in a file
 OWN = frozenset({"kind", "k_format", "v_format", "weights", "guided"})  # reserved metadata of a file
 
 
@@ -49,6 +50,7 @@ class Snapshot:
     weights: str | None = field(default=None, metadata={"static": True})
     # The token at which the guided text begins; the guide continues when it is resumed with one. None: it had none.
     guided: int | None = field(default=None, metadata={"static": True})
+    inputs: Mapping[str, Any] | None = None  # the request's own arrays by name, which decided about K and V
 
     @property
     def length(self) -> int:
@@ -95,7 +97,8 @@ def cut(snapshot: Snapshot, length: int) -> Snapshot:
     if not 0 <= length <= snapshot.length:
         raise SnapshotError(f"a snapshot of {snapshot.length} tokens has no first {length}")
     guided = None if snapshot.guided is None else min(snapshot.guided, length)
-    return replace(join(snapshot.cache, snapshot.tokens[:length], length), weights=snapshot.weights, guided=guided)
+    kept: dict[str, Any] = {"weights": snapshot.weights, "guided": guided, "inputs": snapshot.inputs}
+    return replace(join(snapshot.cache, snapshot.tokens[:length], length), **kept)
 
 
 def check_fits(snapshot: Snapshot, cache: Cache) -> None:
@@ -244,6 +247,7 @@ def as_arrays(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, str]
     metadata |= {} if snapshot.weights is None else {"weights": snapshot.weights}
     metadata |= {} if snapshot.guided is None else {"guided": str(snapshot.guided)}
     arrays = {"tokens": np.asarray(snapshot.tokens, np.int32)}
+    arrays |= {f"{INPUT}{name}": np.asarray(value) for name, value in (snapshot.inputs or {}).items()}
     for side, pages in (("k", cache.k), ("v", cache.v)):
         for i, values in enumerate(np.asarray(pages.values)):
             arrays[f"layers.{i}.{side}.values"] = values
@@ -266,7 +270,8 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
     tokens, count = arrays["tokens"], len({name.split(".")[1] for name in arrays if name.startswith("layers.")})
     first = arrays["layers.0.k.values"]
     heads, length = first.shape[:2]
-    used = {"tokens"}
+    inputs = {name.removeprefix(INPUT): value for name, value in arrays.items() if name.startswith(INPUT)}
+    used = {"tokens", *(f"{INPUT}{name}" for name in inputs)}
 
     def one(i: int, which: str) -> Pages:
         name = f"layers.{i}.{which}"
@@ -300,4 +305,4 @@ def _assemble(arrays: dict[str, np.ndarray], metadata: dict[str, str], own: Mapp
     guided = int(metadata["guided"]) if "guided" in metadata else None
     if guided is not None and not 0 <= guided <= len(tokens):
         raise ValueError(f"its guide begins at token {guided} of {len(tokens)}")
-    return Snapshot(tokens, cache, metadata.get("weights"), guided)
+    return Snapshot(tokens, cache, metadata.get("weights"), guided, inputs or None)

@@ -155,7 +155,7 @@ def _open_block(
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
     scope: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window}
     rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    qkv = tap("qkv", linear(rows, p.qkv, p.qkv_bias, backend=backend))
+    qkv = tap("qkv", tap.add("qkv", rows, linear(rows, p.qkv, p.qkv_bias, backend=backend)))
     q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
     q = tap("q", fenced(backend, rotate, q, cos, sin))
     k = tap("k", fenced(backend, rotate, k, cos, sin))
@@ -173,7 +173,7 @@ def _open_block(
             tap("weights", paged_weights(q, pages, batch, **scope))
         out, kept = paged_attention(q, pages, inputs, **scope, backend=backend), settle(pages)
     out = tap("attention", out.reshape(x.shape[0], -1))
-    return _output(p, out, x, config, backend), kept
+    return tap.add("o", out, _output(p, out, x, config, backend)), kept
 
 
 @shaped

@@ -43,14 +43,17 @@ def packed_logits(
     batch: Packed,
     edit: Mapping[str, Callable] = MappingProxyType({}),
     *,
+    add: Mapping[str, Callable] = MappingProxyType({}),
+    inputs: Any = None,
     backend: str = DIFFERENTIABLE,
 ) -> Float[Array, "T {config.vocab_size}"]:
     """Returns logits of whole sequences without a cache, in float32 at least. It is differentiable, and vmap takes it.
 
-    `edit` is as in Hooks; the slot of a row is its segment. `backend` must be one whose operations have gradients:
-    XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU.
+    `edit` and `add` are as in Hooks; the slot of a row is its segment, and `inputs` are HookRows.inputs. `backend` must
+    be one whose operations have gradients: XLA's, or "training", which leaves attention in 16 bits to cuDNN on a GPU.
     """
-    edits = make_edits(edit, config.num_layers, HookRows(batch.segments, batch.positions, batch.tokens))
+    rows = HookRows(batch.segments, batch.positions, batch.tokens, inputs=inputs)
+    edits = make_edits(edit, config.num_layers, rows, add)
     hidden, _, _ = tapped_backbone(params, config, batch, None, backend=backend, edits=edits)
     return head(params, config, hidden, backend=backend, edits=edits)
 
@@ -80,7 +83,7 @@ def tapped_backbone(
     taps = resolve_taps(taps, config.num_layers)
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
-    x = x if edits is None else edits.apply("embedding", x)
+    x = x if edits is None else edits.apply("embedding", x, backend)
     found = {"embedding": x} if "embedding" in taps else {}
     x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend, edits=edits)
     return x, cache, found | inside
@@ -136,8 +139,9 @@ def head(
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
-        normed = edits.apply("norm", norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0])
-        return edits.apply("logits", whole_rows(linear(normed, w, out_dtype=dtype, backend=backend), config))
+        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
+        logits = linear(edits.apply("norm", normed, backend), w, out_dtype=dtype, backend=backend)
+        return edits.apply("logits", whole_rows(logits, config), backend)
     logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
     return whole_rows(logits, config) if whole else logits
 
@@ -168,7 +172,7 @@ def head_taps(
     if "norm" in names:
         weight = params.norm if config.mesh is None else params.norm[0]  # all devices have the same
         normed = norm_quant(hidden, weight, eps=config.norm_eps, backend=backend)[0]
-        found["norm"] = normed if edits is None else edits.apply("norm", normed)
+        found["norm"] = normed if edits is None else edits.apply("norm", normed, backend)
     return found | ({"logits": logits} if "logits" in names else {})
 
 
@@ -187,7 +191,7 @@ def _layer(
     backend: str | None,
     taps: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "T E"], KVPages | None, Taps]:
-    tap = Tap(taps, edits, config)
+    tap = Tap(taps, edits, config, backend)
     options: dict[str, Any] = {"config": config, "backend": backend, "tap": tap}
     x = tap("input", x)
     middle, pages = attention_block(p.attention, x, inputs, pages, window=window, **options)

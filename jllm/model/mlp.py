@@ -53,6 +53,7 @@ def _open_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str
     """Computes the block one operation at a time, with a name for each value."""
     shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    gate_up = tap("gate_up", linear(rows, p.gate_up, p.gate_up_bias, backend=backend))
+    gate_up = tap("gate_up", tap.add("gate_up", rows, linear(rows, p.gate_up, p.gate_up_bias, backend=backend)))
     rows = tap("silu_mul", silu_mul_quant(gate_up, backend=backend))
-    return linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
+    y = linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
+    return tap.add("down", rows, y)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from jllm.errors import EvaluationError
 from jllm.parallel.values import gathered, own_part
+from pallas_kernels.formats.numerics import compute_dtype
 
 if TYPE_CHECKING:
     from jax import Array
@@ -44,6 +45,12 @@ TOP = {
     "norm": "[rows, E] the input of the head",
     "logits": "[rows, V]",
 }
+LINEAR = {  # linear layers that take addends (hooks.py), by the fields of their params -> the tap that each reads
+    "qkv": "attn_norm",
+    "o": "attention",
+    "gate_up": "mlp_norm",
+    "down": "silu_mul",
+}
 SEAMS = ("input", "middle", "output")  # the names of LAYER outside a layer's two blocks
 EXPERTS = {  # of a Mixture of Experts, after mlp_norm; such a layer has neither gate_up nor silu_mul
     "router": "[T, X] the experts' scores, before softmax",
@@ -63,17 +70,22 @@ class Tap:
     names: tuple[str, ...]  # without the layer's prefix
     edits: "Edits | None" = None  # by names without the prefix
     config: "LlamaConfig | None" = None  # that of a device's share of a model on a mesh
+    backend: str | None = None
     found: "dict[str, Array]" = field(default_factory=dict)
     edited: set[str] = field(default_factory=set)
 
     @property
     def open(self) -> bool:
-        """Returns whether a value inside a block is tapped or edited. Then no fused operation may hide it."""
-        return any(name not in SEAMS for name in (*self.names, *self._edits))
+        """Returns whether a value inside a block is tapped, edited or added to. Then no fused operation may hide it."""
+        return any(name not in SEAMS for name in (*self.names, *self._edits)) or bool(self._addends)
 
     @property
     def _edits(self) -> "dict[str, Function]":
         return {} if self.edits is None else self.edits.functions
+
+    @property
+    def _addends(self) -> "dict[str, Function]":
+        return {} if self.edits is None else self.edits.addends
 
     def wants(self, name: str) -> bool:
         return name in self.names
@@ -81,18 +93,33 @@ class Tap:
     def __call__(self, name: str, value: "Array") -> "Array":
         """Returns the value after its edit, and keeps it if it is tapped."""
         if self.edits is not None and name in self._edits:
-            whole = self.edits.apply(name, self._whole(name, value))
+            whole = self.edits.apply(name, self._whole(name, value), self.backend)
             value = whole if self.config is None else own_part(name, whole, self.config)
             self.edited.add(name)
         if self.wants(name):
             self.found[name] = self._whole(name, value)
         return value
 
+    def add(self, name: str, inputs: "Array", outputs: "Array") -> "Array":
+        """Returns a linear layer's outputs, plus what the hooks add for these inputs."""
+        if self.edits is None or name not in self._addends:
+            return outputs
+        self.edited.add(f"{name} +")
+        whole = self._whole(name, outputs).shape
+        delta = self.edits.added(name, self._whole(LINEAR[name], inputs), whole, self.backend)
+        delta = delta if self.config is None else own_part(name, delta, self.config)
+        wide = compute_dtype(outputs.dtype)
+        return (outputs.astype(wide) + delta.astype(wide)).astype(outputs.dtype)
+
     def check_edits(self) -> None:
-        """Raises EvaluationError for an edit of a value that this kind of layer does not have."""
+        """Raises EvaluationError for an edit of a value, or an addend to a linear layer, that this kind of layer does
+        not have."""
         for name in self._edits:
             if name not in self.edited:
                 raise EvaluationError(f"edit of layers.*.{name}: one of the layers has no such value")
+        for name in self._addends:
+            if f"{name} +" not in self.edited:
+                raise EvaluationError(f"addend of layers.*.{name}: one of the layers has no such linear layer")
 
     def _whole(self, name: str, value: "Array") -> "Array":
         return value if self.config is None else gathered(name, value, self.config)
@@ -114,6 +141,17 @@ def resolve_taps(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
         if not any(_means(pattern, name) for name in known):
             raise EvaluationError(_unknown(pattern, num_layers, known))
     return tuple(name for name in known if any(_means(pattern, name) for pattern in patterns))
+
+
+def resolve_linear(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Returns the names of linear layers that patterns match, layer by layer. Raises EvaluationError for a pattern
+    without a match."""
+    known = [f"layers.{i}.{name}" for i in range(num_layers) for name in LINEAR]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            what = f"the model has layers 0 .. {num_layers - 1}, each with {', '.join(LINEAR)}"
+            raise EvaluationError(f"unknown linear layer {pattern!r}; {what}")
+    return tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def _means(pattern: str, name: str) -> bool:

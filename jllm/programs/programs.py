@@ -123,7 +123,9 @@ class Programs:
         if self.in_step:
             self.permit(variant)
         try:
-            jobs = [self._compiling().add(other) for other in (self._shapes.copying(), *self._shapes.masking(variant))]
+            shapes = self._shapes
+            others = shapes.copying(), *shapes.putting(), *shapes.masking(variant)
+            jobs = [self._compiling().add(other) for other in others]
             for bucket in self._buckets:
                 self._begin(bucket, variant)
             first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]

@@ -20,7 +20,7 @@ from jllm.programs.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
 from jllm.speculative.tree import Tree, chain
 from jllm.step import between_steps
-from jllm.step.between_steps import MASKS, put_masks
+from jllm.step.between_steps import MASKS, PUT, put_arrays, put_masks
 from jllm.step.buckets import Bucket
 from jllm.step.state import SPREAD, State, Variant
 
@@ -119,6 +119,19 @@ class StepShapes:
             )
             found.append(Recipe(partial(put_masks.lower, guidance, where, *new), name=f"{size} masks"))
         return found
+
+    def putting(self) -> list[Recipe]:
+        """Returns the recipes of the functions that put the inputs of requests into the state."""
+        if self.state is None or self.state.inputs is None:
+            return []
+        inputs = self._placed(self.state.inputs, REPLICATED)
+
+        def recipe(count: int) -> Recipe:
+            new = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), inputs)
+            where = jax.ShapeDtypeStruct((count,), np.int32)
+            return Recipe(partial(put_arrays.lower, inputs, where, new), name=f"inputs of {count}")
+
+        return [recipe(1), recipe(PUT)]
 
     @property
     def pool_bytes(self) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from jllm.distributed.replicas import Replicas
 from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.engine import Engine
+from jllm.engine.inputs import Inputs
 from jllm.engine.request import Event, SamplingParams
 from jllm.errors import EngineClosed, EngineNotReady, QueueFull, RequestError
 from jllm.guides.guide import Guide
@@ -111,6 +113,7 @@ class AsyncEngine:
         """Starts the thread. max_waiting: most samples in the queue; submitting more raises QueueFull."""
         self.limit = engine.slots + max_waiting
         self.check, self.metrics, self.update = engine.check, engine.metrics, engine.update
+        self.check_inputs = engine.check_inputs
         self.most_tokens = engine.most_tokens  # of one sample, its prompt included
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
@@ -142,6 +145,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        inputs: Any = None,
         ends_only: bool = False,
     ) -> Stream:
         """Queues a prompt as Engine.submit does, and checks it in a separate thread. With ends_only, the stream has
@@ -151,8 +155,10 @@ class AsyncEngine:
         """
         plain = replace(sampling, guide=None) if isinstance(sampling, SamplingParams) else sampling
         ids = await asyncio.to_thread(self.check, prompt, plain)
+        own = await asyncio.to_thread(self.check_inputs, inputs)
         await self.check_guide(sampling.guide)
-        return self.submit_all([(ids, sampling)], priority=priority, deadline=deadline, ends_only=ends_only)
+        asked: dict[str, Any] = {"priority": priority, "deadline": deadline, "ends_only": ends_only}
+        return self.submit_all([(ids, sampling)], **asked, inputs=own)
 
     async def check_guide(self, guide: Guide | None) -> None:
         """Compiles a guide, if there is one, in threads that nothing else waits for. Raises RequestError for a bad
@@ -188,9 +194,11 @@ class AsyncEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        inputs: Inputs | None = None,
         ends_only: bool = False,
     ) -> Stream:
-        """Queues all requests or none. All must have passed check(). If one must end, they all end."""
+        """Queues all requests or none. All must have passed check(). If one must end, they all end. `inputs`, which
+        check_inputs() returned, are those of all."""
         check_urgency(priority, deadline)
         requests = list(requests)
         samples = sum(sampling.n for _, sampling in requests)
@@ -202,7 +210,7 @@ class AsyncEngine:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
         stream = Stream(self, samples, ends_only)
         self._open.add(stream)
-        self._ask(lambda: self._submit(stream, requests, priority, deadline))
+        self._ask(lambda: self._submit(stream, requests, priority, deadline, inputs))
         return stream
 
     def refuse(self, reason: str = "it is being closed") -> None:
@@ -291,10 +299,18 @@ class AsyncEngine:
             if not (self._stop or self._inbox):
                 self._changed.wait(REST)
 
-    def _submit(self, stream: Stream, requests: Sequence[Request], priority: int, deadline: float | None) -> None:
+    def _submit(
+        self,
+        stream: Stream,
+        requests: Sequence[Request],
+        priority: int,
+        deadline: float | None,
+        inputs: Inputs | None,
+    ) -> None:
         for place, (prompt, sampling) in enumerate(requests):
             try:
-                request = self._engine.submit(prompt, sampling, priority=priority, deadline=deadline)
+                own: dict[str, Any] = {"priority": priority, "deadline": deadline, "inputs": inputs}
+                request = self._engine.submit(prompt, sampling, **own)
             except Exception as error:  # concerns this request alone: the engine goes on
                 self._abort(stream)
                 self._hand_over([(stream, error)])

@@ -22,6 +22,7 @@ from jllm.speculative.tree import Tree
 from jllm.step.state import Guidance, State, Variant, make_slots, place_state
 
 MASKS = (4, 32)  # guided samples that one call puts into the state: few sizes, compiled at first use
+PUT = 8  # requests whose inputs one call puts into the state; fewer take a call each
 REMEMBERED = 512  # tokens that one call gives a drafter or hooks
 
 
@@ -70,6 +71,23 @@ def put_masks(guidance: Guidance, slots: jax.Array, allowed: jax.Array, coming: 
         guidance.allowed.at[slots, : allowed.shape[1]].set(allowed, mode="drop"),
         guidance.coming.at[slots].set(coming, mode="drop"),
     )
+
+
+def put_inputs(state: State, slots: Sequence[int], given: Sequence[Any]) -> State:
+    """Returns the state with the inputs of these slots: for each a pytree of arrays on the host."""
+    inputs, at = state.inputs, 0
+    while at < len(slots):
+        count = PUT if len(slots) - at >= PUT else 1
+        new = jax.tree.map(lambda *each: np.stack(each), *given[at : at + count])
+        inputs = put_arrays(inputs, np.asarray(slots[at : at + count], np.int32), new)
+        at += count
+    return replace(state, inputs=inputs)
+
+
+@partial(jax.jit, donate_argnames="inputs")
+def put_arrays(inputs: Any, slots: jax.Array, new: Any) -> Any:
+    """Returns a pytree of arrays of slots [S, ...] with new ones [n, ...] at i32[n] slots."""
+    return jax.tree.map(lambda old, some: old.at[slots].set(some), inputs, new)
 
 
 def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: int, tokens: Sequence[int]) -> State:

@@ -40,7 +40,7 @@ class Logits:
     taps: Taps  # [T, ...] by the variant's names; the head's values [R Q + B, ...]
     hidden: jax.Array  # [R Q + B, E], before the final norm
     chunk_hidden: jax.Array  # [C, E]
-    hook_rows: HookRows | None = None  # of the values
+    hook_rows: HookRows | None = None  # of the values, without `inputs`, which the state has
 
 
 @on_mesh({"params": STACKED, "state": SPREAD, "batch": REPLICATED, "hooks": REPLICATED}, (SPREAD, REPLICATED))
@@ -74,9 +74,9 @@ def forward(
         every = _hook_rows(state, batch, paged, rows)
         prompt: HookRows = jax.tree.map(lambda x: x[short:], every)
         user = hooks.see(state.user, prompt.slot, prompt.index, prompt.token)
-        state = replace(state, user=user)
-        every, hook_rows, prompt = (replace(x, user=user) for x in (every, jax.tree.map(pick, every), prompt))
-        edits = make_edits(hooks.edit, config.num_layers, every)
+        state, shared = replace(state, user=user), {"user": user, "inputs": state.inputs}
+        every, hook_rows, prompt = (replace(x, **shared) for x in (every, jax.tree.map(pick, every), prompt))
+        edits = make_edits(hooks.edit, config.num_layers, every, hooks.add)
         if edits is not None:
             of_head, of_prompt = replace(edits, rows=hook_rows), replace(edits, rows=prompt)
     tailed = with_tails(state.cache, state.tails)
@@ -95,6 +95,7 @@ def forward(
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         counts = _count_prompt(counts, batch, paged.positions[short:])
+    hook_rows = None if hook_rows is None else replace(hook_rows, inputs=None)
     logits = Logits(values, rows, *scores, taps, picked, hidden[short:], hook_rows)
     return replace(state, cache=cache, tails=tails, slots=slots, counts=counts), logits
 
@@ -176,13 +177,13 @@ def _score_prompt(
         return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])
 
     def one(x):
-        own = None if edits is None else replace(edits, rows=replace(x[2], user=edits.rows.user))
+        own = None if edits is None else replace(edits, rows=replace(edits.rows, **x[2]))
         logits = head(params, config, x[0], backend=backend, edits=own)
         best = jnp.argmax(logits, axis=1).astype(jnp.int32)
         logprobs, of_best = (fenced(backend, token_logprobs, logits, tokens) for tokens in (x[1], best))
         return logprobs, token_ranks(logits, x[1]), best, of_best
 
-    rows = None if edits is None else jax.tree.map(blocks, replace(edits.rows, user=None))
+    rows = None if edits is None else {name: blocks(getattr(edits.rows, name)) for name in ("slot", "index", "token")}
     found = jax.lax.map(one, (blocks(hidden), blocks(jnp.maximum(targets, 0)), rows))
     logprobs, ranks, best, best_logprobs = (x.reshape(-1)[:C] for x in found)
     return logprobs, ranks, best, best_logprobs

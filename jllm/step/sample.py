@@ -52,7 +52,8 @@ def sample(
     given = raw
     if hooks is not None:
         assert logits.hook_rows is not None, "forward and sample take the same hooks"
-        given = hooks.process(raw, logits.hook_rows, drafts=rows.tree.size > 1)
+        hook_rows = replace(logits.hook_rows, inputs=state.inputs)
+        given = hooks.process(raw, hook_rows, drafts=rows.tree.size > 1, backend=backend)
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
         of_rows = each.penalties, rows.spread(rows.of_slots(counts)), rows.drafts_before()

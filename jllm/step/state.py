@@ -64,8 +64,9 @@ class Guidance:
 class State:
     """Holds everything that the model remembers between steps.
 
-    `user` is a pytree of the caller [S, ...], which hooks read and observe. Here is a model of two layers with K = 2 KV
-    heads of D = 64, after init_state(config, slots=3, num_pages=8, page_size=16, max_pages=4) in bf16:
+    `user` is a pytree of the caller [S, ...], which hooks read and observe. `inputs` is one that they only read. Here
+    is a model of two layers with K = 2 KV heads of D = 64, after init_state(config, slots=3, num_pages=8, page_size=16,
+    max_pages=4) in bf16:
 
         cache   one KVPages; its k and v have values bf16[16, 2, 16, 64], the 8 pages of layer 0, then those of layer 1
         slots   token i32[3], length i32[3], done bool[3], pages i32[3, 4]
@@ -79,6 +80,7 @@ class State:
     guidance: Guidance | None = None  # only while a request has a guide
     drafts: Drafts | None = None  # only with a drafter
     user: Any = None
+    inputs: Any = None  # the requests' own arrays
     tails: Tails | None = None  # of the slots, only if K is stored as kv_formats.Kivi
 
 
@@ -173,7 +175,7 @@ def init_state(
 
 
 # The layout of a State on a mesh: sharded by KV heads, or alike on all devices.
-_ALIKE = dict.fromkeys(("slots", "counts", "guidance", "drafts", "user"), REPLICATED)
+_ALIKE = dict.fromkeys(("slots", "counts", "guidance", "drafts", "user", "inputs"), REPLICATED)
 SPREAD: Any = State(cache=HEADS, tails=HEADS, **_ALIKE)  # type: ignore[arg-type]
 
 
