@@ -121,7 +121,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         problem = "--output needs --input"
     if args.logprobs is not None and args.output is None and not args.json:
         problem = "--logprobs needs --json or --output: text has no place for them"
-    problem = problem or check_drafts(args)
+    if args.inputs is not None and args.input is None:
+        problem = "--inputs needs --input, whose lines name them"
+    problem = problem or check_drafts(args) or check_inputs(args)
     if problem:
         make_parser().error(problem)
     return args
@@ -164,6 +166,15 @@ def check_drafts(args: argparse.Namespace) -> str | None:
     return "--drafts needs --speculate NAME" if args.drafts is not None and args.speculate is None else None
 
 
+def check_inputs(args: argparse.Namespace) -> str | None:
+    """Returns the error in the flags of requests' own arrays, or None."""
+    if args.inputs is None:
+        return None
+    if args.hooks is None:
+        return "--inputs needs --hooks MODULE:NAME, which declare the arrays"
+    return None if args.inputs.is_dir() else f"--inputs must be a directory, not {args.inputs}"
+
+
 def make_parser() -> Parser:
     epilog = EPILOG % {"fields": _wrapped(sampling_fields())}
     parser = Parser("jllm.generate", epilog, usage="%(prog)s [PROMPT ...] [options]", description=DESCRIPTION)
@@ -176,6 +187,7 @@ def make_parser() -> Parser:
     engine = parser.add_argument_group("engine")
     add_engine(engine)
     add_replicas(engine)
+    add_hooks(engine)
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this text")
     other.add_argument("--version", action="store_true", help="show the versions of jllm and JAX")
@@ -307,6 +319,14 @@ def add_replicas(group: Group) -> None:
         metavar="N",
         help="run N engines that share the requests, each in a process with one GPU or --devices of them",
     )
+
+
+def add_hooks(group: Group) -> None:
+    """Adds the flags of functions inside the steps, and of the arrays that requests bring for them."""
+    functions = "run functions of your own inside the steps: a jllm.Hooks (docs/extending.md)"
+    group.add_argument("--hooks", metavar="MODULE:NAME", help=functions)
+    arrays = "folder of .safetensors files for the hooks; a request names one as its `inputs`"
+    group.add_argument("--inputs", type=Path, metavar="DIR", help=arrays)
 
 
 def add_engine(group: Group) -> None:

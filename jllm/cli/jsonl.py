@@ -24,7 +24,7 @@ from pallas_kernels.one_writer import open_alone
 STDIN = Path("-")
 NAMES = ("model", "quantize")  # settings by the user's names
 CONTENTS = ("config", "weights", "tokenizer", "scheme")  # contents of the model, which decide the results
-GIVEN = ("id", "prompt", "messages")  # keys of an input line beside sampling parameters; results repeat them
+GIVEN = ("id", "prompt", "messages", "inputs")  # keys of an input line beside sampling parameters; results repeat them
 FIELDS = tuple(SamplingParams.__dataclass_fields__)
 RECORD_START = b'{"index": '
 
@@ -123,6 +123,8 @@ def _job(raw: dict[str, object], index: int, base: SamplingParams, where: str) -
     ids = isinstance(prompt, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in prompt)
     if not isinstance(prompt, str) and not ids:
         raise InputFileError(f'{where}: "prompt" must be text or a list of token ids, not {_short(prompt)}')
+    if not isinstance(raw.get("inputs", ""), str):
+        raise InputFileError(f'{where}: "inputs" must be the name of a file in --inputs, not {_short(raw["inputs"])}')
     try:
         if "messages" in raw:
             check_messages(raw["messages"])

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +14,30 @@ from jllm.cli.display import Speed, write_stdout
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import Interrupt, catch_interrupts
 from jllm.cli.jsonl import Done, Job, nth_seed, read_jobs, read_results
-from jllm.cli.process import compile_cache, compiled, make_engine, note, open_model, open_streams, run_command
+from jllm.cli.process import (
+    compile_cache,
+    compiled,
+    hooks_of,
+    make_engine,
+    note,
+    open_model,
+    open_streams,
+    run_command,
+)
 from jllm.cli.run import drive, made_with, model_folder, output_file, run_identity, run_queue
 from jllm.engine.request import SamplingParams
 from jllm.errors import InputFileError, JllmError, OutputError, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jllm.api import Prompt
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
+    from jllm.engine.inputs import Inputs
     from jllm.files.tokenizer import Tokenizer
-    from jllm.serve.async_engine import Request
+
+    type Request = tuple[Prompt, SamplingParams, Inputs | None]
 
 WITHOUT_TOKENIZER = (
     "put its tokenizer.json or tokenizer.model beside its weights, or give token ids: "
@@ -117,17 +130,30 @@ def _prepare(args: Namespace, path: Path, jobs: Sequence[Job]) -> "tuple[Engine 
         with _named(job):
             prompts.append(prompt_of(job, model.tokenizer, args.chat))
     options = _engine_options(args, jobs, prompts)
-    engine = make_engine(model, path, args, **options, executables=cache)
-    requests = []
+    engine = make_engine(model, path, args, **options, **hooks_of(args), executables=cache)
+    requests: list[Request] = []
     for job, prompt in zip(jobs, prompts):
         sampling = job.sampling
         if job.open_ended:
             sampling = fitted(sampling, len(prompt), engine.most_tokens)
         with _named(job):
             engine.check(prompt, sampling)
-        requests.append((prompt, sampling))
-    engine.compile_ahead(sampling for _, sampling in requests)
+            inputs = engine.check_inputs(_arrays_of(job, args.inputs))
+        requests.append((prompt, sampling, inputs))
+    engine.compile_ahead(sampling for _, sampling, _ in requests)
     return engine, requests, engine.slots
+
+
+def _arrays_of(job: Job, folder: Path | None) -> "Mapping[str, np.ndarray] | None":
+    """Returns the arrays that a line names, as their file has them."""
+    name = job.given.get("inputs")
+    if name is None:
+        return None
+    if folder is None:
+        raise InputFileError("inputs are names of files in a folder: give it as --inputs DIR")
+    from jllm.files.input_files import read_input_file
+
+    return read_input_file(folder, name)
 
 
 def prompt_of(job: Job, tokenizer: "Tokenizer | None", chat: bool) -> "Prompt":

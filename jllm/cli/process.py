@@ -8,11 +8,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from jllm.cli.display import one_line
 from jllm.cli.interrupt import INTERRUPTED
-from jllm.errors import JllmError, counted
+from jllm.errors import ConfigError, JllmError, counted
 
 if TYPE_CHECKING:
     from jllm.config import LlamaConfig
@@ -117,6 +118,16 @@ def leave_gpus_to_engines(args: Namespace) -> None:
         from pallas_kernels.bench.gpus import leave_gpus
 
         leave_gpus()
+
+
+def hooks_of(args: Namespace) -> "dict[str, Any]":
+    """Returns the engine's option for --hooks, if it is given. Raises ConfigError for a name of nothing."""
+    if args.hooks is None:
+        return {}
+    try:
+        return {"hooks": resolve_name(args.hooks)}
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--hooks must be MODULE:NAME of a jllm.Hooks, not {args.hooks}: {error}") from None
 
 
 def make_engine(model: "Model | Head", folder: Path, args: Namespace, **options: Any) -> "Engine | Replicas":

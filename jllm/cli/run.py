@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jllm.cli.sinks import Sink
     from jllm.distributed.replicas import Replicas
     from jllm.engine.engine import Engine
+    from jllm.engine.inputs import Inputs
     from jllm.engine.request import Event
 
 
@@ -26,7 +27,8 @@ def made_with(args: Namespace) -> dict[str, object]:
     """Returns the flags that decide results, beside prompts and sampling parameters."""
     asked = {"model": "bundled" if args.model is None else args.model}
     numbers = {name: getattr(args, name) for name in ("dtype", "quantize", "kv_cache")}
-    numbers["tool_call_parser"] = getattr(args, "tool_call_parser", None)  # a flag of jllm batch
+    for name in ("tool_call_parser", "hooks"):  # flags of some commands
+        numbers[name] = getattr(args, name, None)
     asked |= {name: value for name, value in numbers.items() if value is not None}
     asked |= {} if args.eos_token_id is None else {"eos_token_id": args.eos_token_id}
     asked |= {} if args.devices is None else {"devices": args.devices}  # a sum over several devices rounds differently
@@ -63,7 +65,7 @@ def output_file(args: Namespace, interrupt: Interrupt) -> Iterator[ResultsFile |
 
 def run_queue[J](
     engine: "Engine | Replicas",
-    queue: "Iterable[tuple[J, Prompt, SamplingParams]]",
+    queue: "Iterable[tuple[J, Prompt, SamplingParams, Inputs | None]]",
     ahead: int,
     interrupt: Interrupt,
 ) -> "Iterator[tuple[J, Event]]":
@@ -74,8 +76,8 @@ def run_queue[J](
     unfinished: dict[int, int] = {}  # unfinished samples by request
 
     def feed(count: int) -> None:
-        for job, prompt, sampling in islice(queue, count):
-            id = engine.submit(prompt, sampling)
+        for job, prompt, sampling, inputs in islice(queue, count):
+            id = engine.submit(prompt, sampling, inputs=inputs)
             running[id], unfinished[id] = job, sampling.n
 
     feed(ahead)

@@ -27,9 +27,9 @@ def read_inputs(given: Any, shapes: InputShapes | None) -> Inputs | None:
         return given
     if shapes is None:
         raise RequestError("inputs have no meaning here: the engine's hooks declare none (Hooks.inputs)")
-    named = shapes.named
-    if jax.tree.structure(given) == jax.tree.structure(shapes.tree):
-        given = dict(zip(named, jax.tree.leaves(given)))
+    named, (leaves, tree) = shapes.named, jax.tree.flatten(given)
+    if tree == jax.tree.structure(shapes.tree):
+        given = dict(zip(named, leaves))
     if not isinstance(given, Mapping) or given.keys() != named.keys():
         got = f"{', '.join(map(str, given)) or 'none'}" if isinstance(given, Mapping) else type(given).__name__
         raise RequestError(f"inputs must be {', '.join(named)}, as the engine's hooks declare them, not {got}")

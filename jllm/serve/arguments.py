@@ -5,7 +5,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jllm.cli.arguments import Group, Parser, add_engine, add_model, add_numbers, add_replicas, check_drafts
+from jllm.cli.arguments import (
+    Group,
+    Parser,
+    add_engine,
+    add_hooks,
+    add_model,
+    add_numbers,
+    add_replicas,
+    check_drafts,
+    check_inputs,
+)
 from jllm.errors import ConfigError
 
 KEY_VARIABLE = "JLLM_API_KEY"
@@ -39,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not (0 <= value < float("inf") and (most is None or value <= most)):
             parser.error(f"--{name.replace('_', '-')} must be 0 to {most or 'any finite number'}, not {value}")
-    if problem := check_drafts(args):
+    if problem := check_drafts(args) or check_inputs(args):
         parser.error(problem)
     if args.updates is not None and not args.updates.is_dir():
         parser.error(f"--updates must be a directory, not {args.updates}")
@@ -53,6 +63,7 @@ def make_parser() -> Parser:
     engine = parser.add_argument_group("engine")
     add_engine(engine)
     add_replicas(engine)
+    add_hooks(engine)
     serving = parser.add_argument_group("serving")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serving.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")

@@ -196,11 +196,11 @@ def _try[A, B](function: Callable[[A], B], some: Mapping[str, A]) -> tuple[dict[
     return made, wrong
 
 
-def _queue(wanted: "Mapping[str, Wanted]", most: int) -> "Iterator[tuple[PromptKey, list[int], SamplingParams]]":
+def _queue(wanted: "Mapping[str, Wanted]", most: int) -> "Iterator[tuple[PromptKey, list[int], SamplingParams, None]]":
     """Yields the requests to submit, the most urgent first."""
     for id, one in sorted(wanted.items(), key=lambda item: item[1].priority):
         for place, request in enumerate(one.requests(most)):
-            yield (id, place), *request
+            yield (id, place), *request, None
 
 
 if __name__ == "__main__":

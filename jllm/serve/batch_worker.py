@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jllm.cli.jsonl import Job, record, to_json
 from jllm.engine.request import Event, SamplingParams
-from jllm.errors import CheckpointError, JllmError, OutputError
+from jllm.errors import CheckpointError, JllmError, OutputError, RequestError
 from jllm.files.run_identity import differing
 from jllm.serve.batch_file import answer_line, parse
 from jllm.serve.batch_rows import Row, Shard
@@ -124,6 +124,8 @@ class Worker:
             from jllm.cli.main import prompt_of
 
             job = row.asked
+            if "inputs" in job.given:
+                raise RequestError("inputs are not served here: jllm.generate takes them, with --inputs DIR")
             ids = self._check(prompt_of(job, self._model.tokenizer, False), job.sampling)
             return [(ids, self._seeded(job.sampling, row))], None
         wanted = parse(row.asked, self._served)

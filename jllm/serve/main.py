@@ -63,7 +63,7 @@ def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Repl
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: {how_to_install('serve')}") from None
     from jllm.cli.generation_config import warn_of_ignored
-    from jllm.cli.process import compile_cache, make_engine, open_model, plain_warnings, read_weights
+    from jllm.cli.process import compile_cache, hooks_of, make_engine, open_model, plain_warnings, read_weights
     from jllm.files.find import find_model
     from jllm.files.load import BUNDLED
 
@@ -73,7 +73,7 @@ def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Repl
         model = open_model(folder, args)
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
-    engine = make_engine(model, folder, args, **options, executables=cache)
+    engine = make_engine(model, folder, args, **options, **hooks_of(args), executables=cache)
     engine.compile_ahead(wait=False)
     updates = None
     if args.updates is not None:
@@ -91,6 +91,7 @@ async def _serve(
     engine: "Engine | Replicas",
     updates: "Updates | None",
 ) -> None:
+    from jllm.files.input_files import read_input_file
     from jllm.serve.app import make_app
     from jllm.serve.async_engine import AsyncEngine
     from jllm.serve.http import Limits
@@ -100,7 +101,8 @@ async def _serve(
     name = served_name(args)
     host = AsyncEngine(engine, max_waiting=args.max_waiting)
     host.prepare_guides()
-    served = Served(name, tokenizer, host.most_tokens, host.limit, host.check, args.tool_call_parser)
+    inputs = None if args.inputs is None else lambda name: host.check_inputs(read_input_file(args.inputs, name))
+    served = Served(name, tokenizer, host.most_tokens, host.limit, host.check, args.tool_call_parser, inputs)
     limits = Limits(keep_alive=args.keep_alive)
     app = make_app(host, served, key=key, deadline=args.deadline, limits=limits, updates=updates)
     _log_to_stderr(access=not args.no_access_log)

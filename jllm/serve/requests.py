@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jllm.engine.checks import Prompt, fitted, token_ids
+from jllm.engine.inputs import Inputs
 from jllm.engine.request import SamplingParams
 from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
 from jllm.files.messages import check_only, shown
@@ -34,6 +35,7 @@ class Served:
     most_samples: int  # most samples of one request
     check: Check  # returns a prompt's ids, or raises if the engine refuses it
     tool_parser: str | None = None  # the format of tool calls (tool_formats.py); None: read from the template
+    inputs: Callable[[str], Inputs | None] | None = None  # returns the arrays of a name; None: requests have none
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Wanted:
     keep: bool = True  # False: nothing should be generated, so the engine's one token is dropped
     open_ended: bool = False  # the body has no limit of tokens: use the default, or what fits
     tools: Tools | None = None  # tools that may be called
+    inputs: Inputs | None = None  # the request's own arrays
     response: Mapping[str, Any] | None = None  # the body of /v1/responses, which its answer repeats
 
     @property
@@ -91,7 +94,7 @@ GUIDES: Mapping[str, tuple[Callable[[Any], Guide], tuple[type, ...]]] = {  # vLL
     "guided_choice": (Guide.choice, (list,)),
     "guided_grammar": (Guide.grammar, (str,)),
 }
-COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", *SAMPLING}
+COMMON = {"model", "stream", "stream_options", "return_token_ids", "priority", "inputs", *SAMPLING}
 COMMON |= {"response_format", "structured_outputs", *GUIDES}
 COMPLETION = COMMON | {"prompt", "logprobs", "echo", "best_of"}
 CHAT = COMMON | {"messages", "logprobs", "top_logprobs", "max_completion_tokens"}
@@ -287,9 +290,13 @@ def _checked(
 ) -> Wanted:
     """Returns the request with the prompts' ids, after the engine's checks. The guide is left out, since that takes
     longer. `field` is the name of the prompts' field."""
+    name = _take(body, "inputs", str, None)
+    if name is not None and served.inputs is None:
+        raise bad("inputs", "are not served here: start the server with --inputs DIR")
     try:
         ids = tuple(token_ids(prompt, served.tokenizer) for prompt in prompts)
-        wanted = replace(wanted, prompts=ids)
+        inputs = None if name is None or served.inputs is None else served.inputs(name)
+        wanted = replace(wanted, prompts=ids, inputs=inputs)
         for prompt, sampling in wanted.requests(served.context):
             served.check(prompt, replace(sampling, guide=None))
     except TooLongError as error:

@@ -16,7 +16,10 @@ from jllm.serve.requests import SAMPLING, Served, Wanted, chat
 from jllm.serve.talk import Talk
 from jllm.serve.tool_parser import Part
 
-SAME = {"model", "stream", "user", "tool_choice", "parallel_tool_calls", "priority", *SAMPLING} - {"n", "max_tokens"}
+SAME = {"model", "stream", "user", "tool_choice", "parallel_tool_calls", "priority", "inputs", *SAMPLING} - {
+    "n",
+    "max_tokens",
+}
 FIELDS = SAME | {"input", "instructions", "text", "tools", "max_output_tokens"}
 CHAT_NAMES = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 REASONING = ["reasoning.encrypted_content"]  # requested by clients, but never returned

@@ -4,12 +4,25 @@ import json
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 import jllm
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
 TALE = "once upon a time there was an old king who had three sons and one golden bird in a tree by the sea"
 WORDS = TALE.split(" ")
 SUMMARY = re.compile(r"(\d+) tokens? in (\d+\.\d\d) s: (\d+\.\d) tokens/s \(.*\)")
+
+
+def ban(logits, rows):
+    """Bans the token before the one that the request's array names: none where it has no array."""
+    banned = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == rows.own(rows.inputs)["token"][:, None] - 1
+    return jnp.where(banned, -jnp.inf, logits)
+
+
+BANS = jllm.Hooks(logits_processor=ban, inputs={"token": jax.ShapeDtypeStruct((), np.int32)})
 
 
 def expected(model, prompts, sampling) -> list[jllm.Completion]:

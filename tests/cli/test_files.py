@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
 from jllm.cli import jsonl
@@ -15,6 +16,7 @@ from jllm.engine.engine import Engine
 from jllm.errors import OutputError
 from jllm.files.hf_config import load_config
 from jllm.files.run_identity import of_machine, of_model, of_scheme
+from jllm.files.safetensors_io import write_file
 from jllm.files.save import save
 from pallas_kernels import one_writer
 from tests.cli.cases import FLAGS, SUMMARY, WORDS, expected, params, results
@@ -50,6 +52,33 @@ def test_file_to_file(run, lines, tmp_path, model):
     status, text, _ = run("--input", lines, "--json", *FLAGS)
     (tmp_path / "stdout.jsonl").write_text(text)
     assert results(tmp_path / "stdout.jsonl") == found
+
+
+def test_lines_name_their_arrays(run, tmp_path, model):
+    (first,) = expected(model, [5, 6, 7], params(temperature=0.0))
+    write_file(tmp_path / "a.safetensors", {"token": np.asarray(first.token_ids[0] + 1, np.int32)})
+    lines, flags = tmp_path / "in.jsonl", ("--hooks", "tests.cli.cases:BANS", "--inputs", tmp_path, *FLAGS)
+
+    def told(*given, flags=flags):
+        asked = [{"prompt": [5, 6, 7], "temperature": 0, **one} for one in given]
+        lines.write_text("".join(json.dumps(one) + "\n" for one in asked))
+        return run("--input", lines, "--json", *flags)
+
+    status, text, err = told({"inputs": "a"}, {})
+    assert status == 0, err
+    one, two = map(json.loads, text.splitlines())
+    assert first.token_ids[0] not in one["token_ids"]
+    assert two["token_ids"] == list(first.token_ids)
+    assert (one["inputs"], "inputs" in two) == ("a", False)
+    for given, more, why in (
+        ({"inputs": "b"}, flags, "line 1: inputs: 'b' is not in .*, which has a"),
+        ({"inputs": 3}, flags, 'line 1: "inputs" must be the name of a file in --inputs, not 3'),
+        ({"inputs": "a"}, flags[:2] + FLAGS, "line 1: inputs are names of files in a folder: give it as --inputs DIR"),
+        ({}, ("--hooks", "tests.cli.cases:NONE", *FLAGS), "--hooks must be MODULE:NAME of a jllm.Hooks, not tests"),
+    ):
+        status, _, err = told(given, flags=more)
+        assert status == 2
+        assert re.search(why, err.splitlines()[-1])
 
 
 def test_lines_of_standard_input(run, lines, tmp_path, monkeypatch):

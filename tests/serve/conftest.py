@@ -71,14 +71,16 @@ def model(checkpoint):
 
 
 @asynccontextmanager
-async def serving(model, *, max_waiting=256, grace=0.0, options=None, **more):
-    """An AsyncEngine, and the application over it."""
+async def serving(model, *, max_waiting=256, grace=0.0, options=None, inputs=None, **more):
+    """An AsyncEngine, and the application over it. `inputs` is a folder of arrays that requests name."""
+    from jllm.files.input_files import read_input_file
     from jllm.serve.app import make_app
     from jllm.serve.http import Limits
     from jllm.serve.requests import Served
 
     engine = AsyncEngine(Engine(model, **(OPTIONS | (options or {}))), max_waiting=max_waiting)
-    served = Served("small", model.tokenizer, engine.most_tokens, engine.limit, engine.check)
+    arrays = None if inputs is None else lambda name: engine.check_inputs(read_input_file(inputs, name))
+    served = Served("small", model.tokenizer, engine.most_tokens, engine.limit, engine.check, inputs=arrays)
     more.setdefault("limits", Limits())
     try:
         yield engine, make_app(engine, served, **more)

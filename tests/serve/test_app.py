@@ -15,11 +15,13 @@ import pytest
 
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.files.load import load
+from jllm.files.safetensors_io import write_file
 from jllm.files.save import save
 from jllm.files.tokenizer import load_tokenizer
 from jllm.serve import answers
 from jllm.serve.requests import Served, Wanted
 from jllm.serve.update import Updates
+from tests.cli.cases import BANS
 from tests.serve.conftest import Gone, answer, ask, serving
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -84,6 +86,26 @@ def test_ids_as_prompts_and_in_answers(model):
     want = serve(model, ids, [SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=5)] * 2)
     assert [tuple(choice["token_ids"]) for choice in two] == [want[i].token_ids for i in (0, 0, 1, 1)]
     assert one[0]["token_ids"] == two[0]["token_ids"]
+
+
+def test_a_request_names_its_arrays(model, tmp_path):
+    ids = model.tokenizer.encode("the wolf")
+    body = {"prompt": ids, "max_tokens": 4, "return_token_ids": True, **GREEDY}
+
+    async def work(engine, app):
+        _, plain = await answer(app, COMPLETIONS, body)
+        first = plain["choices"][0]["token_ids"][0]
+        write_file(tmp_path / "one.safetensors", {"token": np.asarray(first + 1, np.int32)})
+        _, banned = await answer(app, COMPLETIONS, body | {"inputs": "one"})
+        assert first not in banned["choices"][0]["token_ids"]
+        status, found = await answer(app, COMPLETIONS, body | {"inputs": "two"})
+        assert (status, found["error"]["param"]) == (400, "inputs")
+        assert "'two' is not in" in found["error"]["message"]
+
+    run(model, work, options={"hooks": BANS}, inputs=tmp_path)
+    status, found = served(model, body | {"inputs": "one"})
+    assert (status, found["error"]["param"]) == (400, "inputs")
+    assert "start the server with --inputs DIR" in found["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
