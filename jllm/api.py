@@ -11,6 +11,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.one_run import options_for_run
 from jllm.engine.options import EngineKeywords
 from jllm.engine.request import Completion, SamplingParams
+from jllm.engine.tapped import Tokens
 from jllm.errors import RequestError, counted
 from jllm.model.model import Model
 from jllm.programs.executables import jax_cache_is_on
@@ -34,12 +35,14 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     inputs: Any = None,
+    tokens: Tokens = "last",
     **options: Unpack[EngineKeywords],
 ) -> list[Completion]:
     """Completes prompts (text, or lists of token ids), batched continuously.
 
     `sampling` is one SamplingParams for all prompts, or a list with one for each. `inputs` are arrays that the hooks
-    declare (Hooks.inputs), for all prompts, or a list with those of each. `options` are the fields of EngineOptions
+    declare (Hooks.inputs), for all prompts, or a list with those of each. With the option `taps`, all completions have
+    these values of their `tokens`, as Engine.submit does. `options` are the fields of EngineOptions
     (max_slots, page_size, num_pages, max_step_tokens, kv_cache, ...). Returns the completions in the order of the
     prompts, n for each.
 
@@ -47,7 +50,7 @@ def generate(
     command's cache (programs/folder.py), unless JAX has a cache of its own. executables=FOLDER saves them in that
     folder, and executables=None does not save them.
     """
-    pieces = stream(model, prompts, sampling, inputs=inputs, **options)
+    pieces = stream(model, prompts, sampling, inputs=inputs, tokens=tokens, **options)
     done = {(p.prompt, p.sample): p.completion for p in pieces if p.completion}
     return [done[key] for key in sorted(done)]
 
@@ -58,6 +61,7 @@ def stream(
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     inputs: Any = None,
+    tokens: Tokens = "last",
     **options: Unpack[EngineKeywords],
 ) -> Iterator[Piece]:
     """Completes prompts as generate does, but yields pieces as tokens come. Raises for bad arguments at the call,
@@ -83,9 +87,10 @@ def stream(
         for ids, params in requests:
             engine.check(ids, params)
         own = [engine.check_inputs(one) for one in inputs]
+        asked = {"taps": options.get("taps") or (), "tokens": tokens}
         if requests:
             engine.compile_ahead(sampling)
-        index = {engine.submit(*requests[i], inputs=own[i]): i for i in range(len(requests))}
+        index = {engine.submit(*requests[i], inputs=own[i], **asked): i for i in range(len(requests))}
     except BaseException:
         engine.close()
         raise

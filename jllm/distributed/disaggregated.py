@@ -35,9 +35,9 @@ class Disaggregated(Replicas):
 
     Each engine has its own device or mesh. The first device computes prompts and their first tokens. Pages are copied
     from device to device while it decodes. Once they have arrived, the request continues on the second device. While
-    all slots there are taken, requests continue on the first device. Requests with token penalties, inputs or a
-    snapshot start on the second device: they need their prompt where they decode. When a device fails, its requests
-    begin again on the other. Replicas does the same.
+    all slots there are taken, requests continue on the first device. Requests with token penalties, inputs, taps
+    or a snapshot start on the second device: they need their prompt where they decode. When a device fails, its
+    requests begin again on the other. Replicas does the same.
     """
 
     def __init__(
@@ -146,8 +146,7 @@ class Disaggregated(Replicas):
             raise
 
     def _place(self, request: Request) -> Future:
-        given = request.snapshot is not None or request.inputs is not None
-        whole = given or request.sampling.counts_tokens
+        whole = request.snapshot is not None or bool(request.own()) or request.sampling.counts_tokens
         wanted, other = (self._decode, self._prefill) if whole else (self._prefill, self._decode)
         best = other if wanted.engine.closed else wanted
         request.weights = best.weights

@@ -30,6 +30,11 @@ def _always(samples: int) -> bool:
     return True
 
 
+def _stays(seq: Sequence) -> bool:
+    """Returns whether a sample has what cannot leave its engine."""
+    return seq.params.counts_tokens or seq.inputs is not None or seq.taps is not None
+
+
 @dataclass
 class Leaving:
     """The part of a loop that hands requests over once each of their samples has begun.
@@ -53,7 +58,7 @@ class Leaving:
         """
         for seq in (chunk.seq for chunk in plan.chunks if chunk.final):
             length = loop.scheduler.sharing.whole(len(seq.prompt))
-            wanted = self.to is not None and length and not seq.params.counts_tokens
+            wanted = self.to is not None and length and not _stays(seq)
             if wanted and seq.request_id not in self.sent and self.likely(seq.params.n):
                 self.sent[seq.request_id] = self._send(loop, seq, length)
 
@@ -62,7 +67,7 @@ class Leaving:
         read yet: all others have left, or stay."""
         for request_id in dict.fromkeys(seq.request_id for seq in loop.scheduler.running if seq.output):
             samples = loop.ledger.request(request_id).unfinished
-            stays = any(not seq.output or seq.params.counts_tokens or seq.inputs for seq in samples.values())
+            stays = any(not seq.output or _stays(seq) for seq in samples.values())
             if not stays and self.room(len(samples)):
                 self.gone.append(self._take_out(loop, request_id))
         plan = None if loop.in_flight is None else loop.in_flight.plan

@@ -38,6 +38,7 @@ from jllm.engine.loop import first_line
 from jllm.engine.metrics import Metrics
 from jllm.engine.placement import check_count
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.tapped import Asked, Tokens, read_asked
 from jllm.errors import (
     ConfigError,
     EngineClosed,
@@ -53,6 +54,7 @@ from jllm.guides.matcher import Guides, guides_of
 from jllm.model.hooks import Hooks, InputShapes
 from jllm.model.model import Model, end_ids
 from jllm.model.params import Params
+from jllm.model.taps import resolve_taps
 from jllm.parallel.mesh import ranks_of
 from jllm.programs.tracing import settings
 from jllm.speculative.drafter import Drafter
@@ -79,10 +81,10 @@ def start_processes(
     values = {"the model": given, "make": make, **options, "JAX's settings": settings(), "compared": compared}
     packed = Packed(values)
     policy, hooks = policy_of(options.get("kv_policy") or "paged"), options.get("hooks")
-    inputs = hooks.inputs if isinstance(hooks, Hooks) else None
+    own = hooks.inputs if isinstance(hooks, Hooks) else None, options.get("taps") or ()
     with packed.file:
         for place, gpus in enumerate(shares):
-            started.append(EngineProcess(place, gpus, size, packed, policy, inputs, news))
+            started.append(EngineProcess(place, gpus, size, packed, policy, own, news))
         head = None
         for each in started:
             head = each.wait(head)
@@ -190,17 +192,17 @@ class EngineProcess:
         mesh: int | None,
         packed: Packed,
         policy: Policy,
-        inputs: InputShapes | None,
+        own: tuple[InputShapes | None, Sequence[str]],
         news: "queue.SimpleQueue[News]",
     ):
-        """Starts the process, and does not wait for it."""
+        """Starts the process, and does not wait for it. `own` are the inputs that its hooks declare, and its taps."""
         self.name = f"engine {place} ({', '.join(gpus) or 'CPU'})"
         self.failed, self.closed = False, False
         self.stands = False  # whether its engine has work, and sleeps
         self.weights: object = 0  # as of a Replica
         self.mesh = mesh
         self.last_events: tuple[Event, ...] = ()
-        self._policy, self._inputs, self._news, self._closing = policy, inputs, news, False
+        self._policy, self._own, self._news, self._closing = policy, own, news, False
         self._line, theirs = Pipe()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # an engine that does not read stops no one
         self._outbox.put(pickle.dumps((self.name, place == 0, bool(gpus), mesh, packed.pickles)))
@@ -323,7 +325,12 @@ class EngineProcess:
 
     def check_inputs(self, inputs: Any) -> Inputs | None:
         """Returns Engine.check_inputs, likewise."""
-        return read_inputs(inputs, self._inputs)
+        return read_inputs(inputs, self._own[0])
+
+    def check_taps(self, taps: Sequence[str] | Asked, tokens: Tokens, samples: int) -> Asked | None:
+        """Returns Engine.check_taps, likewise."""
+        declared = resolve_taps(self._own[1], self.head.config.num_layers)
+        return read_asked(taps, tokens, samples, declared, self.sizes.limits)
 
     def compile_ahead(self, samplings: Iterable[SamplingParams] = (), *, wait: bool = True) -> int:
         return self._ask("compile_ahead", list(samplings), wait=wait).result()

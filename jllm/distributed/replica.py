@@ -15,6 +15,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.inputs import Inputs
 from jllm.engine.moved import Handover
 from jllm.engine.request import Completion, Event, SamplingParams, Timings
+from jllm.engine.tapped import Asked
 from jllm.errors import EngineClosed, EngineNotReady, RequestError
 from jllm.files.snapshot import Snapshot
 
@@ -78,6 +79,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # seconds, from `submitted` on
     inputs: Inputs | None = None
+    taps: Asked | None = None
     tokens: int = 0  # most tokens that are still to be computed
     moved: bool = False  # whether it has begun again
     weights: object = 0  # Replica.weights where it began
@@ -93,6 +95,11 @@ class Request:
         if deadline is not None:
             deadline = max(0.0, self.submitted + deadline - time.perf_counter())
         return {"priority": self.priority, "deadline": deadline}
+
+    def own(self) -> dict[str, Any]:
+        """Returns the arrays that it brings and the values that it asks for, if there are any."""
+        given = {"inputs": self.inputs, "taps": self.taps}
+        return {name: value for name, value in given.items() if value is not None}
 
     def hand_over(self) -> None:
         """Lets another engine have it with all its samples. Text and tokens that were sent are not sent again."""
@@ -250,8 +257,7 @@ class Replica:
 
     def _submit(self, request: Request) -> None:
         if request.snapshot is None:
-            own = request.urgency() | ({} if request.inputs is None else {"inputs": request.inputs})
-            local = self.engine.submit(request.prompt, request.sampling, **own)
+            local = self.engine.submit(request.prompt, request.sampling, **request.urgency(), **request.own())
         elif isinstance(request.snapshot, Handover):
             local = self.engine.take_in(request.snapshot, **request.urgency())
         else:

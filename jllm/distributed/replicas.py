@@ -32,6 +32,7 @@ from jllm.engine.metrics import Metrics
 from jllm.engine.options import EngineKeywords
 from jllm.engine.placement import Placement, copy_to, find_placements, name_of
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.tapped import Asked, Tokens
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, WeightsError
 from jllm.files.snapshot import Snapshot
 from jllm.guides.matcher import Guides
@@ -171,6 +172,10 @@ class Replicas:
         """Returns a request's own arrays, or raises the error that submit would raise."""
         return self._alive()[-1].engine.check_inputs(inputs)
 
+    def check_taps(self, taps: Sequence[str] | Asked, tokens: Tokens, samples: int) -> Asked | None:
+        """Returns the values that a request asks for, or raises the error that submit would raise."""
+        return self._alive()[-1].engine.check_taps(taps, tokens, samples)
+
     @property
     def guides(self) -> Guides:
         """Returns Engine.guides. Each process has its own; these check requests here."""
@@ -184,11 +189,14 @@ class Replicas:
         priority: int = 0,
         deadline: float | None = None,
         inputs: Any = None,
+        taps: Sequence[str] = (),
+        tokens: Tokens = "last",
     ) -> int:
         """Queues a prompt as Engine.submit does. Priorities order the requests of one engine."""
         ids, own = self.check(prompt, sampling), self.check_inputs(inputs)
+        asked = self.check_taps(taps, tokens, sampling.n)
         check_urgency(priority, deadline)
-        return self._begin(ids, sampling, priority, deadline, inputs=own)[0]
+        return self._begin(ids, sampling, priority, deadline, inputs=own, taps=asked)[0]
 
     def resume(
         self,
@@ -469,6 +477,7 @@ class Replicas:
         share: bool = False,
         awaited: bool = False,
         inputs: Inputs | None = None,
+        taps: Asked | None = None,
     ) -> tuple[int, Future]:
         if sampling.seed is None:  # it is drawn here, so that every engine uses the same one
             sampling = replace(sampling, seed=secrets.randbits(32))
@@ -477,7 +486,7 @@ class Replicas:
             name, left, now = next(self._next_id), set(range(sampling.n)), time.perf_counter()
             prompt, deadline = tuple(map(int, ids)), None if deadline is None else float(deadline)
             request = Request(name, prompt, sampling, snapshot, share, now, left, int(priority), deadline)
-            request.awaited, request.inputs = awaited, inputs
+            request.awaited, request.inputs, request.taps = awaited, inputs, taps
             return name, self._place(request)
 
     def _place(self, request: Request) -> Future:

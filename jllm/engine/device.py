@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import batched, chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from jllm.engine.placement import Placement, on
 from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
+from jllm.engine.tapped import Place, rows_of
 from jllm.engine.weights import Fit, Weights, check_remade, fit_to_round
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files import fingerprint
@@ -58,6 +59,7 @@ class Halfway:
     layout: Layout
     variant: Variant
     logits: Logits
+    tapped: int  # rows
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class InFlight:
     version: int  # of the weights that draw in it
     outputs: Outputs | None  # None: its second half waits for masks
     half: Halfway | None = None  # the inputs of the second half
+    tapped: dict[Sequence, Place] = field(default_factory=dict)  # whose values it returns
 
     def drawn(self, outputs: Outputs) -> Iterator[tuple[Sequence, int, int, tuple[int, ...]]]:
         """Yields what the step drew for each sequence, as ledger.Drawn. `outputs` are on the host."""
@@ -303,7 +306,8 @@ class Device:
         dispatches only the first half; complete() dispatches the second."""
         bucket, variant = self.programs.choose(need, *plan.size, plan.most_rows)
         layout = self.shapes.layout(bucket, variant)
-        buffer = pack_plan(layout, plan, self._page_size)
+        rows, tapped = rows_of(plan, bucket) if variant.taps else ([], {})
+        buffer = pack_plan(layout, plan, self._page_size, rows)
         for seq in plan.loads:
             assert seq.snapshot is not None
             self.load(seq.pages[: -(-seq.snapshot.length // self._page_size)], seq.snapshot)
@@ -317,8 +321,10 @@ class Device:
         self._put_inputs([seq for seq, _ in plan.begun])
         if variant.guided:
             logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
-            return InFlight(plan, bucket, self.version, None, Halfway(buffer, layout, variant, logits))
-        return InFlight(plan, bucket, self.version, self.run(buffer, layout, variant))
+            half = Halfway(buffer, layout, variant, logits, len(rows))
+            return InFlight(plan, bucket, self.version, None, half, tapped)
+        outputs = self.run(buffer, layout, variant, tapped=len(rows))
+        return InFlight(plan, bucket, self.version, outputs, tapped=tapped)
 
     def _put_inputs(self, begun: List[Sequence]) -> None:
         """Puts the inputs of sequences that begin into their slots, if the hooks take any."""
@@ -334,12 +340,14 @@ class Device:
         half = step.half
         assert half is not None
         more = self.shapes.drafter_in(step.bucket), self._hooks, half.logits
-        outputs = self._run(SAMPLE, half.buffer, half.layout, half.variant, *more)
-        return InFlight(step.plan, step.bucket, step.version, outputs)
+        outputs = self._run(SAMPLE, half.buffer, half.layout, half.variant, *more, tapped=half.tapped)
+        return InFlight(step.plan, step.bucket, step.version, outputs, tapped=step.tapped)
 
-    def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
-        """Dispatches one step without waiting for it, and begins to copy its outputs to the host."""
-        return self._run(WHOLE_STEP, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
+    def run(self, buffer: np.ndarray, layout: Layout, variant: Variant, tapped: int = 0) -> Outputs:
+        """Dispatches one step without waiting for it, and begins to copy its outputs to the host, with so many rows of
+        tapped values."""
+        more = self.shapes.drafter_in(layout.bucket), self._hooks
+        return self._run(WHOLE_STEP, buffer, layout, variant, *more, tapped=tapped)
 
     def wants_drafts(self, step: InFlight) -> bool:
         """Returns whether the step after a guided one may verify drafts."""
@@ -351,12 +359,15 @@ class Device:
         assert self._state is not None
         self._state = between_steps.guide(self._state, slots, allowed, coming)
 
-    def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any) -> Any:
+    def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any, tapped: int = 0) -> Any:
         assert self._state is not None
         self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
         self._state, found = self.programs.run(key, self._stacked, self._state, buffer, *more)
         if part != FORWARD:
+            if tapped < layout.tapped:
+                some = min(layout.tapped, 1 << max(0, tapped - 1).bit_length())  # few sizes are compiled
+                found = replace(found, taps=between_steps.first_rows(found.taps, some))
             for leaf in jax.tree.leaves(found):
                 leaf.copy_to_host_async()
         return found

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Sequence_
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from jllm.engine.reuse import known_tokens
 from jllm.engine.samples import begun, go_on
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.engine.tapped import Asked, Tokens, read_asked
 from jllm.engine.turns import Turns, in_turn
 from jllm.engine.weights import Weights
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, RequestError, SnapshotError
@@ -30,12 +32,14 @@ from jllm.files.snapshot import SEVERAL, Snapshot, join
 from jllm.guides.matcher import Guides
 from jllm.model.hooks import Hooks
 from jllm.model.params import Params
+from jllm.model.taps import resolve_taps
 from jllm.programs.sizes import EngineSizes
 from jllm.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
     from jllm.model.model import Model
 
+Names = Sequence_[str]
 Running = Literal["recompute", "keep", "finish"]  # what becomes of samples that run when the weights change
 RUNNING: tuple[Running, ...] = get_args(Running)
 
@@ -72,6 +76,7 @@ class Engine:
         self._options = make_options(with_drafter(options, model))
         self._device = device(model.config, model.params, self._options)
         self._loop = loop(model, self._options, self._device, scheduler, beside)
+        self._taps = resolve_taps(self._options.taps or (), model.config.num_layers)
         self._scheduler, self._ledger = self._loop.scheduler, self._loop.ledger
         self._next_id = self._newest = 0  # the next request's id, and the version of the newest update
         self._closed: str | None = None
@@ -148,8 +153,10 @@ class Engine:
         until the rest is ready. metrics() has seconds, programs and hits of the persistent cache.
         """
         self._check_open()
-        variant = self._loop.gate.wants(list(samplings))
-        return self._device.compile_ahead(variant, wait)
+        gate, samplings = self._loop.gate, list(samplings)
+        if self._taps:  # steps without a request for values do not return them
+            self._device.compile_ahead(gate.wants(samplings, tapped=True), wait)
+        return self._device.compile_ahead(gate.wants(samplings), wait)
 
     def submit(
         self,
@@ -159,6 +166,8 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         inputs: Any = None,
+        taps: Names = (),
+        tokens: Tokens = "last",
     ) -> int:
         """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
 
@@ -166,11 +175,16 @@ class Engine:
         stop running ones (scheduler.py explains who starves). The first step after `deadline` seconds ends all
         unfinished samples, with finish_reason "deadline" and the tokens that they have. `inputs` are arrays of the
         request's own, as the engine's hooks declare them (Hooks.inputs).
+
+        `taps` are names of values inside the forward pass, of those that Engine(taps=...) declares. The completion has
+        them for "last", the rows that draw its tokens, for "all", or for a slice of token indices. Index i is of the
+        row that reads token i of the prompt and what follows.
         """
         ids, own = tuple(self.check(prompt, sampling)), self.check_inputs(inputs)
+        asked = self.check_taps(taps, tokens, sampling.n)
         check_urgency(priority, deadline, self._config)
         with self._turns.turn():
-            return self._submit(ids, sampling, priority, deadline, own)
+            return self._submit(ids, sampling, priority, deadline, own, asked=asked)
 
     def _submit(
         self,
@@ -181,6 +195,7 @@ class Engine:
         inputs: Inputs | None,
         snapshot: Snapshot | None = None,
         private: bool = False,
+        asked: Asked | None = None,
     ) -> int:
         self._check_open()
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
@@ -188,6 +203,8 @@ class Engine:
         guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
         own = ids, sampling, seed, longest
         seqs = [Sequence(request_id, sample, *own, inputs=inputs) for sample in range(sampling.n)]
+        for seq in seqs if asked is not None else ():
+            seq.taps = asked.begin(len(ids))
         for seq in seqs if snapshot is not None and snapshot.length else ():
             seq.snapshot, seq.private = snapshot, private
         self._add(seqs, guided, priority, deadline)
@@ -233,6 +250,11 @@ class Engine:
         hooks = self._options.hooks
         return read_inputs(inputs, None if hooks is None else hooks.inputs)
 
+    def check_taps(self, taps: Names | Asked, tokens: Tokens, samples: int) -> Asked | None:
+        """Returns the values that a request of so many samples asks for, or raises the error that submit would
+        raise."""
+        return read_asked(taps, tokens, samples, self._taps, self.sizes.limits)
+
     def _max_length(self, ids: Collection[int], sampling: SamplingParams) -> int:
         return min(len(ids) + sampling.max_new_tokens, self._config.context)
 
@@ -248,6 +270,7 @@ class Engine:
         twin = go_on(Sequence(request_id, index, seq.prompt, seq.params, seq.seed, seq.max_length), begun(seq))
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided, twin.inputs = seq.priority, seq.guided, seq.inputs
+        twin.taps = None if seq.taps is None else seq.taps.copy()
         twin.kept = seq.kept and not self._loop.stale  # what begins anew is kept no longer
         self._loop.add([twin])
         return index

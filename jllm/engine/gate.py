@@ -35,8 +35,8 @@ PATIENCE = 0.05  # seconds that a step waits for the compiler where there is not
 class Gate:
     """Admits sequences to one scheduler once their steps are compiled."""
 
-    def __init__(self, programs: Programs, scheduler: Scheduler, *, by_draws: bool = False):
-        self._programs, self._scheduler, self._by_draws = programs, scheduler, by_draws
+    def __init__(self, programs: Programs, scheduler: Scheduler, *, by_draws: bool = False, taps: tuple[str, ...] = ()):
+        self._programs, self._scheduler, self._by_draws, self._taps = programs, scheduler, by_draws, taps
         self._inside: Counter[Variant] = Counter()  # how many unfinished sequences ask for each variant
         self.waiting: dict[Sequence, Variant] = {}  # by sequence, the variant that it asks for, in the order of arrival
         self._since, self._told = 0.0, False  # when the first of them came, and whether it was logged
@@ -50,19 +50,23 @@ class Gate:
     def need(self, plan: StepPlan) -> Variant:
         """Returns the variant that a step needs. Penalties and guides count if any sequence inside asks for them, other
         features if the step's own sequences do."""
-        inside, sampled = self.inside, []
+        inside, seqs = self.inside, list[Sequence]()
         if inside.breadth or self._by_draws:  # otherwise it need not look at each
-            sampled = [s.params for s in (*plan.decodes, *(c.seq for c in plan.chunks))]
+            seqs = [*plan.decodes, *(c.seq for c in plan.chunks)]
         return replace(
-            self.wants(sampled),
+            self.wants([seq.params for seq in seqs], tapped=any(seq.taps is not None for seq in seqs)),
             penalties=inside.penalties,
             guided=inside.guided,
             prompt_logprobs=any(c.seq.params.prompt_logprobs and c.start < len(c.seq.prompt) - 1 for c in plan.chunks),
         )
 
-    def wants(self, samplings: Collection[SamplingParams]) -> Variant:
-        """Returns the variant that serves all of these at once."""
-        return variant_for(samplings, by_draws=self._by_draws)
+    def wants(self, samplings: Collection[SamplingParams], tapped: bool = False) -> Variant:
+        """Returns the variant that serves all of these at once. `tapped` is whether one asks for values."""
+        found = variant_for(samplings, by_draws=self._by_draws)
+        return replace(found, taps=self._taps) if tapped else found
+
+    def _wanted_by(self, seq: Sequence) -> Variant:
+        return self.wants([seq.params], tapped=seq.taps is not None)
 
     def hold(self) -> None:
         """Makes sequences of new requests wait outside until release()."""
@@ -80,7 +84,7 @@ class Gate:
         """Adds a new sequence, which goes in at once if its steps can run. Raises RequestError if it could never
         run."""
         self._scheduler.arrive(seq)
-        wants = self.wants([seq.params])
+        wants = self._wanted_by(seq)
         # Forks continue a request that is inside, unless what they continue waits too.
         later = self._later is not None and (seq.origin is None or seq.origin in self._later)
         if later:
@@ -141,7 +145,7 @@ class Gate:
                 self._later.discard(seq)
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
             return
-        wants = self.wants([seq.params])
+        wants = self._wanted_by(seq)
         self._inside[wants] -= 1
         self._inside += Counter()  # drops entries whose count is 0
         self._scheduler.finish(seq, reason)

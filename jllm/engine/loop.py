@@ -21,8 +21,10 @@ from jllm.engine.plan import StepPlan
 from jllm.engine.samples import take_prompt_scores
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
+from jllm.engine.tapped import take_drawn, take_prompts
 from jllm.engine.trace import Recorder
 from jllm.guides.matcher import Guided, guides_of
+from jllm.model.taps import resolve_taps
 from jllm.parallel.memory import out_of_memory
 from jllm.step.state import Outputs
 
@@ -73,7 +75,8 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        self.gate = Gate(device.programs, self.scheduler, by_draws=config.mesh is not None)
+        taps = resolve_taps(options.taps or (), config.num_layers)
+        self.gate = Gate(device.programs, self.scheduler, by_draws=config.mesh is not None, taps=taps)
         self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
@@ -254,9 +257,12 @@ class Loop:
         self._failures, self._proposed = 0, outputs.drafts
         if outputs.prompt_logprobs is not None:
             take_prompt_scores(step.plan, outputs)
+        take_prompts(step.tapped, outputs)
+        segments = {seq: i for i, seq in enumerate(step.plan.decodes)} if step.tapped else {}
         now = time.perf_counter()
         for seq, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, step.version, now):
             if kept:
+                take_drawn(seq, step.tapped.get(seq), outputs, segments.get(seq, 0), len(kept))
                 self.scheduler.on_tokens(seq, kept, rows)
             if reason is not None:
                 self._finish(seq, reason, now, kept[:-1] if reason == "stop" else kept)

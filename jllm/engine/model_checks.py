@@ -6,9 +6,10 @@ import jax
 
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, EvaluationError
 from jllm.model.linear import linear
 from jllm.model.params import HEAD, Params, linears
+from jllm.model.taps import SEAMS, resolve_taps, tap_numbers
 from jllm.parallel.mesh import has_processes
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -24,6 +25,23 @@ def check_model(params: Params, config: LlamaConfig, options: EngineOptions) -> 
         )
     if has_processes(config):
         _check_alike(options)
+    if options.taps:
+        _check_taps(options, config)
+
+
+def _check_taps(options: EngineOptions, config: LlamaConfig) -> None:
+    """Raises ConfigError for taps that the model lacks, and for those whose steps round otherwise than steps without
+    them where no step may."""
+    try:
+        names = resolve_taps(options.taps or (), config.num_layers)
+        for name in names:
+            tap_numbers(name, config)
+    except EvaluationError as error:
+        raise ConfigError(f"taps: {error}") from None
+    inner = [name for name in names if name.startswith("layers.") and name.rpartition(".")[2] not in SEAMS]
+    if options.deterministic and inner:
+        seams = ", ".join(f"layers.*.{name}" for name in SEAMS)
+        raise ConfigError(f"taps: a step that keeps {inner[0]} may round otherwise, and deterministic takes {seams}")
 
 
 def _check_alike(options: EngineOptions) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
@@ -56,13 +57,15 @@ class EngineOptions:
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
     drafts: int | None = None  # drafts of each sequence in a step; default: some, where they pay
     hooks: Hooks | None = None  # the caller's functions inside the steps
+    taps: tuple[str, ...] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
+    tap_rows: int | None = None  # most rows of these in a step, which are device memory; default: max_step_tokens
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
     progress: bool | None = None  # whether standard error shows compilation; default: only a terminal does
     trace: Sink | None = None  # the file, or the list, that records the schedule (engine/trace.py)
 
     def __post_init__(self):
-        for name in ("max_slots", "num_pages", "max_step_tokens"):
+        for name in ("max_slots", "num_pages", "max_step_tokens", "tap_rows"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, not {value!r}")
@@ -100,6 +103,10 @@ class EngineOptions:
             raise ConfigError(f"hooks must be jllm.Hooks, not {self.hooks!r}")
         if self.hooks is not None and self.hooks.observe is not None and self.speculate is not None:
             raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
+        if isinstance(self.taps, str) or not all(isinstance(name, str) for name in self.taps or ()):
+            raise ConfigError(f"taps must be a list of names, not {self.taps!r}")
+        if self.tap_rows is not None and not self.taps:
+            raise ConfigError("tap_rows has no meaning without taps: leave it out")
         if self.drafts is not None:
             check_drafts(self.drafts, self.speculate)
         if isinstance(self.speculate, Drafter) and self.speculate.tree.size == 1:
@@ -152,6 +159,8 @@ class EngineKeywords(TypedDict, total=False):
     speculate: str | Drafter | None
     drafts: int | None
     hooks: Hooks | None
+    taps: SequenceOf[str] | None
+    tap_rows: int | None
     executables: str | os.PathLike | None
     compile_processes: int | None
     progress: bool | None
@@ -218,5 +227,8 @@ def resolve(options: EngineOptions, config: LlamaConfig, affordable_pages: int) 
         short_rows=rows,
         short_decodes=max((r.decodes for r in buckets if r.rows >= rows), default=short),
         block=shared_block(options.kv_cache, config),
+        tap_rows=(options.tap_rows or tokens) if options.taps else None,
     )
+    if limits.tap_rows is not None and limits.tap_rows < rows:
+        raise ConfigError(f"tap_rows must be at least {rows}, the rows of a sequence in a step, not {limits.tap_rows}")
     return EngineSizes(limits, min(whole, num_pages), buckets)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -97,9 +98,10 @@ class StepPlan:
         return max(self.rows, default=1)
 
 
-def pack_plan(layout: Layout, plan: StepPlan, page_size: int) -> np.ndarray:
-    """Returns the buffer of a planned step, which the device reads."""
+def pack_plan(layout: Layout, plan: StepPlan, page_size: int, tapped: Sequence_[int] = ()) -> np.ndarray:
+    """Returns the buffer of a planned step, which the device reads. `tapped` are the rows whose values it returns."""
     buffer, batch = layout.pack()
+    batch.tapped[: len(tapped)] = tapped
     R = len(plan.decodes)
     batch.decode_rows[:R] = plan.rows
     batch.decode_room[:R] = [seq.mapped * page_size for seq in plan.decodes]
@@ -116,6 +118,7 @@ class PlanParts:
     copies: dict[int, int] = field(default_factory=dict)  # to: from
     loads: list[Sequence] = field(default_factory=list)
     begun: list[tuple[Sequence, int]] = field(default_factory=list)
+    tapped: int = 0  # rows of chunks that requests ask for, beyond those that each running sequence may have
 
     @property
     def empty(self) -> bool:

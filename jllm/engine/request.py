@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
@@ -13,6 +13,8 @@ from jllm.errors import RequestError, UnknownParameterError
 from jllm.guides.guide import Guide
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jllm.model.sampling import Draws
 
 
@@ -192,6 +194,8 @@ class Completion:
     prompt_ranks: tuple[int, ...] | None = None  # with prompt_logprobs: 1 if the token was the most likely one
     prompt_best: tuple[tuple[int, float], ...] | None = None  # with prompt_logprobs: the most likely token, its logprob
     versions: tuple[int, ...] = ()  # one for each of token_ids: the version of the weights that drew it
+    # The values that submit(taps=, tokens=) asked for [n, ...] by name: of the rows that read these tokens.
+    taps: Mapping[str, "np.ndarray"] | None = field(default=None, compare=False)
 
 
 class Event(NamedTuple):

@@ -65,9 +65,9 @@ class Sharing:
     def must_wait(self, seq: Sequence) -> bool:
         """Returns whether the sequence that this one continues will soon compute their common beginning."""
         origin = seq.origin
-        if origin is None or not _may_skip(seq) or origin.slot is None or origin.finished or not origin.prefilling:
+        if origin is None or origin.slot is None or origin.finished or not origin.prefilling:
             return False
-        return known_tokens(origin) < min(seq.common, seq.length - 1)
+        return known_tokens(origin) < min(seq.common, seq.skippable)
 
     def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
         """Yields prefixes that seq could begin with, best first. If seq is alone, the last one leaves it all pages of
@@ -76,11 +76,11 @@ class Sharing:
             yield ReusedPrefix(tokens=self.whole(min(seq.snapshot.length, seq.length - 1)), snapshot=True)
             return
         best = self._continues(seq)
-        if self.cache is not None and seq.snapshot is None and _may_skip(seq):
+        if self.cache is not None and seq.snapshot is None and seq.skippable:
             match = self.cache.lookup(seq.tokens, seq.key)
             if match.tokens >= best.tokens:
                 best = ReusedPrefix(match.pages, match.source, match.tokens, cached=True)
-        best = self._cut(best, self.whole(best.tokens))
+        best = self._cut(best, self.whole(min(best.tokens, seq.skippable)))
         yield best
         if best.source is not None:  # this page is held besides seq's own until it is copied
             size = self.pool.page_size
@@ -137,17 +137,11 @@ class Sharing:
     def _continues(self, seq: Sequence) -> ReusedPrefix:
         """Returns the prefix from the sequence that seq continues, while that one holds its pages."""
         origin = seq.origin
-        if origin is None or origin.slot is None or origin.finish_reason == "error" or not _may_skip(seq):
+        if origin is None or origin.slot is None or origin.finish_reason == "error":
             return ReusedPrefix()
-        tokens = self.whole(min(known_tokens(origin), seq.common, seq.length - 1))
+        tokens = self.whole(min(known_tokens(origin), seq.common, seq.skippable))
         full, part = divmod(tokens, self.pool.page_size)
         return ReusedPrefix(tuple(origin.pages[:full]), origin.pages[full] if part else None, tokens)
-
-
-def _may_skip(seq: Sequence) -> bool:
-    """Returns whether seq needs no result of computing its prompt: no log-probabilities, and no penalty counts, which
-    the device takes from chunks."""
-    return not (seq.params.prompt_logprobs or seq.params.counts_tokens)
 
 
 def known_tokens(seq: Sequence) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, drafter_of, resolve
@@ -14,6 +15,7 @@ from jllm.files.fit import SCHEMES, page_bytes, step_bytes, would_fit
 from jllm.model.cache import make_tails, parse_kv_cache
 from jllm.model.params import Params, tree_bytes
 from jllm.model.sampling import words
+from jllm.model.taps import resolve_taps, tap_numbers
 from jllm.parallel.memory import gib, is_host
 from jllm.programs.sizes import EngineSizes
 from jllm.programs.step_room import largest
@@ -92,6 +94,11 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
 def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
     found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
     drafter = drafter_of(options)
+    if options.taps:  # the newest step's values, and those that are on their way to the host
+        limits = resolve(options, config, options.max_slots).limits
+        names = resolve_taps(options.taps, config.num_layers)
+        numbers = sum(tap_numbers(name, config) for name in names)
+        found += 2 * (limits.tap_rows or 0) * numbers * jnp.dtype(dtype).itemsize
     formats, rows = parse_kv_cache(options.kv_cache, config, dtype), 1 if drafter is None else drafter.tree.size
     tails = dtype, options.max_slots, options.page_size, rows
     found += tree_bytes(jax.eval_shape(lambda: make_tails(config, formats, *tails)))

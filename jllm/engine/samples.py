@@ -112,6 +112,7 @@ def completion(seq: Sequence, reason: str, seconds: float) -> Completion:
         prompt_ranks=tuple(rank for _, rank, _ in scores) if scored else None,
         prompt_best=tuple(best for *_, best in scores) if scored else None,
         versions=tuple(seq.versions[: len(tokens)]),
+        taps=None if seq.taps is None else seq.taps.values(),
     )
 
 

@@ -300,6 +300,8 @@ class Scheduler(PageTables):
             return False
         if self.refused == (seq, self.returns) or self.sharing.must_wait(seq):
             return False
+        if seq.taps is not None and self._tap_rows(parts) < self.limits.short_rows:
+            return False
         for reused in self.sharing.candidates(seq, not self.running):
             self.sharing.take(seq, reused)
             if self.policy.admit(seq, self.running):
@@ -332,10 +334,25 @@ class Scheduler(PageTables):
         if not budget or len(parts.chunks) == self.limits.max_chunks:
             return 0
         want = seq.prefill_end - seq.computed
+        if seq.taps is not None:
+            wanted, most = (
+                seq.taps.wanted(seq.computed, seq.prefill_end),
+                self.limits.short_rows + self._tap_rows(parts),
+            )
+            want = wanted[most] - seq.computed if len(wanted) > most else want
         n = self._grow(seq, seq.computed + min(budget, want), parts)
         if n:
             parts.chunks.append(next_chunk(seq, n, self.pool.page_size))
+            if seq.taps is not None:
+                rows = len(seq.taps.wanted(seq.computed, seq.computed + n))
+                parts.tapped += max(0, rows - self.limits.short_rows)
         return n
+
+    def _tap_rows(self, parts: PlanParts) -> int:
+        """Returns how many rows of the step more requests may ask for. Each running sequence that asks has those of its
+        next decode for itself."""
+        running = sum(seq.taps is not None for seq in self.running)
+        return (self.limits.tap_rows or 0) - running * self.limits.short_rows - parts.tapped
 
     def on_tokens(self, seq: Sequence, tokens: Collection[int], rows: int = 1) -> None:
         """Takes in the tokens that a step sampled for seq, at least one; the step had `rows` rows for it. Tokens after

@@ -11,6 +11,7 @@ from jllm.engine.request import SamplingParams, TokenLogprob
 if TYPE_CHECKING:
     from jllm.engine.inputs import Inputs
     from jllm.engine.moved import DevicePages
+    from jllm.engine.tapped import Tapped
     from jllm.files.snapshot import Snapshot
     from jllm.guides.matcher import Matcher
 
@@ -55,6 +56,7 @@ class Sequence:
     origin: Optional["Sequence"] = None  # the sequence that it continues: another sample, or the one that was forked
     common: int = 0  # tokens that both begin with
     inputs: "Inputs | None" = None  # the request's own arrays
+    taps: "Tapped | None" = None  # the values that it asks for
     guided: int = 0  # where the text of its guide begins, if it has one
     snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens, which are used as they are
     moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
@@ -79,6 +81,15 @@ class Sequence:
     told: int = 0  # how many of these log-probabilities events had
     prompt_scores: dict[int, tuple[float, int, tuple[int, float]]] = field(default_factory=dict)  # by position: log p,
     # rank, and the most likely token with its log p
+
+    @property
+    def skippable(self) -> int:
+        """Returns how many of its first tokens need not be computed if their K and V are there. Prompt
+        log-probabilities, penalty counts and values that it asks for come from computing them."""
+        if self.params.prompt_logprobs or self.params.counts_tokens:
+            return 0
+        wanted = self.taps.wanted(0, self.length - 1) if self.taps is not None else None
+        return wanted.start if wanted else self.length - 1
 
     @property
     def key(self) -> Hashable:

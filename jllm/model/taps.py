@@ -51,6 +51,7 @@ LINEAR = {  # linear layers that take addends (hooks.py), by the fields of their
     "gate_up": "mlp_norm",
     "down": "silu_mul",
 }
+ROWS_OF_HEAD = ("norm", "logits")  # the names of TOP that have the rows of the head
 SEAMS = ("input", "middle", "output")  # the names of LAYER outside a layer's two blocks
 EXPERTS = {  # of a Mixture of Experts, after mlp_norm; such a layer has neither gate_up nor silu_mul
     "router": "[T, X] the experts' scores, before softmax",
@@ -152,6 +153,22 @@ def resolve_linear(patterns: Sequence[str], num_layers: int) -> tuple[str, ...]:
             what = f"the model has layers 0 .. {num_layers - 1}, each with {', '.join(LINEAR)}"
             raise EvaluationError(f"unknown linear layer {pattern!r}; {what}")
     return tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def tap_numbers(name: str, config: "LlamaConfig") -> int:
+    """Returns how many numbers a row of a named value has. Raises EvaluationError for attention weights, which have one
+    for each key."""
+    value, axes = name.rpartition(".")[2], config.axes
+    if value == "weights":
+        raise EvaluationError(
+            f"tap {name}: attention weights are too large to keep; jllm.analysis.activations has them"
+        )
+    heads, pairs = axes["heads"] * config.head_dim, axes["kv_heads"] * config.head_dim
+    chosen = 0 if config.experts is None else config.experts.chosen
+    sizes = {"qkv": heads + 2 * pairs, "q": heads, "k": pairs, "v": pairs, "attention": heads}
+    sizes |= {"gate_up": 2 * config.intermediate_size, "silu_mul": config.intermediate_size, "routes": chosen}
+    sizes |= {"logits": config.vocab_size, "router": 0 if config.experts is None else config.experts.count}
+    return sizes.get(value, config.hidden_size)
 
 
 def _means(pattern: str, name: str) -> bool:

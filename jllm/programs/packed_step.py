@@ -31,11 +31,12 @@ class Layout:
     deltas: int  # most page table changes of a step
     bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
     wanted: bool = True  # whether a later step may verify drafts
+    tapped: int = 0  # rows whose tapped values it returns
 
     def empty(self) -> RaggedBatch:
         """Returns an empty batch of this size."""
         bucket = self.bucket
-        sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows}
+        sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows, "tapped": self.tapped}
         return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
 
     @property

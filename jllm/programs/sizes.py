@@ -25,6 +25,7 @@ class Limits:
     short_rows: int = 1  # Q: rows of a short segment: a sequence's newest token and its drafts
     short_decodes: int | None = None  # most decodes of a step in which they have several rows; None: max_slots
     block: int = 1  # a reused prefix has a multiple of this many tokens
+    tap_rows: int | None = None  # rows in a step whose values requests may ask for; None: no request may
 
     def __post_init__(self):
         for f in fields(self):

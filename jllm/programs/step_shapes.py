@@ -52,7 +52,8 @@ class StepShapes:
         limits = self.sizes.limits
         wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
         bias = MAX_LOGIT_BIAS if variant.penalties else 0
-        return Layout(bucket, limits.max_deltas, bias, wanted)
+        tapped = min(limits.tap_rows or 0, bucket.size) if variant.taps else 0
+        return Layout(bucket, limits.max_deltas, bias, wanted, tapped)
 
     def tree(self, bucket: Bucket | None = None) -> Tree:
         """Returns the tree of each sequence's drafts in a step of this size (default: the largest)."""

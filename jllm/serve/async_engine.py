@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +14,7 @@ from jllm.engine.checks import Prompt, check_urgency
 from jllm.engine.engine import Engine
 from jllm.engine.inputs import Inputs
 from jllm.engine.request import Event, SamplingParams
+from jllm.engine.tapped import Asked, Tokens
 from jllm.errors import EngineClosed, EngineNotReady, QueueFull, RequestError
 from jllm.guides.guide import Guide
 from jllm.guides.guide_trials import MOST
@@ -146,6 +147,8 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         inputs: Any = None,
+        taps: Sequence[str] = (),
+        tokens: Tokens = "last",
         ends_only: bool = False,
     ) -> Stream:
         """Queues a prompt as Engine.submit does, and checks it in a separate thread. With ends_only, the stream has
@@ -154,11 +157,15 @@ class AsyncEngine:
         Raises RequestError for a bad prompt, QueueFull if the queue is full, and EngineClosed after close().
         """
         plain = replace(sampling, guide=None) if isinstance(sampling, SamplingParams) else sampling
-        ids = await asyncio.to_thread(self.check, prompt, plain)
-        own = await asyncio.to_thread(self.check_inputs, inputs)
+
+        def check() -> tuple[list[int], Inputs | None, Asked | None]:
+            values = self._engine.check_taps(taps, tokens, plain.n) if taps or tokens != "last" else None
+            return self.check(prompt, plain), self.check_inputs(inputs), values
+
+        ids, own, values = await asyncio.to_thread(check)
         await self.check_guide(sampling.guide)
         asked: dict[str, Any] = {"priority": priority, "deadline": deadline, "ends_only": ends_only}
-        return self.submit_all([(ids, sampling)], **asked, inputs=own)
+        return self.submit_all([(ids, sampling)], **asked, inputs=own, taps=values)
 
     async def check_guide(self, guide: Guide | None) -> None:
         """Compiles a guide, if there is one, in threads that nothing else waits for. Raises RequestError for a bad
@@ -195,10 +202,11 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         inputs: Inputs | None = None,
+        taps: Asked | None = None,
         ends_only: bool = False,
     ) -> Stream:
-        """Queues all requests or none. All must have passed check(). If one must end, they all end. `inputs`, which
-        check_inputs() returned, are those of all."""
+        """Queues all requests or none. All must have passed check(). If one must end, they all end. `inputs` and
+        `taps` are those of all, as check_inputs() and Engine.check_taps() return them."""
         check_urgency(priority, deadline)
         requests = list(requests)
         samples = sum(sampling.n for _, sampling in requests)
@@ -210,7 +218,9 @@ class AsyncEngine:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
         stream = Stream(self, samples, ends_only)
         self._open.add(stream)
-        self._ask(lambda: self._submit(stream, requests, priority, deadline, inputs))
+        asked = {"priority": priority, "deadline": deadline, "inputs": inputs}
+        asked |= {} if taps is None else {"taps": taps}
+        self._ask(lambda: self._submit(stream, requests, asked))
         return stream
 
     def refuse(self, reason: str = "it is being closed") -> None:
@@ -299,18 +309,11 @@ class AsyncEngine:
             if not (self._stop or self._inbox):
                 self._changed.wait(REST)
 
-    def _submit(
-        self,
-        stream: Stream,
-        requests: Sequence[Request],
-        priority: int,
-        deadline: float | None,
-        inputs: Inputs | None,
-    ) -> None:
+    def _submit(self, stream: Stream, requests: Sequence[Request], asked: Mapping[str, Any]) -> None:
+        """Submits the requests of a stream, with these options of submit()."""
         for place, (prompt, sampling) in enumerate(requests):
             try:
-                own: dict[str, Any] = {"priority": priority, "deadline": deadline, "inputs": inputs}
-                request = self._engine.submit(prompt, sampling, **own)
+                request = self._engine.submit(prompt, sampling, **asked)
             except Exception as error:  # concerns this request alone: the engine goes on
                 self._abort(stream)
                 self._hand_over([(stream, error)])

@@ -54,6 +54,7 @@ class RaggedBatch:
     chunk_final: AnyArray  # [B] 1: it has the sequence's last known token, so a token is sampled
     chunk_room: AnyArray  # [B] as decode_room
     prompt_len: AnyArray  # [B] tokens of the original prompt (later ones were generated)
+    tapped: AnyArray  # [N] the rows whose tapped values the step returns; of length 0: all
     sampling: Sampling  # a row a chunk
     width: int = field(default=1, metadata={"static": True})  # Q: rows of a short segment
 
@@ -73,9 +74,12 @@ class PromptChunk:
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # by names of Sampling's fields
 
 
-def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1) -> RaggedBatch:
+def empty_batch(
+    decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1, tapped: int = 0
+) -> RaggedBatch:
     """Returns a batch of nothing but padding, in numpy. It has room for R decodes of Q rows (`width`), C tokens in B
-    chunks, and L page table changes. `bias` is X, the logit bias entries of a sequence; 0 leaves out penalties."""
+    chunks, L page table changes, and N tapped rows. `bias` is X, the logit bias entries of a sequence; 0 leaves out
+    penalties."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
@@ -93,6 +97,7 @@ def empty_batch(decodes: int, tokens: int, chunks: int, *, deltas: int, bias: in
         chunk_final=ints(0, chunks),
         chunk_room=ints(NOWHERE, chunks),
         prompt_len=ints(0, chunks),
+        tapped=ints(NOWHERE, tapped),
         sampling=neutral_sampling(chunks, bias),
         width=width,
     )

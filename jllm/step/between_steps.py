@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllm.config import MAX_LOGIT_BIAS, LlamaConfig
-from jllm.model.backbone import Cache
+from jllm.model.backbone import Cache, Taps
 from jllm.model.cache import COPIES, jit_copy_pages
 from jllm.model.hooks import Hooks
 from jllm.model.paged import NOWHERE
@@ -88,6 +88,12 @@ def put_inputs(state: State, slots: Sequence[int], given: Sequence[Any]) -> Stat
 def put_arrays(inputs: Any, slots: jax.Array, new: Any) -> Any:
     """Returns a pytree of arrays of slots [S, ...] with new ones [n, ...] at i32[n] slots."""
     return jax.tree.map(lambda old, some: old.at[slots].set(some), inputs, new)
+
+
+@partial(jax.jit, static_argnames="count")
+def first_rows(taps: Taps, count: int) -> Taps:
+    """Returns the first rows of tapped values, which are fewer to copy to the host."""
+    return {name: value[:count] for name, value in taps.items()}
 
 
 def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: int, tokens: Sequence[int]) -> State:

@@ -14,6 +14,7 @@ from jllm.model.hooks import Edits, HookRows, Hooks, make_edits
 from jllm.model.paged import Paged, chunk_of_row
 from jllm.model.params import Params
 from jllm.model.sampling import TokenCounts, count_tokens, token_logprobs, token_ranks
+from jllm.model.taps import ROWS_OF_HEAD
 from jllm.parallel.ranks import REPLICATED, STACKED, on_mesh
 from jllm.step.batch import RaggedBatch
 from jllm.step.draws import leaves_parts
@@ -37,7 +38,7 @@ class Logits:
     prompt_ranks: jax.Array | None  # i32[C] of the same, 1 for the most likely token
     prompt_best: jax.Array | None  # i32[C] the most likely token at each target's place
     prompt_best_logprobs: jax.Array | None  # f[C] of prompt_best
-    taps: Taps  # [T, ...] by the variant's names; the head's values [R Q + B, ...]
+    taps: Taps  # [T, ...] by the variant's names; the head's values [R Q + B, ...]; or [N, ...] of the tapped rows
     hidden: jax.Array  # [R Q + B, E], before the final norm
     chunk_hidden: jax.Array  # [C, E]
     hook_rows: HookRows | None = None  # of the values, without `inputs`, which the state has
@@ -91,6 +92,8 @@ def forward(
     if variant.prompt_logprobs and C:
         scores = _score_prompt(params, config, hidden[short:], batch.targets, of_prompt, backend=backend)
     taps = taps | head_taps(params, config, picked, values, variant.taps, backend=backend, edits=of_head)
+    if batch.tapped.shape[0]:
+        taps = _tapped_rows(taps, batch.tapped, short, paged.chunk_cu[1:])
     counts = state.counts
     if variant.penalties:
         assert counts is not None, "the penalties variant needs State.counts"
@@ -98,6 +101,14 @@ def forward(
     hook_rows = None if hook_rows is None else replace(hook_rows, inputs=None)
     logits = Logits(values, rows, *scores, taps, picked, hidden[short:], hook_rows)
     return replace(state, cache=cache, tails=tails, slots=slots, counts=counts), logits
+
+
+def _tapped_rows(taps: Taps, rows: jax.Array, short: int, ends: jax.Array) -> Taps:
+    """Returns the values of these rows i32[N] alone. The head has the short rows, and one row of each chunk."""
+    chunk = jnp.sum(rows[:, None] - short >= ends[None], axis=1, dtype=jnp.int32)
+    of_head = jnp.where(rows < short, rows, short + chunk)
+    at = {name: of_head if name in ROWS_OF_HEAD else rows for name in taps}
+    return {name: jnp.take(value, at[name], axis=0, mode="clip") for name, value in taps.items()}
 
 
 def _change_pages(slots: Slots, deltas: jax.Array) -> Slots:

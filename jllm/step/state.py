@@ -120,8 +120,8 @@ class Variant:
     draws: Draws = Draws.FILTERED  # on a mesh, decides which logits devices exchange: see jllm.step.draws
 
     def __or__(self, other: "Variant") -> "Variant":
-        """Returns a variant that serves both. Both must have the same taps."""
-        wants = {name: getattr(self, name) or getattr(other, name) for name in WANTS}
+        """Returns a variant that serves both. Both must have the same taps, if they have any."""
+        wants = {name: getattr(self, name) or getattr(other, name) for name in (*WANTS, "taps")}
         return replace(self, **wants, draws=max(self.draws, other.draws))
 
     def covers(self, other: "Variant") -> bool:
@@ -137,7 +137,7 @@ class Variant:
     @property
     def breadth(self) -> int:
         """Returns how many of the optional outputs the variant has."""
-        return sum(getattr(self, name) for name in WANTS)
+        return sum(getattr(self, name) for name in WANTS) + bool(self.taps)
 
 
 def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
