@@ -87,10 +87,11 @@ def stream(
         for ids, params in requests:
             engine.check(ids, params)
         own = [engine.check_inputs(one) for one in inputs]
-        asked = {"taps": options.get("taps") or (), "tokens": tokens}
+        taps = options.get("taps") or ()
         if requests:
             engine.compile_ahead(sampling)
-        index = {engine.submit(*requests[i], inputs=own[i], **asked): i for i in range(len(requests))}
+        asked = enumerate(zip(requests, own))
+        index = {engine.submit(*one, inputs=given, taps=taps, tokens=tokens): i for i, (one, given) in asked}
     except BaseException:
         engine.close()
         raise

@@ -213,13 +213,13 @@ class EngineProcess:
         self._ready: Future[Ready] = Future()
         file = packed.file.fileno()
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-        own = {"PYTHONPATH": path} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+        added = {"PYTHONPATH": path} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         command = [sys.executable, "-P", "-c", f"from {main.__module__} import main; main({theirs.fileno()}, {file})"]
         # It has its own session: Ctrl+C goes to this process, which then ends it.
         files = (theirs.fileno(), file)
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=os.environ | own, pass_fds=files, start_new_session=True
+                command, stdin=subprocess.DEVNULL, env=os.environ | added, pass_fds=files, start_new_session=True
             )
         self._writer = threading.Thread(target=self._write, name=f"{self.name}, writer", daemon=True)
         self._reader = threading.Thread(target=self._read, name=self.name, daemon=True)

@@ -323,7 +323,7 @@ class Device:
             logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
             half = Halfway(buffer, layout, variant, logits, len(rows))
             return InFlight(plan, bucket, self.version, None, half, tapped)
-        outputs = self.run(buffer, layout, variant, tapped=len(rows))
+        outputs = _fetch_taps(self.run(buffer, layout, variant), len(rows))
         return InFlight(plan, bucket, self.version, outputs, tapped=tapped)
 
     def _put_inputs(self, begun: List[Sequence]) -> None:
@@ -340,14 +340,13 @@ class Device:
         half = step.half
         assert half is not None
         more = self.shapes.drafter_in(step.bucket), self._hooks, half.logits
-        outputs = self._run(SAMPLE, half.buffer, half.layout, half.variant, *more, tapped=half.tapped)
+        outputs = _fetch_taps(self._run(SAMPLE, half.buffer, half.layout, half.variant, *more), half.tapped)
         return InFlight(step.plan, step.bucket, step.version, outputs, tapped=step.tapped)
 
-    def run(self, buffer: np.ndarray, layout: Layout, variant: Variant, tapped: int = 0) -> Outputs:
-        """Dispatches one step without waiting for it, and begins to copy its outputs to the host, with so many rows of
-        tapped values."""
-        more = self.shapes.drafter_in(layout.bucket), self._hooks
-        return self._run(WHOLE_STEP, buffer, layout, variant, *more, tapped=tapped)
+    def run(self, buffer: np.ndarray, layout: Layout, variant: Variant) -> Outputs:
+        """Dispatches one step without waiting for it, and begins to copy its outputs to the host, but for tapped
+        values."""
+        return self._run(WHOLE_STEP, buffer, layout, variant, self.shapes.drafter_in(layout.bucket), self._hooks)
 
     def wants_drafts(self, step: InFlight) -> bool:
         """Returns whether the step after a guided one may verify drafts."""
@@ -359,16 +358,13 @@ class Device:
         assert self._state is not None
         self._state = between_steps.guide(self._state, slots, allowed, coming)
 
-    def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any, tapped: int = 0) -> Any:
+    def _run(self, part: str, buffer: np.ndarray, layout: Layout, variant: Variant, *more: Any) -> Any:
         assert self._state is not None
         self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
         self._state, found = self.programs.run(key, self._stacked, self._state, buffer, *more)
         if part != FORWARD:
-            if tapped < layout.tapped:
-                some = min(layout.tapped, 1 << max(0, tapped - 1).bit_length())  # few sizes are compiled
-                found = replace(found, taps=between_steps.first_rows(found.taps, some))
-            for leaf in jax.tree.leaves(found):
+            for leaf in jax.tree.leaves(replace(found, taps={})):
                 leaf.copy_to_host_async()
         return found
 
@@ -452,6 +448,18 @@ class Device:
     def _put(self, tree: Any, spec: Any) -> Any:
         """Returns the tree of arrays, placed as steps need it. `spec` is a layout as `place` has it."""
         return jax.device_put(tree, self._home) if self._chosen else place(tree, self._config, spec)
+
+
+def _fetch_taps(outputs: Outputs, rows: int) -> Outputs:
+    """Returns the outputs of a step with the first rows of tapped values alone, and begins to copy these to the
+    host."""
+    if not outputs.taps:
+        return outputs
+    few = 1 << max(0, rows - 1).bit_length()  # few sizes are compiled
+    taps = between_steps.first_rows(outputs.taps, few)
+    for value in taps.values():
+        value.copy_to_host_async()
+    return replace(outputs, taps=taps)
 
 
 def make_files(folder: Path, params: Params, config: LlamaConfig) -> Executables:

@@ -203,8 +203,8 @@ class Engine:
         guided = len(ids) if snapshot is None or snapshot.guided is None else snapshot.guided
         own = ids, sampling, seed, longest
         seqs = [Sequence(request_id, sample, *own, inputs=inputs) for sample in range(sampling.n)]
-        for seq in seqs if asked is not None else ():
-            seq.taps = asked.begin(len(ids))
+        for seq in seqs:
+            seq.taps = None if asked is None else asked.begin(len(ids))
         for seq in seqs if snapshot is not None and snapshot.length else ():
             seq.snapshot, seq.private = snapshot, private
         self._add(seqs, guided, priority, deadline)

@@ -28,7 +28,8 @@ def read_inputs(given: Any, shapes: InputShapes | None) -> Inputs | None:
     if shapes is None:
         raise RequestError("inputs have no meaning here: the engine's hooks declare none (Hooks.inputs)")
     named, (leaves, tree) = shapes.named, jax.tree.flatten(given)
-    if tree == jax.tree.structure(shapes.tree):
+    want: Any = jax.tree.structure(shapes.tree)
+    if want == tree:
         given = dict(zip(named, leaves))
     if not isinstance(given, Mapping) or given.keys() != named.keys():
         got = f"{', '.join(map(str, given)) or 'none'}" if isinstance(given, Mapping) else type(given).__name__

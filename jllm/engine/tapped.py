@@ -65,7 +65,7 @@ class Tapped:
         wanted = self.wanted(indices[0], indices[-1] + 1) if indices else range(0)
         chosen = [row for row, index in zip(rows, indices) if index in wanted]
         if chosen:
-            self.taken.append({name: outputs.taps[name][chosen] for name in self.names})
+            self.taken.append({name: np.asarray(outputs.taps[name])[chosen] for name in self.names})
             self.next = wanted[-1] + self.step
 
     def values(self) -> dict[str, np.ndarray]:
@@ -93,8 +93,9 @@ def read_asked(taps: Any, tokens: Tokens, samples: int, declared: Collection[str
     if not names:
         raise RequestError(f"taps: the engine keeps none of {', '.join(taps)}, but {', '.join(declared)}")
     if isinstance(tokens, slice):
-        ends = (tokens.start or 0, tokens.stop or 0, (tokens.step or 1) - 1)
-        good = all(isinstance(x, Integral) and not isinstance(x, bool) and x >= 0 for x in ends)
+        ends = [x for x in (tokens.start, tokens.stop, tokens.step) if x is not None]
+        good = all(isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0 for x in ends)
+        good = good and tokens.step != 0
     else:
         good = tokens in ("last", "all")
     if not good:

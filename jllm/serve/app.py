@@ -63,9 +63,13 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = await self._wanted(await read_body(scope, receive, self._limits))
         requests = wanted.requests(self._served.context)
-        urgency = {"priority": wanted.priority, "deadline": self._deadline}
-        ends_only = not wanted.stream or wanted.at_once
-        stream = self._engine.submit_all(requests, **urgency, inputs=wanted.inputs, ends_only=ends_only)
+        stream = self._engine.submit_all(
+            requests,
+            priority=wanted.priority,
+            deadline=self._deadline,
+            inputs=wanted.inputs,
+            ends_only=not wanted.stream or wanted.at_once,
+        )
         async with stream:
             answer = answer_to(wanted, self._served)
             work = self._stream(stream, answer, wanted, send) if wanted.stream else self._whole(stream, answer, send)

@@ -218,7 +218,7 @@ class AsyncEngine:
             raise QueueFull(f"{self.unfinished} samples run or wait, of at most {self.limit}: try again later")
         stream = Stream(self, samples, ends_only)
         self._open.add(stream)
-        asked = {"priority": priority, "deadline": deadline, "inputs": inputs}
+        asked: dict[str, Any] = {"priority": priority, "deadline": deadline, "inputs": inputs}
         asked |= {} if taps is None else {"taps": taps}
         self._ask(lambda: self._submit(stream, requests, asked))
         return stream
