@@ -43,6 +43,7 @@ def test_a_plan_as_the_device_reads_it():
         "chunk_len": [3, 2, 0],
         "chunk_final": [0, 1, 0],
         "prompt_len": [5, 2, 0],
+        "tapped": [],
         "max_length": [50, 9, 0],
         "top_k": [NOWHERE, 0, 0],
         "seed": [2**32 - 1, 5, 0],

@@ -143,7 +143,7 @@ def test_a_long_sequence_costs_what_its_pages_do():
 
     cache = make(1024, 4)
     keep(cache, range(4096))
-    node = cache._root
+    node = cache._roots[None]
     while node.children:
         node.children = Counting(node.children)
         node = next(iter(node.children.values()))
@@ -161,12 +161,13 @@ class Alike(int):
 
 
 class Seq:
-    def __init__(self, tokens, pages, computed):
-        self.tokens, self.pages, self.computed = tokens, pages, computed
+    def __init__(self, tokens, pages, computed, key):
+        self.tokens, self.pages, self.computed, self.key = tokens, pages, computed, key
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences come, find what is cached, compute the rest, grow, fork and leave; pages have a memory."""
+    """Sequences come, find what is cached, compute the rest, grow, fork and leave; pages have a memory. It holds
+    tokens, and the key that K and V depend on beside them."""
 
     cache_type = PrefixCache
     token = int
@@ -184,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         users = sum(page in other.pages for other in self.seqs if other is not seq)
         assert not users, "a page is written that another sequence holds"
         assert page not in self.cache._nodes, "a cached page is written"
-        self.memory[page][position % self.size] = seq.tokens[position]
+        self.memory[page][position % self.size] = seq.key, seq.tokens[position]
 
     def compute(self, seq: Seq):
         while seq.computed < len(seq.tokens):
@@ -192,15 +193,16 @@ class Machine(RuleBasedStateMachine):
             seq.computed += 1
         for i, token in enumerate(seq.tokens):
             got = self.memory[seq.pages[i // self.size]][i % self.size]
-            assert got == token, "a sequence reads other tokens than its own"
+            assert got == (seq.key, token), "a sequence reads other tokens than its own"
 
     @rule(
         tokens=st.integers(1, 6).map(lambda n: [0] * n) | st.lists(st.integers(0, 1), min_size=1, max_size=9),
         computes=st.booleans(),
+        key=st.sampled_from([None, None, b"a"]),
     )
-    def come(self, tokens, computes):
+    def come(self, tokens, computes, key):
         tokens = tuple(map(self.token, tokens))
-        match = self.cache.lookup(tokens)
+        match = self.cache.lookup(tokens, key)
         assert match.tokens < len(tokens), "nothing is left to compute"
         idle = self.cache.idle(match.pages)
         free = self.pool.num_available - idle
@@ -215,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         if pages is None:
             self.pool.free(match.pages)
             return
-        seq = Seq(tokens, [*match.pages, *pages], match.tokens)
+        seq = Seq(tokens, [*match.pages, *pages], match.tokens, key)
         self.seqs.append(seq)
         if computes:
             self.compute(seq)
@@ -234,7 +236,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data):
         seq = data.draw(st.sampled_from(self.seqs), "seq")
-        self.cache.insert(seq.tokens[: seq.computed], seq.pages)
+        self.cache.insert(seq.tokens[: seq.computed], seq.pages, seq.key)
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -245,7 +247,7 @@ class Machine(RuleBasedStateMachine):
         if page is not None:
             self.memory[page[0]] = list(self.memory[seq.pages[full]]) if full < len(seq.pages) else [None] * self.size
             self.pool.share(seq.pages[:full])
-            twin = Seq(seq.tokens[: seq.computed], [*seq.pages[:full], *page], seq.computed)
+            twin = Seq(seq.tokens[: seq.computed], [*seq.pages[:full], *page], seq.computed, seq.key)
             self.seqs.append(twin)
 
     @precondition(lambda self: self.seqs)
@@ -254,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.seqs), "seq")
         self.seqs.remove(seq)
         if known:
-            self.cache.insert(seq.tokens[: seq.computed], seq.pages, leaving=True)
+            self.cache.insert(seq.tokens[: seq.computed], seq.pages, seq.key, leaving=True)
         self.pool.free(seq.pages)
 
     @rule(pages=st.integers(0, 5))
@@ -278,16 +280,17 @@ class Machine(RuleBasedStateMachine):
             assert self.pool.refcount(page) == held.count(page) + (page in nodes), "references are miscounted"
         assert self.pool.num_available == self.pool.num_pages - len(set(held)), "a page is lost"
         for page, node in nodes.items():
-            assert self.memory[page] == list(node.tokens), "a cached page holds other tokens"
-            assert node.parent is self.cache._root or nodes.get(node.parent.page) is node.parent, (
-                "a page lost its parent"
+            assert [each and each[1] for each in self.memory[page]] == list(node.tokens), (
+                "a cached page holds other tokens"
             )
+            assert node.parent.parent is None or nodes.get(node.parent.page) is node.parent, "a page lost its parent"
             assert node.parent.children[node.tokens] is node
             assert node.parent.sorted in (None, sorted(node.parent.children))
             assert node.idle == (page not in held)
-            assert node.parent is self.cache._root or node.idle or not node.parent.idle, (
-                "a parent idle below a held page"
-            )
+            assert node.parent.parent is None or node.idle or not node.parent.idle, "a parent idle below a held page"
+        assert {id(root) for root in self.cache._roots.values()} == {
+            id(node.parent) for node in nodes.values() if node.parent.parent is None
+        }, "the root of nothing is kept"
         assert len(self.cache._leaves) <= 2 * len(nodes) + 16
 
     def teardown(self):
@@ -318,11 +321,19 @@ TestCollisions = MachineOfCollisions.TestCase
 
 
 class ComparesHashesOnly(PrefixCache):
-    def lookup(self, tokens):
-        return super().lookup(tuple(hash(token) for token in tokens))
+    def lookup(self, tokens, key):
+        return super().lookup(tuple(hash(token) for token in tokens), key)
 
-    def insert(self, tokens, pages, *, leaving=False):
-        super().insert(tuple(hash(token) for token in tokens), pages, leaving=leaving)
+    def insert(self, tokens, pages, key, *, leaving=False):
+        super().insert(tuple(hash(token) for token in tokens), pages, key, leaving=leaving)
+
+
+class SharesWithAll(PrefixCache):
+    def lookup(self, tokens, key):
+        return super().lookup(tokens)
+
+    def insert(self, tokens, pages, key, *, leaving=False):
+        super().insert(tokens, pages, leaving=leaving)
 
 
 class EvictsParents(PrefixCache):
@@ -336,15 +347,15 @@ class TakesNoHold(PrefixCache):
 
 
 class SharesParts(PrefixCache):
-    def lookup(self, tokens):
-        found = super().lookup(tokens)
+    def lookup(self, tokens, key):
+        found = super().lookup(tokens, key)
         pages = found.pages if found.source is None else (*found.pages, found.source)
         return Match(pages, None, found.tokens)
 
 
 class FindsAll(PrefixCache):
-    def lookup(self, tokens):
-        return super().lookup((*tokens, 0))
+    def lookup(self, tokens, key):
+        return super().lookup((*tokens, 0), key)
 
 
 class ForgetsWhoLeft(PrefixCache):
@@ -353,12 +364,13 @@ class ForgetsWhoLeft(PrefixCache):
 
 
 class KeepsWhatIsHalfFull(PrefixCache):
-    def insert(self, tokens, pages, *, leaving=False):
-        super().insert(tokens + tokens[-1:] * (len(tokens) % 2), pages, leaving=leaving)
+    def insert(self, tokens, pages, key, *, leaving=False):
+        super().insert(tokens + tokens[-1:] * (len(tokens) % 2), pages, key, leaving=leaving)
 
 
 FAULTS = {
     ComparesHashesOnly: "holds other tokens|reads other tokens",
+    SharesWithAll: "reads other tokens",
     EvictsParents: "lost its parent",
     TakesNoHold: "is freed but not taken|references are miscounted|cached page is written",
     SharesParts: "is written|references are miscounted",

@@ -98,7 +98,7 @@ class SharingLoop(Loop):
             held = tuple(memory.get((page, i)) for i in range(pool.page_size))
             assert held == node.tokens, "a cached page holds other tokens"
             assert node.idle == (page not in taken)
-            assert node.parent is cache._root or node.idle or not node.parent.idle, "a parent idle below a held page"
+            assert node.parent.parent is None or node.idle or not node.parent.idle, "a parent idle below a held page"
 
     def continue_from(self, seq: Sequence, common: int) -> Sequence:
         twin = Sequence(len(self.seqs), 1, seq.prompt, seq.params, 0, seq.max_length)
