@@ -38,6 +38,7 @@ from jllm.step.buckets import Bucket
 from pallas_kernels.bench import gpus
 from pallas_kernels.formats.kv_formats import parse_format
 from tests.ascii import TOKENIZER
+from tests.cli.cases import BANS
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -242,10 +243,14 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch):
 
 def test_a_killed_process_loses_nothing(model, alone):
     """Two requests decode, the second with one token to go. One has its prompt under way or waits for a slot, and two
-    are not yet read. The fork ends, the snapshot is refused, and each other token comes once."""
+    are not yet read. The fork ends, the snapshot is refused, and each other token comes once. The last request has
+    arrays of its own, and asks for values."""
     long, short = replace(GREEDY, max_new_tokens=90), replace(GREEDY, max_new_tokens=10)
     jobs = [((5, 6, 7), long), ((8, 9), short), (tuple(range(3, 60)), GREEDY), ((40,), GREEDY), ((41, 42), GREEDY)]
-    with closing(Replicas(model, 2, make=Slow, **SIZES)) as engine:
+    options: dict = SIZES | {"hooks": BANS, "taps": ("layers.0.output",), "tap_rows": 4}
+    banned = alone(jobs)[4, 0].token_ids[0]
+    own = {"inputs": {"token": banned + 1}, "taps": ("layers.0.output",), "tokens": "all"}
+    with closing(Replicas(model, 2, make=Slow, **options)) as engine:
         first, other = engine._all
         other.load.tokens += 1 << 20  # all go to the first
         names = [engine.submit(*job) for job in jobs[:2]]
@@ -255,7 +260,7 @@ def test_a_killed_process_loses_nothing(model, alone):
         fork = engine.fork(names[0])
         names += [engine.submit(*jobs[2])]
         os.kill(first._process.pid, signal.SIGSTOP)
-        names += [engine.submit(*job) for job in jobs[3:]]
+        names += [engine.submit(*jobs[3]), engine.submit(*jobs[4], **own)]
         other.load.tokens -= 1 << 20
         with ThreadPoolExecutor(1) as thread:
             taken = thread.submit(engine.snapshot, names[0])
@@ -273,12 +278,24 @@ def test_a_killed_process_loses_nothing(model, alone):
         assert ends.pop((names[0], fork)).finish_reason == "error"
         assert ends.pop((names[0], 2)).token_ids == ends[names[0], 0].token_ids
         assert streamed[names[0], 2]
-        wanted = alone(jobs)
+        wanted, one = alone(jobs[:4]), Engine(model, **options)
+        one.submit(*jobs[4], **own)
+        wanted[4, 0] = finish(one)[0][0, 0]
+        assert banned not in wanted[4, 0].token_ids
+        values = (end.taps["layers.0.output"] for end in (ends[names[4], 0], wanted[4, 0]))
+        np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-5)
         for job, name in enumerate(names):
             assert streamed[name, 0] == wanted[job, 0].token_ids == ends[name, 0].token_ids
         assert engine.metrics()["replicas_failed"] == 1
         assert first._process.returncode == -signal.SIGKILL, "no zombie"
 
+        for given, why in (
+            ({"inputs": {"tokens": 3}}, "inputs must be token"),
+            ({"taps": ("norm",)}, "keeps none of norm"),
+        ):
+            with pytest.raises(RequestError, match=why):
+                engine.submit(*jobs[4], **given)
+        assert engine.update(hooks=BANS) == engine.version == 1
         assert (engine.has_work, engine.step()) == (False, [])
 
         async def idle():
