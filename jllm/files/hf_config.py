@@ -7,19 +7,10 @@ from typing import Any
 
 from jllm.config import DTYPES, MOST_LAYERS, LlamaConfig
 from jllm.errors import ConfigError
+from jllm.files.families import FAMILIES, family_of
 from jllm.files.gguf.config import raw_config
 from jllm.files.gguf.reader import is_gguf
-from jllm.files.hf_experts import experts_to_hf, read_experts
-from jllm.files.hf_fields import (
-    FAMILIES,
-    UNDERSTOOD_BY,
-    check_fields,
-    read_architecture,
-    read_boolean,
-    read_integer,
-    read_number,
-    read_token_ids,
-)
+from jllm.files.hf_fields import check_fields, read_boolean, read_integer, read_number, read_token_ids
 from jllm.files.hf_rope import read_rope, rope_scaling_to_hf, served_context, written_context
 
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # both files must agree on these
@@ -94,9 +85,8 @@ def from_hf(raw: Mapping[str, Any], *, source: str = "config.json") -> LlamaConf
 
 
 def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
-    architecture = read_architecture(raw)
-    family = FAMILIES[architecture]
-    check_fields(raw, architecture, source)
+    family = family_of(raw)
+    check_fields(raw, family.architecture, family.fields, family.fixed, source)
     hidden, heads = read_integer(raw, "hidden_size", least=1), read_integer(raw, "num_attention_heads", least=1)
     head_dim = read_integer(raw, "head_dim", family.head_dim or 0, null=0)
     if head_dim == 0:
@@ -106,12 +96,11 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
     layers = read_integer(raw, "num_hidden_layers", least=1, most=MOST_LAYERS)
     context = read_integer(raw, "max_position_embeddings", family.context, least=1)
     rope_theta, rope_scaling = read_rope(raw, context, source)
-    attention_bias = read_boolean(raw, "attention_bias")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
     return LlamaConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=read_integer(raw, "vocab_size", least=1),
         hidden_size=hidden,
         intermediate_size=read_integer(raw, "intermediate_size", least=1),
@@ -123,16 +112,11 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        windows=_windows(raw, architecture, layers),
         tie_embeddings=read_boolean(raw, "tie_word_embeddings"),
-        qkv_bias=True if architecture == "Qwen2ForCausalLM" else attention_bias,
-        o_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
-        mlp_bias=read_boolean(raw, "mlp_bias"),
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        experts=read_experts(raw, architecture, layers),
         dtype=dtype,
         bos_id=next(iter(read_token_ids(raw, "bos_token_id", family.bos)), None),
         eos_ids=read_token_ids(raw, "eos_token_id", family.eos),
+        **family.read(raw, layers),
     )
 
 
@@ -146,9 +130,10 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         raise ConfigError(f"config.json cannot describe a {type(config).__name__}: give a LlamaConfig")
     if config.architecture not in FAMILIES:
         raise ConfigError(f"architecture {config.architecture!r} is not one of {', '.join(FAMILIES)}")
+    family = FAMILIES[config.architecture]
     raw: dict[str, Any] = {
         "architectures": [config.architecture],
-        "model_type": FAMILIES[config.architecture].model_type,
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -166,21 +151,7 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_id,
         "eos_token_id": (config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None),
     }
-    raw |= experts_to_hf(config)
-    understood = UNDERSTOOD_BY[config.architecture]
-    if "attention_bias" in understood:
-        raw["attention_bias"] = config.o_bias
-    if "mlp_bias" in understood:
-        raw["mlp_bias"] = config.mlp_bias
-    if "sliding_window" in understood:
-        raw["sliding_window"] = next((window for window in config.windows if window is not None), None)
-    if "use_sliding_window" in understood:
-        raw["use_sliding_window"] = raw["sliding_window"] is not None
-        kinds = [
-            "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)
-        ]
-        raw["layer_types"] = kinds
-        raw["max_window_layers"] = (kinds + ["sliding_attention"]).index("sliding_attention")
+    raw |= family.write(config)
     read_back = from_hf(raw, source="to_hf")
     lost = [name for name in config.__dataclass_fields__ if getattr(read_back, name) != getattr(config, name)]
     if lost:
@@ -199,29 +170,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: holds a {type(raw).__name__}, not a JSON object")
     return raw
-
-
-def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    if architecture == "LlamaForCausalLM":
-        return ()
-    usual = None if architecture == "MixtralForCausalLM" else 4096
-    given = raw.get("sliding_window", usual) is not None
-    window = read_integer(raw, "sliding_window", usual, least=1) if given else None
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        return (window,) * layers if window is not None else ()
-    if not read_boolean(raw, "use_sliding_window"):
-        window = None
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = read_integer(raw, "max_window_layers", 28)
-        kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"layer_types must list one type for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
-    if "sliding_attention" not in kinds:
-        return ()
-    if window is None:
-        raise ConfigError("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -3,34 +3,11 @@
 # ruff: noqa: SIM905 (lists of names, one a line, would hide the rest)
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 from typing import Any
 
 from jllm.config import MOST
 from jllm.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Family:
-    """Holds the defaults of transformers for fields of an architecture that config.json leaves out."""
-
-    model_type: str
-    context: int
-    bos: int | None = None
-    eos: int | None = None
-    kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden size / heads
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", context=2048, bos=1, eos=2),
-    "MistralForCausalLM": Family("mistral", context=4096 * 32, bos=1, eos=2, kv_heads=8),
-    "MixtralForCausalLM": Family("mixtral", context=4096 * 32, bos=1, eos=2, kv_heads=8),
-    "Qwen2ForCausalLM": Family("qwen2", context=32768, kv_heads=32),
-    "Qwen3ForCausalLM": Family("qwen3", context=32768, kv_heads=32, head_dim=128),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", context=32768, kv_heads=4),
-}
 
 _UNDERSTOOD = set(
     "architectures model_type dtype torch_dtype vocab_size hidden_size intermediate_size num_hidden_layers "
@@ -38,17 +15,6 @@ _UNDERSTOOD = set(
     "rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings bos_token_id eos_token_id "
     "quantization_config compression_config".split()  # the last two describe stored weights: load_params.py reads them
 )
-UNDERSTOOD_BY = {
-    "LlamaForCausalLM": {"attention_bias", "mlp_bias"},
-    "MistralForCausalLM": {"sliding_window"},
-    "MixtralForCausalLM": {"sliding_window", "num_local_experts", "num_experts_per_tok"},
-    "Qwen2ForCausalLM": {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
-    "Qwen3ForCausalLM": {"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
-    "Qwen3MoeForCausalLM": set(
-        "attention_bias sliding_window use_sliding_window max_window_layers layer_types num_experts num_local_experts "
-        "num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers".split()
-    ),
-}
 
 # Training, bookkeeping, and sampling defaults of old files, which change no forward pass.
 _HARMLESS = set(
@@ -119,43 +85,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures")
-    if not names:  # older files have only the model type
-        names = [name for name, family in FAMILIES.items() if family.model_type == raw.get("model_type")]
-    if not isinstance(names, list) or not names:
-        raise ConfigError(f"names no known architecture; supported are {', '.join(FAMILIES)}")
-    name = names[0]
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ConfigError(f"architecture {name!r} is not supported; supported are {', '.join(FAMILIES)}")
-    if raw.get("model_type") not in (None, FAMILIES[name].model_type):
-        wanted = FAMILIES[name].model_type
-        raise ConfigError(f"model_type {raw['model_type']!r} contradicts architecture {name}; its own is {wanted!r}")
-    return name
-
-
-def check_fields(raw: Mapping[str, Any], architecture: str, source: str) -> None:
-    understood = _UNDERSTOOD | UNDERSTOOD_BY[architecture]
+def check_fields(raw: Mapping[str, Any], architecture: str, own: Set[str], fixed: Set[str], source: str) -> None:
+    """Raises ConfigError for fields that would change the result, and warns of unknown ones. A family understands its
+    `own` fields, and the `fixed` ones change nothing in it."""
+    understood = _UNDERSTOOD | own
     for key, value in raw.items():
-        if key in understood or key not in _NEUTRAL or value is None or value in _NEUTRAL[key]:
+        if key in understood | fixed or key not in _NEUTRAL or value is None or value in _NEUTRAL[key]:
             continue
-        kind = _layer_kind(raw, architecture)
-        if key == "layer_types" and isinstance(value, list) and value and all(layer == kind for layer in value):
+        if key == "layer_types" and isinstance(value, list) and set(map(str, value)) == {"full_attention"}:
             continue
-        if key == "attention_bias" and architecture == "Qwen2ForCausalLM":
-            continue  # its biases are fixed
         wanted = " or ".join(repr(neutral) for neutral in (*_NEUTRAL[key], None))
         raise ConfigError(f"{key} = {value!r} is not supported for {architecture}; supported: {wanted}")
-    unknown = [key for key in raw if key not in understood | _HARMLESS | _NEUTRAL.keys() and not key.startswith("_")]
+    known = understood | fixed | _HARMLESS | _NEUTRAL.keys()
+    unknown = [key for key in raw if key not in known and not key.startswith("_")]
     if unknown:
         warnings.warn(f"{source}: unknown fields are ignored: {', '.join(sorted(unknown))}", stacklevel=5)
-
-
-def _layer_kind(raw: Mapping[str, Any], architecture: str) -> str:
-    """Returns the one layer type of an architecture that has no choice of types."""
-    usual = {"MistralForCausalLM": 4096, "MixtralForCausalLM": None}
-    windowed = architecture in usual and raw.get("sliding_window", usual[architecture]) is not None
-    return "sliding_attention" if windowed else "full_attention"
 
 
 def read_integer(

@@ -13,9 +13,9 @@ import numpy as np
 
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import CheckpointError, TokenizerError
+from jllm.files.families import theirs
 from jllm.files.find import BLOCK, INDEX, WEIGHTS, all_or_nothing
 from jllm.files.hf_config import to_hf
-from jllm.files.hf_experts import theirs
 from jllm.files.quantized import arrays, quantization_config
 from jllm.files.run_identity import TOKENIZER
 from jllm.files.safetensors_io import DTYPES as STORED_DTYPES

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jllm.errors import CheckpointError
-from jllm.files import hf_experts
+from jllm.files import families
 from jllm.files.safetensors_io import StoredTensor
 from jllm.model.params import EMBED, HEAD
 
@@ -26,7 +26,7 @@ def by_our_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     root = before.pop() if len(before) == 1 else f"{_BASE}."  # with several embeddings the model is ambiguous
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        own = hf_experts.ours(_without(root, bare[name]))
+        own = families.ours(_without(root, bare[name]))
         if own in found:
             raise CheckpointError(f"tensors {found[own].name} and {name} both stand for {own}: remove one")
         found[own] = tensor

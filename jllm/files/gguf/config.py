@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jllm.errors import ConfigError
+from jllm.files.families import FAMILIES
 from jllm.files.gguf.reader import ROPE_FACTORS, GGUFFile, read_gguf
 from jllm.files.gguf.weights import read_values
-from jllm.files.hf_fields import FAMILIES
 from jllm.model.params import EMBED, HEAD, layer_prefix
 
 ARCHITECTURES = {

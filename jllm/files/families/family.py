@@ -1,0 +1,88 @@
+"""Defines what a family of models is: how its config.json is read and written, and what its tensors are called."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jllm.config import LlamaConfig
+from jllm.errors import ConfigError
+from jllm.files.hf_fields import read_boolean, read_integer
+
+Fields = Mapping[str, Any]  # of a config.json, and of a LlamaConfig
+KINDS = ("full_attention", "sliding_attention")
+
+
+def no_fields(_: Any, layers: int = 0) -> dict[str, Any]:
+    """Returns no fields: of a family whose config.json has LLaMA's alone."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes one architecture. Defaults are those of transformers for fields that config.json leaves out."""
+
+    architecture: str
+    model_type: str
+    context: int
+    bos: int | None = None
+    eos: int | None = None
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden size / heads
+    fields: frozenset[str] = frozenset()  # of config.json, which `read` understands beside those of all families
+    fixed: frozenset[str] = frozenset()  # fields that files of this family may have, and that change nothing in it
+    read: Callable[[Fields, int], dict[str, Any]] = no_fields  # LlamaConfig's fields of a config.json of so many layers
+    write: Callable[[LlamaConfig], dict[str, Any]] = no_fields  # the inverse of read
+    names: tuple[tuple[str, str], ...] = ()  # tensors' names in files, and in the table of weights; {} is a number
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def read_biases(raw: Fields) -> dict[str, Any]:
+    """Returns whether attention has biases, where one field decides for q, k, v and o."""
+    bias = read_boolean(raw, "attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def write_biases(config: LlamaConfig) -> dict[str, Any]:
+    return {"attention_bias": config.o_bias}
+
+
+def read_window(raw: Fields, default: int | None) -> int | None:
+    """Returns sliding_window; `default` if it is absent, None if it is null."""
+    return None if raw.get("sliding_window", default) is None else read_integer(raw, "sliding_window", default, least=1)
+
+
+def read_windows(raw: Fields, layers: int, window: int | None, kinds: list[str]) -> tuple[int | None, ...]:
+    """Returns the window of each layer, by layer_types (`kinds` if absent)."""
+    found = kinds if raw.get("layer_types") is None else raw["layer_types"]
+    if not isinstance(found, list) or len(found) != layers:
+        raise ConfigError(f"layer_types must list one type for each of the {layers} layers")
+    for kind in found:
+        if kind not in KINDS:
+            raise ConfigError(f"layer type {kind!r} is not supported; supported: {', '.join(KINDS)}")
+    if "sliding_attention" not in found:
+        return ()
+    if window is None:
+        raise ConfigError("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
+    return tuple(window if kind == "sliding_attention" else None for kind in found)
+
+
+def one_window(config: LlamaConfig) -> int | None:
+    """Returns the window of the first layer that has one."""
+    return next((window for window in config.windows if window is not None), None)
+
+
+def layer_types(config: LlamaConfig) -> list[str]:
+    return [KINDS[config.window(i) is not None] for i in range(config.num_layers)]
+
+
+def renamed(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    """Returns a name with the first of these patterns in it replaced. {} is the same number in both."""
+    for old, new in pairs:
+        pattern = re.escape(old).replace(r"\{\}", r"(\d+)")
+        if found := re.search(rf"(?<![^.]){pattern}(?![^.])", name):
+            return name[: found.start()] + new.format(*found.groups()) + name[found.end() :]
+    return name
