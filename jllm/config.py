@@ -83,6 +83,20 @@ class LlamaConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # these norms are over all heads of a token, not over each
+    norms: str = "before"  # where a block's norms are: "before" it, "after" it, or "around" it, which is both
+    norm_offset: float = 0.0  # added to the weights of all norms
+    activation: str = "silu"  # of the gates: or "gelu_tanh"
+    rotary_dim: int | None = None  # the first dims of a head, which are rotated; None: all
+    unrotated: tuple[bool, ...] = ()  # whether each layer is without rotary embeddings; () means none is
+    window_theta: float | None = None  # rope_theta of layers with a window, which are unscaled; None: as all layers
+    attention_scale: float | None = None  # None: head_dim**-0.5
+    attention_softcap: float | None = None  # bounds attention's logits x: cap * tanh(x / cap)
+    logit_softcap: float | None = None  # bounds the model's logits likewise
+    logit_divisor: float = 1.0  # of the model's logits
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a block adds to the residual stream
+    sinks: bool = False  # each head has a logit that takes a part of attention and has no value
     experts: Experts | None = None  # None: every layer has one MLP
     dtype: str = "bfloat16"  # of the checkpoint
     bos_id: int | None = None
@@ -104,10 +118,12 @@ class LlamaConfig:
             raise ConfigError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim < self.head_dim):
+            raise ConfigError(f"rotary_dim is {self.rotary_dim}, but must be even and less than head_dim")
         if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
-                if len(factors) != self.head_dim // 2:
-                    wanted = f"one for each of the {self.head_dim // 2} pairs of a head"
+                if len(factors) != self.rotated_dims // 2:
+                    wanted = f"one for each of the {self.rotated_dims // 2} pairs of a head"
                     raise ConfigError(f"longrope has {len(factors)} factors; give {wanted}")
         for name in ("num_heads", "intermediate_size"):
             if self.activation_parts < 1 or getattr(self, name) % self.activation_parts:
@@ -123,6 +139,17 @@ class LlamaConfig:
                 raise ConfigError("activation_parts are for models without experts")
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
             raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
+        for name, known in (("norms", ("before", "after", "around")), ("activation", ("silu", "gelu_tanh"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
+        if self.norm_after and (self.experts is not None or self.mlp_bias):
+            raise ConfigError(f"norms {self.norms!r} are for models without experts and without biases of the MLP")
+        if self.activation != "silu" and not self.norm_after:
+            raise ConfigError(f"activation {self.activation!r} is for models with norms after their blocks")
+        if self.unrotated and len(self.unrotated) != self.num_layers:
+            raise ConfigError(f"unrotated has {len(self.unrotated)} entries for {self.num_layers} layers")
+        if not any(self.unrotated):
+            object.__setattr__(self, "unrotated", ())
         if not any(self.windows):  # one form of "no windows", so that equal models compare equal
             object.__setattr__(self, "windows", ())
 
@@ -130,6 +157,13 @@ class LlamaConfig:
         """Returns the sliding window of a layer. Key j is visible to query i iff 0 <= i - j < window. If it is None,
         all keys up to i are visible."""
         return self.windows[layer] if self.windows else None
+
+    def rotation(self, layer: int) -> str:
+        """Returns how a layer rotates queries and keys: "scaled" as rope_theta and rope_scaling say, "window" by
+        window_theta, or "none"."""
+        if self.unrotated and self.unrotated[layer]:
+            return "none"
+        return "scaled" if self.window_theta is None or self.window(layer) is None else "window"
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer has a Mixture of Experts in place of its MLP."""
@@ -140,7 +174,28 @@ class LlamaConfig:
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=()) if self.has_experts(layer) else None
-        return replace(self, num_layers=1, windows=self.windows[layer : layer + 1], experts=experts)
+        own = slice(layer, layer + 1)
+        return replace(self, num_layers=1, windows=self.windows[own], unrotated=self.unrotated[own], experts=experts)
+
+    @property
+    def rotated_dims(self) -> int:
+        """Returns the number of a head's first dims that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def norm_before(self) -> bool:
+        """Returns whether a block begins with a norm."""
+        return self.norms != "after"
+
+    @property
+    def norm_after(self) -> bool:
+        """Returns whether a block ends with a norm."""
+        return self.norms != "before"
+
+    @property
+    def query_scale(self) -> float:
+        """Returns the factor of attention's logits."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def axes(self) -> dict[str, int]:
@@ -152,6 +207,8 @@ class LlamaConfig:
             "kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "ffn": self.intermediate_size,
+            "q_norm": self.head_dim * (self.num_heads if self.qk_norm_whole else 1),
+            "k_norm": self.head_dim * (self.num_kv_heads if self.qk_norm_whole else 1),
         } | ({} if self.experts is None else {"experts": self.experts.count, "expert_ffn": self.experts.ffn})
 
     @staticmethod

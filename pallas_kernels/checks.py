@@ -1,6 +1,8 @@
 """Checks shapes, dtypes and formats of arguments before anything runs."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +202,27 @@ def check_weight(w: QuantizedWeight) -> None:
             said = "none" if found is None else f"{found[0]}{list(found[1])}"
             right = "none" if dtype is None else f"{dtype}{list(wanted)}"
             raise ValueError(f"w.{name} is {said}, expected {right} for {fmt}")
+
+
+def check_logits(softcap: float | None, sinks: jax.Array | None, num_heads: int) -> dict[str, Any]:
+    """Returns these options of attention that are given. Raises ValueError for a cap that is not positive, and for
+    sinks that are not one number a query head."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, expected a positive number")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}, expected [{num_heads}]")
+    given = {"softcap": softcap, "sinks": sinks}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def with_plain_logits(check: Callable[..., None], name: str) -> Callable[..., None]:
+    """Returns a backend's check that takes whether logits are neither capped nor joined by sinks, as its last argument.
+    It raises NotImplementedError for others."""
+
+    def checked(*args: Any) -> None:
+        *rest, plain = args
+        if not plain:
+            raise NotImplementedError(f"softcap and sinks are not supported by backend {name}, only by xla")
+        check(*rest)
+
+    return checked

@@ -47,6 +47,8 @@ def attend(
     trees: Trees | None = None,
     own_row: jax.Array | None = None,
     moved: Moved | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention of W tiles of Q query rows: q [W, Q, H, D] gives [W, Q, H, D].
 
@@ -55,6 +57,7 @@ def attend(
     before `start`, and behind these only its ancestors' keys and its own. Reads only pages that hold a key visible to
     the tile. If the pages have a tail, own_row i32[W] is a row of the step that belongs to each tile's sequence. With
     `moved`, keys are read one by one, from the places that it names; the pages then have no tail.
+    `softcap` and `sinks` are as in decode_attention.
     """
     num_tiles, rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.k.values.shape[1:3]
@@ -108,6 +111,8 @@ def attend(
         if new is not None:
             new = new[:, None, :, None, :]
             logits = jnp.where(new, jnp.einsum("wkqgd,wktd->wkqgt", q, own_k, precision="highest"), logits)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
         new_peak = jnp.maximum(peak, jnp.max(jnp.where(mask, logits, lowest), axis=-1))
         p = jnp.where(mask, jnp.exp(logits - new_peak[..., None]), 0)
         decay = jnp.exp(peak - new_peak)
@@ -118,7 +123,10 @@ def attend(
 
     zeros = jnp.zeros(q.shape[:-1], compute)
     blocks = (jnp.min(start) // KV_BLOCK, (jnp.max(end) + KV_BLOCK - 1) // KV_BLOCK)
-    _, total, acc = jax.lax.fori_loop(*blocks, body, (zeros + lowest, zeros, jnp.zeros_like(q)))
+    peak, total = zeros + lowest, zeros
+    if sinks is not None:  # as if each row had seen a key of this logit, whose value is zero
+        peak, total = zeros + sinks.astype(compute).reshape(1, num_kv_heads, 1, -1), zeros + 1
+    _, total, acc = jax.lax.fori_loop(*blocks, body, (peak, total, jnp.zeros_like(q)))
     out = acc / jnp.where(total > 0, total, 1)[..., None]
     if pages.v.format.hadamard:
         out = turn(out)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import TypeCheckError
 
-from jllm.model.attention import rms_norm
 from jllm.model.backbone import head, packed_logits
 from jllm.model.cache import COPIES, copy_pages
 from jllm.model.hooks import Hooks
+from jllm.model.norms import rms_norm
 from jllm.model.paged import Packed
 from jllm.model.rope import angles
 from jllm.model.sampling import Draws, make_counts

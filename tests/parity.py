@@ -8,6 +8,7 @@ from jllm.step.buckets import Bucket
 
 PARITY = Path(__file__).parent / "data" / "parity"
 FAMILIES = sorted(p.name for p in PARITY.iterdir() if (p / "expected.npz").exists())
+WIDE = [name for name in FAMILIES if np.load(PARITY / name / "expected.npz")["logits_0"].dtype == np.float64]
 OPTIONS = {"max_slots": 3, "page_size": 8, "max_step_tokens": 16, "buckets": (Bucket(3, 16, 3),)}
 
 

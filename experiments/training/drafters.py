@@ -19,11 +19,11 @@ from jax import lax
 
 from experiments.training.data import Rows
 from jllm.config import LlamaConfig
-from jllm.model.attention import rms_norm
 from jllm.model.backbone import backbone, head, packed_logits
 from jllm.model.fused_linear import norm_linear
 from jllm.model.linear import embed, linear
 from jllm.model.mlp import mlp_block
+from jllm.model.norms import rms_norm
 from jllm.model.paged import Packed
 from jllm.model.params import Params
 from jllm.model.rope import angles

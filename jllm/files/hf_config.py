@@ -11,7 +11,7 @@ from jllm.files.families import FAMILIES, family_of
 from jllm.files.gguf.config import raw_config
 from jllm.files.gguf.reader import is_gguf
 from jllm.files.hf_fields import check_fields, read_boolean, read_integer, read_number, read_token_ids
-from jllm.files.hf_rope import read_rope, rope_scaling_to_hf, served_context, written_context
+from jllm.files.hf_rope import rope_scaling_to_hf, served_context, written_context
 
 _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point")  # both files must agree on these
 
@@ -95,7 +95,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         head_dim = hidden // heads
     layers = read_integer(raw, "num_hidden_layers", least=1, most=MOST_LAYERS)
     context = read_integer(raw, "max_position_embeddings", family.context, least=1)
-    rope_theta, rope_scaling = read_rope(raw, context, source)
+    rope = family.rope(raw, context, head_dim, source)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
@@ -108,14 +108,13 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> LlamaConfig:
         num_heads=heads,
         num_kv_heads=read_integer(raw, "num_key_value_heads", family.kv_heads or heads, null=heads, least=1),
         head_dim=head_dim,
-        context=served_context(rope_scaling, context),
-        norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_embeddings=read_boolean(raw, "tie_word_embeddings"),
+        context=served_context(rope["rope_scaling"], context),
+        norm_eps=read_number(raw, "rms_norm_eps", family.eps),
+        tie_embeddings=read_boolean(raw, "tie_word_embeddings", family.tied),
         dtype=dtype,
         bos_id=next(iter(read_token_ids(raw, "bos_token_id", family.bos)), None),
         eos_ids=read_token_ids(raw, "eos_token_id", family.eos),
+        **rope,
         **family.read(raw, layers),
     )
 

@@ -29,7 +29,7 @@ _HARMLESS = set(
     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
     "begin_suppress_tokens exponential_decay_length_penalty max_sequence_length attn_implementation "
     "unsloth_fixed unsloth_version initializer_range router_aux_loss_coef output_router_logits "
-    "router_jitter_noise".split()
+    "router_jitter_noise cache_implementation auto_map".split()
 )
 
 # Fields of this and related architectures that would change the result. Null and these values mean "not used".
@@ -66,6 +66,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_depth": (),
     "dim_model_base": (),
     "clip_qkv": (),
+    "interpolate_factor": (1,),
+    "full_attn_mod": (1,),
+    "lm_head_bias": (False,),
+    "use_bidirectional_attention": (False,),
     "attention_sinks": (False, 0),
     "attention_sink": (False, 0),
     "use_attention_sinks": (False,),
@@ -134,8 +138,8 @@ def read_number(raw: Mapping[str, Any], key: str, default: float | None = None) 
     return float(value)
 
 
-def read_boolean(raw: Mapping[str, Any], key: str) -> bool:
-    value = raw.get(key)
+def read_boolean(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key, default)
     if value not in (None, False, True):
         raise ConfigError(f"{key} = {value!r} is neither true nor false")
     return bool(value)

@@ -10,6 +10,7 @@ from jllm.errors import ConfigError
 from jllm.files.hf_fields import read_boolean, read_integer, read_number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_BY_WINDOW = ("full_attention", "sliding_attention")
 _FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
@@ -20,9 +21,12 @@ _FIELDS_OF = {
 }
 
 
-def read_rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    raw: Mapping[str, Any], context: int, source: str, *, theta: float = 10000.0, partial: bool = False
+) -> tuple[float, RopeScaling | None]:
     """Returns rotary base and scaling, of either layout. A value in the dict wins over one beside it, as in
-    transformers. `context` is max_position_embeddings."""
+    transformers. `context` is max_position_embeddings, `theta` the default base. `partial`: a part of a head may be
+    rotated."""
     older, newer = _rope_fields(raw, "rope_scaling"), _rope_fields(raw, "rope_parameters")
     differing = [key for key in older if key in newer and older[key] != newer[key]]
     if differing:
@@ -32,11 +36,11 @@ def read_rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float,
         raise ConfigError(
             f"rope parameters of their own for {', '.join(nested)} are not supported; give all layers one"
         )
-    theta = read_number({"rope_theta": 10000.0} | dict(raw) | rope, "rope_theta", 10000.0)
+    theta = read_number({"rope_theta": theta} | dict(raw) | rope, "rope_theta", theta)
     kind = rope.get("rope_type", "default")
     if kind not in KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
+    if not partial and rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported; supported: 1")
     if unknown := sorted(set(rope) - _FIELDS - _FIELDS_OF.get(kind, set())):
         warnings.warn(f"{source}: unknown rope fields are ignored: {', '.join(unknown)}", stacklevel=5)
@@ -58,6 +62,43 @@ def read_rope(raw: Mapping[str, Any], context: int, source: str) -> tuple[float,
     if kind == "yarn" and theta <= 1:
         raise ConfigError(f"rope_theta = {theta} is too small for rope type yarn: it must be greater than 1")
     return theta, (_yarn if kind == "yarn" else _longrope)(given, factor, original)
+
+
+def read_partial_rope(
+    raw: Mapping[str, Any], context: int, source: str, *, head_dim: int, theta: float = 10000.0
+) -> dict[str, Any]:
+    """Returns LlamaConfig's fields of rotary embeddings, where partial_rotary_factor says what part of a head is
+    rotated."""
+    theta, scaling = read_rope(raw, context, source, theta=theta, partial=True)
+    rope = _rope_fields(raw, "rope_parameters") | _rope_fields(raw, "rope_scaling")
+    factor = read_number({"partial_rotary_factor": 1.0} | dict(raw) | rope, "partial_rotary_factor")
+    dims = int(head_dim * factor)
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": None if dims == head_dim else dims}
+
+
+def read_rope_by_window(
+    raw: Mapping[str, Any], context: int, source: str, *, theta: float, window_theta: float | None = None
+) -> dict[str, Any]:
+    """Returns LlamaConfig's fields of rotary embeddings, where layers with a window have their own. Newer files have a
+    dict for each kind of layer. Older ones describe that of full attention, and rope_local_base_freq the other's base;
+    its default is `window_theta` (None: the same base)."""
+    kinds = raw.get("rope_parameters") or {}
+    if not isinstance(kinds, dict) or not all(isinstance(kinds.get(kind, {}), dict) for kind in _BY_WINDOW):
+        raise ConfigError("rope_parameters must be a JSON object with one for each type of layer, or null")
+    full, local = (kinds.get(kind, {}) for kind in _BY_WINDOW)
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope type {local['rope_type']!r} is not supported for layers with a window")
+    base, scaling = read_rope(dict(raw) | {"rope_parameters": full}, context, source, theta=theta)
+    own = base if window_theta is None else window_theta
+    own = read_number({"rope_local_base_freq": own} | dict(raw), "rope_local_base_freq", own)
+    return {"rope_theta": base, "rope_scaling": scaling, "window_theta": read_number(local, "rope_theta", own)}
+
+
+def write_rope_by_window(config: LlamaConfig) -> dict[str, Any]:
+    """Returns rope_parameters with a dict for each kind of layer. The fields of the older layout stand beside it."""
+    full = {"rope_theta": config.rope_theta} | (rope_scaling_to_hf(config.rope_scaling) or {"rope_type": "default"})
+    local = {"rope_theta": config.window_theta, "rope_type": "default"}
+    return {"rope_parameters": dict(zip(_BY_WINDOW, (full, local)))}
 
 
 def _yarn(rope: Mapping[str, Any], factor: float, original: int) -> RopeScaling:

@@ -66,6 +66,7 @@ def load_params(
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
+    stored = _cut_merged(specs, stored)
     formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
@@ -73,6 +74,10 @@ def load_params(
     room = None if free is None else free * ranks_of(config)  # replicated leaves are small
     check_weights(path, config, dtype, scheme, room, total if quantized else None)
     with _progress_bar(sum(tensor.nbytes for tensor in stored.values())) as advance:
+        if kv_scales and config.norm_offset:
+            raise CheckpointError(
+                f"{path}: scales of K and V ({kv_scales[0]}) are not supported for this family's norms"
+            )
         with _named(path):
             factors = tensor_factors({name: read_as_stored(stored[name], advance) for name in kv_scales}, stored)
 
@@ -119,6 +124,22 @@ def _specs(config: LlamaConfig, *, head: bool) -> Params:
     """Returns param_specs with or without a head. A tied model has a head if it is quantized apart from the
     embedding."""
     return param_specs(replace(config, tie_embeddings=not head))
+
+
+def _cut_merged(specs: Params, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors, those cut into modules that a file has as one (q, k and v of Phi)."""
+    found = dict(stored)
+    for spec in jax.tree.leaves(specs):
+        whole, row = found.get(f"{spec.weight}.weight"), 0
+        if whole is None or len(spec.parts) == 1 or whole.shape != spec.shape:
+            continue
+        del found[f"{spec.weight}.weight"]
+        step = whole.nbytes // spec.shape[0]
+        for name, rows in spec.parts:
+            place = {"offset": whole.offset + row * step, "nbytes": rows * step}
+            found[name] = replace(whole, shape=spec.part_shape(rows), **place)
+            row += rows
+    return found
 
 
 def _quantized_weights(

@@ -13,7 +13,7 @@ import numpy as np
 
 from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import CheckpointError, TokenizerError
-from jllm.files.families import theirs
+from jllm.files.families import FAMILIES, theirs
 from jllm.files.find import BLOCK, INDEX, WEIGHTS, all_or_nothing
 from jllm.files.hf_config import to_hf
 from jllm.files.quantized import arrays, quantization_config
@@ -149,6 +149,8 @@ def _tensors(spec: LeafSpec, leaf: Any, config: LlamaConfig) -> list[_Tensor]:
     if isinstance(leaf, QuantizedWeight):
         assert spec.weight is not None, "only matrices are quantized"
         return [_Tensor(name, array, 0, array.shape) for name, array in arrays(spec.weight, leaf).items()]
+    if spec.weight is not None and len(spec.parts) > 1 and FAMILIES[config.architecture].merged:
+        return [_Tensor(f"{spec.weight}.weight", leaf, 0, spec.shape)]
     starts = accumulate((rows for _, rows in spec.parts), initial=0)
     return [
         _Tensor(theirs(name, config.architecture), leaf, start, spec.part_shape(rows))

@@ -18,8 +18,10 @@ from jllm.config import LlamaConfig
 from jllm.model.attention_weights import packed_weights, paged_weights
 from jllm.model.fused_linear import norm_linear
 from jllm.model.linear import linear
+from jllm.model.norms import add_linear, rms_norm
 from jllm.model.paged import Packed, Paged
 from jllm.model.params import AttentionParams
+from jllm.model.rope import unturned
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
@@ -38,10 +40,10 @@ from pallas_kernels.rotary import rotate
 @dataclass(frozen=True)
 class AttentionInputs:
     """Holds the inputs of attention besides the residual stream and the pages. They are
-    alike in all layers, so all layers with the same window share them."""
+    alike in all layers, so all layers with the same window and rotation share them."""
 
-    cos: jax.Array  # [T, D / 2]
-    sin: jax.Array  # [T, D / 2]
+    cos: jax.Array  # [T, D / 2], or fewer where a part of each head is rotated
+    sin: jax.Array  # likewise
     batch: Packed | Paged
     decode: decode_attention.Work | None = None
     prefill: prefill_attention.Work | None = None
@@ -50,8 +52,8 @@ class AttentionInputs:
 @shaped
 def attention_inputs(
     batch: Packed | Paged,
-    cos: Float[Array, "T {config.head_dim//2}"],
-    sin: Float[Array, "T {config.head_dim//2}"],
+    cos: Float[Array, "T {config.rotated_dims//2}"],
+    sin: Float[Array, "T {config.rotated_dims//2}"],
     pages: KVPages | None,
     dtype: Any,
     *,
@@ -59,8 +61,8 @@ def attention_inputs(
     window: int | None,
     backend: str | None,
 ) -> AttentionInputs:
-    """Returns the inputs that all layers of a window share. `dtype` is that of queries. `pages` are any layer's or all
-    layers'."""
+    """Returns the inputs that all layers of a window and rotation share. `dtype` is that of queries. `pages` are any
+    layer's or all layers'."""
     if pages is None or isinstance(batch, Packed):
         return AttentionInputs(cos, sin, batch)
     R = batch.short_rows
@@ -68,9 +70,11 @@ def attention_inputs(
     q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
     chunks = (batch.chunk_cu, batch.chunk_lengths)
     options: dict[str, Any] = {"window": window, "backend": backend}
+    if config.attention_softcap is not None or config.sinks:
+        options["plain"] = False
     segments = batch.segments
     decode = decode_attention.plan(q, pages, batch.decode_lengths, segments=segments, **options) if R else None
-    prefill = prefill_attention.plan(qs, pages, *chunks, scale=config.head_dim**-0.5, **options) if C else None
+    prefill = prefill_attention.plan(qs, pages, *chunks, scale=config.query_scale, **options) if C else None
     return AttentionInputs(cos, sin, batch, decode, prefill)
 
 
@@ -120,9 +124,24 @@ def _fast_block(
     backend: str | None,
 ) -> tuple[jax.Array, KVPages | None]:
     """Computes the block by fused operations, whose intermediate values are not returned."""
-    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
-    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window, "backend": backend}
     qkv = norm_linear(x, p.norm, p.qkv, p.qkv_bias, eps=config.norm_eps, backend=backend)
+    out, kept = attend(p, qkv, inputs, pages, config=config, window=window, backend=backend)
+    return add_linear(x, out, p.o, p.o_bias, config=config, backend=backend), kept
+
+
+def attend(
+    p: Any,
+    qkv: jax.Array,
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+) -> tuple[jax.Array, KVPages | None]:
+    """Returns attention [T, H D] of the projected rows qkv, by fused operations, and the updated pages."""
+    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
+    options = _scope(p, config, window) | {"backend": backend}
     if isinstance(batch, Packed):
         q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
         wide = None if batch.stored is None else compute_dtype(k.dtype)  # a cache stores K without rounding it before
@@ -131,13 +150,16 @@ def _fast_block(
     else:
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
-        if p.q_norm is None:
+        if p.q_norm is None and config.rotary_dim is None:
             q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
         else:
             q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+            if config.rotary_dim is not None:  # the update rotates whole heads
+                q, k = (fenced(backend, rotate, each, cos, sin) for each in (q, k))
+                cos, sin = unturned(q.shape[0], config.head_dim, cos.dtype)
             q, pages = cache_update(q, k, v, cos, sin, pages, batch.page, batch.offset, backend=backend)
         out, kept = paged_attention(q, pages, inputs, **options), settle(pages)
-    return _output(p, out.reshape(x.shape[0], -1), x, config, backend), kept
+    return out.reshape(qkv.shape[0], -1), kept
 
 
 def _open_block(
@@ -152,9 +174,25 @@ def _open_block(
     tap: Tap,
 ) -> tuple[jax.Array, KVPages | None]:
     """Computes the block one operation at a time, with a name for each value."""
-    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
-    scope: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": window}
     rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    out, kept = open_attend(p, rows, inputs, pages, config=config, window=window, backend=backend, tap=tap)
+    return add_linear(x, out, p.o, p.o_bias, config=config, backend=backend, tap=tap, name="o"), kept
+
+
+def open_attend(
+    p: Any,
+    rows: jax.Array,
+    inputs: AttentionInputs,
+    pages: KVPages | None,
+    *,
+    config: LlamaConfig,
+    window: int | None,
+    backend: str | None,
+    tap: Tap,
+) -> tuple[jax.Array, KVPages | None]:
+    """Returns attention [T, H D] of rows [T, E] one operation at a time, and the updated pages."""
+    batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
+    scope = _scope(p, config, window)
     qkv = tap("qkv", tap.add("qkv", rows, linear(rows, p.qkv, p.qkv_bias, backend=backend)))
     q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
     q = tap("q", fenced(backend, rotate, q, cos, sin))
@@ -167,45 +205,45 @@ def _open_block(
     else:
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
-        unturned = jnp.ones_like(cos), jnp.zeros_like(sin)
-        q, pages = cache_update(q, k, v, *unturned, pages, batch.page, batch.offset, backend=backend)
+        still = unturned(q.shape[0], config.head_dim, cos.dtype)
+        q, pages = cache_update(q, k, v, *still, pages, batch.page, batch.offset, backend=backend)
         if tap.wants("weights"):
             tap("weights", paged_weights(q, pages, batch, **scope))
         out, kept = paged_attention(q, pages, inputs, **scope, backend=backend), settle(pages)
-    out = tap("attention", out.reshape(x.shape[0], -1))
-    return tap.add("o", out, _output(p, out, x, config, backend)), kept
+    return tap("attention", out.reshape(rows.shape[0], -1)), kept
 
 
-@shaped
-def _output(
-    p: AttentionParams,
-    rows: Float[Array, "T {config.num_heads*config.head_dim}"],
-    x: Float[Array, "T E"],
-    config: LlamaConfig,
-    backend: str | None,
-) -> Float[Array, "T E"]:
-    """Returns x plus the output projection of rows."""
-    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
-    return linear(rows, p.o, p.o_bias, residual=x, backend=backend, **shared)
+def _scope(p: Any, config: LlamaConfig, window: int | None) -> dict[str, Any]:
+    """Returns the options of attention that the model decides."""
+    scope: dict[str, Any] = {"scale": config.query_scale, "window": window}
+    if config.attention_softcap is not None:
+        scope["softcap"] = config.attention_softcap
+    return scope | ({"sinks": p.sinks} if config.sinks else {})
 
 
 @shaped
 def _split_qkv(
-    p: AttentionParams, config: LlamaConfig, qkv: Float[Array, "T _"]
+    p: Any, config: LlamaConfig, qkv: Float[Array, "T _"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
     """Returns q, k and v, before rotation."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
     if p.q_norm is not None and p.k_norm is not None:
-        q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
+        q, k = _head_norm(q, p.q_norm, config), _head_norm(k, p.k_norm, config)
     return q, k, v
+
+
+def _head_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Returns the norm of each head of x [T, n, D], or of a row's heads together if the weight has their size."""
+    rows = x.reshape(x.shape[0], -1) if config.qk_norm_whole else x
+    return rms_norm(rows, weight, config.norm_eps, config.norm_offset).reshape(x.shape)
 
 
 @shaped
 def packed_attention(
     q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"], batch: Packed, **options: Any
 ) -> Float[Array, "T H D"]:
-    """Returns attention within the segments of a batch without a cache. Takes the options scale, window and backend."""
+    """Returns attention within the segments of a batch without a cache. Takes the options of _scope, and backend."""
     if batch.stored is None:
         return causal_attention(q, k, v, batch.segments, **options)
     wide = compute_dtype(q.dtype)
@@ -225,7 +263,7 @@ def paged_attention(
     q: Float[Array, "T H D"], pages: KVPages, inputs: AttentionInputs, **options: Any
 ) -> Float[Array, "T H D"]:
     """Returns attention of queries over pages. Decode rows and prompt chunks each go to their own kernel. Both kernels
-    take all queries and write to one array. Both take the options scale, window and backend."""
+    take all queries and write to one array. Both take the options of _scope, and backend."""
     batch = inputs.batch
     assert isinstance(batch, Paged), "with a cache, the batch is Paged"
     R, out = batch.short_rows, None
@@ -238,13 +276,3 @@ def paged_attention(
         own = options | {"into": out, "first": R, "work": inputs.prefill}
         out = prefill_attention.prefill_attention(q, pages, *chunks, **own)
     return out
-
-
-@shaped
-def rms_norm(x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*rows E"]:
-    """Returns the root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467). Computes in float32
-    at least."""
-    y = x.astype(compute_dtype(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    return y.astype(x.dtype) * weight.astype(x.dtype)

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import experts as _experts  # noqa: F401  (registers its block)
+from jllm.model import norm_after as _norm_after  # noqa: F401  (likewise)
 from jllm.model.attention import AttentionInputs, attention_block, attention_inputs
 from jllm.model.cache import Cache
 from jllm.model.fused_linear import norm_linear
 from jllm.model.hooks import Edits, HookRows, make_edits
 from jllm.model.linear import embed, linear
 from jllm.model.mlp import mlp_block
+from jllm.model.norms import norm_rows
 from jllm.model.paged import Packed, Paged
 from jllm.model.params import LayerParams, Params
 from jllm.model.rope import angles
@@ -30,7 +32,6 @@ from jllm.parallel.ranks import HEADS, REPLICATED, STACKED, on_mesh
 from pallas_kernels.backends import DIFFERENTIABLE
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.formats.numerics import compute_dtype
-from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
 
 Taps = dict[str, jax.Array]  # by the names in jllm.model.taps
@@ -83,6 +84,8 @@ def tapped_backbone(
     taps = resolve_taps(taps, config.num_layers)
     tokens = batch.tokens if config.axis is None else jnp.clip(batch.tokens, 0, config.vocab_size - 1)
     x = embed(params.embed, tokens, params.dtype, axis=config.axis, backend=backend)
+    if config.embedding_multiplier != 1:
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     x = x if edits is None else edits.apply("embedding", x, backend)
     found = {"embedding": x} if "embedding" in taps else {}
     x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend, edits=edits)
@@ -106,17 +109,23 @@ def run_layers(
     if backend is None and cache is None:
         backend = DIFFERENTIABLE
     found: Taps = {}
-    cos, sin = fenced(backend, lambda at: angles(config, at, compute_dtype(x.dtype)), batch.positions)
-    rows = (batch, cos, sin, cache, x.dtype)
     options: dict[str, Any] = {"config": config, "backend": backend}
-    windows = dict.fromkeys(config.windows or (None,))
-    inputs = {window: attention_inputs(*rows, window=window, **options) for window in windows}
+    wide = compute_dtype(x.dtype)
+    kinds = dict.fromkeys((config.rotation(i), config.window(i)) for i in range(config.num_layers))
+    turns = {
+        rotation: fenced(backend, partial(angles, config, dtype=wide, rotation=rotation), batch.positions)
+        for rotation in dict.fromkeys(rotation for rotation, _ in kinds)
+    }
+    inputs = {
+        (rotation, window): attention_inputs(batch, *turns[rotation], cache, x.dtype, window=window, **options)
+        for rotation, window in kinds
+    }
     for i, layer in enumerate(layers):
-        window = config.window(i)
+        kind = _, window = config.rotation(i), config.window(i)
         pages = None if cache is None else cache.at_layer(i)
         wanted = of_layer(taps, i)
         own = None if edits is None else edits.of_layer(i)
-        x, cache, inside = _layer(layer, x, inputs[window], pages, own, window=window, taps=wanted, **options)
+        x, cache, inside = _layer(layer, x, inputs[kind], pages, own, window=window, taps=wanted, **options)
         if missing := [name for name in wanted if name not in inside]:
             raise EvaluationError(f"tap layers.{i}.{missing[0]}: this kind of layer has no such value")
         found |= {f"layers.{i}.{name}": value for name, value in inside.items()}
@@ -139,11 +148,28 @@ def head(
     w = params.embed if params.head is None else params.head
     dtype = compute_dtype(hidden.dtype)
     if edits is not None:
-        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
-        logits = linear(edits.apply("norm", normed, backend), w, out_dtype=dtype, backend=backend)
+        normed = edits.apply("norm", norm_rows(hidden, params.norm, config, backend), backend)
+        logits = scale_logits(linear(normed, w, out_dtype=dtype, backend=backend), config, backend)
         return edits.apply("logits", whole_rows(logits, config), backend)
-    logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    if config.norm_offset:
+        logits = linear(norm_rows(hidden, params.norm, config, backend), w, out_dtype=dtype, backend=backend)
+    else:
+        logits = norm_linear(hidden, params.norm, w, eps=config.norm_eps, out_dtype=dtype, backend=backend)
+    logits = scale_logits(logits, config, backend)
     return whole_rows(logits, config) if whole else logits
+
+
+@shaped
+def scale_logits(logits: Float[Array, "T part"], config: LlamaConfig, backend: str | None) -> Float[Array, "T part"]:
+    """Returns logits with the model's divisor and softcap."""
+    if config.logit_divisor == 1 and config.logit_softcap is None:
+        return logits
+
+    def scaled(x: jax.Array) -> jax.Array:
+        x = x / config.logit_divisor
+        return x if config.logit_softcap is None else config.logit_softcap * jnp.tanh(x / config.logit_softcap)
+
+    return fenced(backend, scaled, logits)
 
 
 @shaped
@@ -171,12 +197,12 @@ def head_taps(
     names, found = resolve_taps(taps, config.num_layers), {}
     if "norm" in names:
         weight = params.norm if config.mesh is None else params.norm[0]  # all devices have the same
-        normed = norm_quant(hidden, weight, eps=config.norm_eps, backend=backend)[0]
+        normed = norm_rows(hidden, weight, config, backend)
         found["norm"] = normed if edits is None else edits.apply("norm", normed, backend)
     return found | ({"logits": logits} if "logits" in names else {})
 
 
-# One trace and one lowering serve all layers of the same kinds and window.
+# One trace and one lowering serve all layers of the same kinds, window and rotation.
 @partial(jax.jit, static_argnames=("config", "window", "backend", "taps"))
 @shaped
 def _layer(

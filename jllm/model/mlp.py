@@ -12,6 +12,7 @@ import jax
 from jllm.config import LlamaConfig
 from jllm.model.fused_linear import fuses_swiglu, norm_linear, norm_swiglu, silu_linear
 from jllm.model.linear import linear
+from jllm.model.norms import add_linear
 from jllm.model.params import MLPParams
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
@@ -33,7 +34,7 @@ def mlp_block(
 def _(
     p: MLPParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
 ) -> Float[Array, "T E"]:
-    if tap.open:
+    if tap.open or config.residual_multiplier != 1:
         return _open_block(p, x, config=config, backend=backend, tap=tap)
     return _fast_block(p, x, config=config, backend=backend)
 
@@ -51,9 +52,7 @@ def _fast_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str
 
 def _open_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str | None, tap: Tap) -> jax.Array:
     """Computes the block one operation at a time, with a name for each value."""
-    shared: dict[str, Any] = {"axis": config.axis, "parts": config.activation_parts}
     rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
     gate_up = tap("gate_up", tap.add("gate_up", rows, linear(rows, p.gate_up, p.gate_up_bias, backend=backend)))
     rows = tap("silu_mul", silu_mul_quant(gate_up, backend=backend))
-    y = linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
-    return tap.add("down", rows, y)
+    return add_linear(x, rows, p.down, p.down_bias, config=config, backend=backend, tap=tap, name="down")

@@ -17,6 +17,8 @@ from jllm.model.params import (
     ExpertsParams,
     LayerParams,
     MLPParams,
+    NormAfterAttentionParams,
+    NormAfterMLPParams,
     Params,
     WeightEntry,
     entries,
@@ -65,6 +67,8 @@ def param_specs(config: LlamaConfig) -> Params:
 def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
     """Returns the types of a layer's attention and MLP params. A config class with other layers registers its own
     function."""
+    if config.norm_after:
+        return NormAfterAttentionParams, NormAfterMLPParams
     return AttentionParams, ExpertsParams if config.has_experts(layer) else MLPParams
 
 
@@ -86,6 +90,8 @@ def _leaf_specs(part: type, config: LlamaConfig, prefix: str = "") -> dict[str, 
             return None
         parts = tuple((prefix + name, size(dimension)) for name, dimension in entry.tensors(axes))
         mean, std = INITIAL[entry.kind]
+        if entry.kind == "norm":
+            mean -= config.norm_offset
         if entry.residual:
             std *= 1 / math.sqrt(2 * config.num_layers)  # GPT-2: the residual stream sums 2L outputs
         shape = (sum(count for _, count in parts), *((size(entry.columns),) if entry.columns else ()))

@@ -90,10 +90,26 @@ class AttentionParams:
     # [(H + 2K) D, E]: query rows, key rows, value rows
     qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))
     qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))  # [(H + 2K) D]
-    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "head_dim", "qk_norm"))  # [D]
-    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "head_dim", "qk_norm"))  # [D]
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "q_norm", "qk_norm"))  # [D] or [H D]
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "k_norm", "qk_norm"))  # [D] or [K D]
     o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
     o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NormAfterAttentionParams:
+    """Holds the weights of rotary attention and of the norm after it, for norm_after.py. Gemma has one before it,
+    too."""
+
+    norm: jax.Array | None = field(metadata=norm_weight("input_layernorm", "embed", "norm_before"))  # [E]
+    qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))  # as AttentionParams
+    qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "q_norm", "qk_norm"))
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "k_norm", "qk_norm"))
+    o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))
+    o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))
+    norm_after: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +123,17 @@ class MLPParams:
     gate_up_bias: jax.Array | None = field(metadata=bias(GATE_UP, "mlp_bias"))  # [2F]
     down: Weight = field(metadata=matrix(DOWN, "ffn", reads="silu_mul", residual=True))  # [E, F]
     down_bias: jax.Array | None = field(metadata=bias(DOWN, "mlp_bias"))  # [E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NormAfterMLPParams:
+    """Holds the weights of a gated MLP and of the norm after it, for norm_after.py. Gemma has one before it, too."""
+
+    norm: jax.Array | None = field(metadata=norm_weight("pre_feedforward_layernorm", "embed", "norm_before"))  # [E]
+    gate_up: Weight = field(metadata=matrix(GATE_UP, "embed", "mlp.gate_up_proj", reads="mlp_norm"))  # as MLPParams
+    down: Weight = field(metadata=matrix(DOWN, "ffn", reads="silu_mul", residual=True))
+    norm_after: jax.Array = field(metadata=norm_weight("post_feedforward_layernorm", "embed"))  # [E]
 
 
 @jax.tree_util.register_dataclass
@@ -132,8 +159,8 @@ class LayerParams:
     """Holds the weights of one decoder layer. The types of its two parts decide what it computes. Linear weights are
     [out, in]. Merged ones are concatenated along out."""
 
-    attention: Any  # AttentionParams, or another type with an attention_block
-    mlp: Any  # MLPParams, ExpertsParams, or another type with an mlp_block
+    attention: Any  # AttentionParams, NormAfterAttentionParams, or another type with an attention_block
+    mlp: Any  # MLPParams, NormAfterMLPParams, ExpertsParams, or another type with an mlp_block
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,9 @@ choose them by a length. Here that is the longest that the model serves (config.
 """
 
 import math
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,8 +17,8 @@ from jllm.model.shapes import Array, Float, Int32, shaped
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Returns the radians per position of each of the D/2 rotated pairs, float64, with the config's scaling."""
-    scaling, theta, D = config.rope_scaling, config.rope_theta, config.head_dim
+    """Returns the radians per position of each of a head's rotated pairs, float64, with the config's scaling."""
+    scaling, theta, D = config.rope_scaling, config.rope_theta, config.rotated_dims
     if scaling is not None and scaling.kind == "dynamic":
         theta *= _ntk(scaling, config.context) ** (D / (D - 2))
     freq = theta ** (-np.arange(0, D, 2, dtype=np.float64) / D)
@@ -66,13 +68,23 @@ def _yarn(freq: np.ndarray, s: RopeScaling, theta: float) -> np.ndarray:
 
 @shaped
 def angles(
-    config: LlamaConfig, positions: Int32[Array, " T"], dtype
-) -> tuple[Float[Array, "T {config.head_dim//2}"], Float[Array, "T {config.head_dim//2}"]]:
+    config: LlamaConfig, positions: Int32[Array, " T"], dtype, rotation: str = "scaled"
+) -> tuple[Float[Array, "T {config.rotated_dims//2}"], Float[Array, "T {config.rotated_dims//2}"]]:
     """Returns cos and sin of the angles at positions, in `dtype` (float32 or float64). Both carry the scaling's
-    attention factor."""
+    attention factor. `rotation` is as LlamaConfig.rotation has it."""
+    if rotation == "none":
+        return unturned(positions.shape[0], config.rotated_dims, dtype)
+    if rotation == "window":
+        assert config.window_theta is not None, "rotation names it"
+        config = replace(config, rope_theta=config.window_theta, rope_scaling=None)
     freq = jnp.asarray(inverse_frequencies(config), dtype)
     angle = positions.astype(dtype)[:, None] * freq[None, :]
     if config.rope_scaling is None or config.rope_scaling.attention_factor == 1:
         return jnp.cos(angle), jnp.sin(angle)
     factor = jnp.asarray(config.rope_scaling.attention_factor, dtype)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def unturned(rows: int, dims: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin [rows, dims / 2] that rotate nothing."""
+    return jnp.ones((rows, dims // 2), dtype), jnp.zeros((rows, dims // 2), dtype)

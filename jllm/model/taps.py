@@ -37,7 +37,7 @@ LAYER = {  # in order of computation
     "middle": "[T, E] the residual stream between attention and MLP",
     "mlp_norm": "[T, E] the input of the gate and up projections",
     "gate_up": "[T, 2F] the output of the gate and up projections",
-    "silu_mul": "[T, F] SiLU(gate) * up: the input of the down projection",
+    "silu_mul": "[T, F] SiLU(gate) * up, or GELU: the input of the down projection",
     "output": "[T, E] the residual stream after the layer",
 }
 TOP = {

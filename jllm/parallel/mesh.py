@@ -45,6 +45,8 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
         raise ConfigError(f"the mesh has different devices ({', '.join(kinds)}): expected one kind")
     if type(config) is not LlamaConfig:
         raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
+    if config.qk_norm_whole:
+        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its norms of q and k need all heads")
     if config.activation_parts > 1:
         raise ConfigError(
             f"activation_parts={config.activation_parts} is for one device: on a mesh each device has one part"

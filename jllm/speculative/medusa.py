@@ -17,13 +17,13 @@ from jllm.config import LlamaConfig
 from jllm.errors import DrafterError
 from jllm.model.backbone import whole_rows
 from jllm.model.linear import linear
+from jllm.model.norms import norm_rows
 from jllm.model.params import Params, Weight
 from jllm.speculative.drafter import Advance, Drafts, Proposal
 from jllm.speculative.levels import best_tokens, last_valid
 from jllm.speculative.tree import Tree
 from jllm.speculative.weights import check_weights, random_weights
 from pallas_kernels.formats.numerics import compute_dtype
-from pallas_kernels.norm_quant import norm_quant
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +65,7 @@ class Medusa:
         wanted: bool = True,
     ) -> Proposal:
         hidden, newest = last_valid(advance.hidden, advance.count), advance.start + advance.count - 1
-        normed = norm_quant(hidden, params.norm, eps=config.norm_eps, backend=backend)[0]
+        normed = norm_rows(hidden, params.norm, config, backend)
         found: dict[int, jax.Array] = {}
         for depth, nodes in enumerate(self.tree.levels()[1:], 1):
             logits = head_logits(self.heads[depth - 1], normed, params, backend=backend)

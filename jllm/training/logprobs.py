@@ -20,6 +20,7 @@ from jllm.errors import ConfigError, EvaluationError, QuantizationError
 from jllm.model.backbone import head, run_layers, tapped_backbone
 from jllm.model.cache import KVCache, make_cache, parse_kv_cache
 from jllm.model.linear import decoded, embed
+from jllm.model.norms import norm_rows
 from jllm.model.paged import PAGE_SIZE, Chunks, Packed, no_segments, paged_batch
 from jllm.model.param_specs import param_dtype
 from jllm.model.params import (
@@ -44,7 +45,6 @@ from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, encode
 from pallas_kernels.formats.rounding import round_to
 from pallas_kernels.head_logprobs import head_logprobs
-from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced, in_tiles
 from pallas_kernels.tiled_attention import check_page_size
 
@@ -187,6 +187,8 @@ def _forward(
 
 
 def _keep(how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array) -> tuple:
+    if how.config.logit_softcap is not None:
+        raise EvaluationError("token_logprobs has no gradient for a model that caps its logits; packed_logits has one")
     scored, kept = _forward(how, params, tokens, lengths, temperature, keep=True)
     return scored, (params, tokens, lengths, temperature, kept)
 
@@ -202,8 +204,8 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
     of_head = formats.get(HEAD, formats.get(EMBED, ()) if params.head is None else ())
 
     def top(norm: jax.Array, w: Weight, hidden: jax.Array) -> Scored:
-        rows = norm_quant(hidden, norm, eps=config.norm_eps, backend=DIFFERENTIABLE)[0]
-        return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, temperature))
+        rows, heat = norm_rows(hidden, norm, config, DIFFERENTIABLE), temperature * config.logit_divisor
+        return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, heat))
 
     _, pull = jax.vjp(top, params.norm, own, hidden)
     dnorm, dhead, dx = pull((of_logprobs, of_entropies))
@@ -216,6 +218,7 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
         dlayer, dx = _pull_layer(config.one_layer(i), _differing(how), wanted, params.layers[i], x, dx)
         layers.append(dlayer)
     _, pull = jax.vjp(lambda w: embed(w, tokens.reshape(-1), how.dtype), params.embed)
+    dx = dx if config.embedding_multiplier == 1 else dx * jnp.asarray(config.embedding_multiplier, dx.dtype)
     (dembed,) = pull(dx.reshape(B * L, -1))
     if params.head is None:
         dembed, dhead = jax.tree.map(_sum, dembed, dhead), None

@@ -1,5 +1,6 @@
 """Checks arguments of decode_attention and chooses its backend."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from pallas_kernels.checks import (
     check_floats,
     check_heads,
     check_int32,
+    check_logits,
     check_pages,
     check_window,
+    with_plain_logits,
 )
 from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import xla
@@ -31,6 +34,8 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     segments: Segments | None = None,
     rows: int | None = None,
     work: Work | None = None,
@@ -52,6 +57,9 @@ def decode_attention(
     Segments). A row's result does not depend on keys that it does not see, nor on their values if they are finite. Its
     last bits may depend on the sequence's length, which says how keys are split (mosaic_sm90.py).
 
+    With `softcap` a logit x becomes softcap * tanh(x / softcap). `sinks` [H] are further logits, one a query head,
+    without a value: they only add to the sum of a row's weights.
+
     `work` is `plan`'s for the same arguments, which all layers of a step share; without it each call makes its own.
     `debug` reads the values first, outside of jit only. It raises ValueError for a row whose length, pages or ancestors
     are out of range. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for sizes, dtypes and
@@ -68,9 +76,10 @@ def decode_attention(
     check_window(window)
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
-    chosen = choose(BACKENDS, backend, q, pages, rows)
+    logits = check_logits(softcap, sinks, sizes["H"])
+    chosen = choose(BACKENDS, backend, q, pages, rows, not logits)
     check_work(work, chosen, BACKENDS)
-    return chosen.run(q, pages, page_table, lengths, scale, window, segments, work, rows)
+    return chosen.run(q, pages, page_table, lengths, scale, window, segments, work, rows, **logits)
 
 
 def plan(
@@ -80,12 +89,13 @@ def plan(
     *,
     window: int | None = None,
     segments: Segments | None = None,
+    plain: bool = True,
     backend: str | None = None,
 ) -> Work | None:
     """Returns the work list of decode_attention with these arguments, or None if the chosen backend has none. It
     depends on lengths i32[R], segments, sizes and dtypes alone, so all layers of a step share it. Of q [R Q, H, D] and
-    pages, shapes and dtypes are enough."""
-    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths)).plan
+    pages, shapes and dtypes are enough. `plain`: neither softcap nor sinks are given."""
+    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths), plain).plan
     return None if make is None else make(q, pages, lengths, window, segments)
 
 
@@ -136,12 +146,14 @@ def _triton(q, pages, page_table, lengths, scale, window, segments, _, rows) -> 
     return _of_own_rows(triton.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
-def _xla(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
-    return _of_own_rows(xla.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
+def _xla(q, pages, page_table, lengths, scale, window, segments, _, rows, **logits) -> jax.Array:
+    attend = partial(xla.decode_attention, **logits)
+    return _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
-def _one_order(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
-    return _of_own_rows(xla.in_one_order, q, pages, page_table, lengths, scale, window, segments, rows)
+def _one_order(q, pages, page_table, lengths, scale, window, segments, _, rows, **logits) -> jax.Array:
+    attend = partial(xla.in_one_order, **logits)
+    return _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
 def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows) -> jax.Array:
@@ -152,8 +164,8 @@ def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments,
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, plan=_mosaic_plan),
-    "triton": Backend(_triton, check_triton),
-    "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
+    "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=_mosaic_plan),
+    "triton": Backend(_triton, with_plain_logits(check_triton, "triton")),
+    "xla": Backend(_xla, lambda q, pages, rows, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

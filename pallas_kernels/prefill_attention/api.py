@@ -10,8 +10,10 @@ from pallas_kernels.checks import (
     check_floats,
     check_heads,
     check_int32,
+    check_logits,
     check_pages,
     check_window,
+    with_plain_logits,
 )
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.formats.kv_pages import KVPages
@@ -31,6 +33,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     into: jax.Array | None = None,
     first: int = 0,
     work: Work | None = None,
@@ -44,6 +48,9 @@ def prefill_attention(
     cu_q_lens[B] on come out zero. Token j of chunk b is in page page_table[b, j // P] (i32[B, M]). Entries past its
     length, or wholly before the window of its first query, are never read. With a window, key j is visible to query i
     iff 0 <= i - j < window.
+
+    With `softcap` a logit x becomes softcap * tanh(x / softcap). `sinks` [H] are further logits, one a query head,
+    without a value: they only add to the sum of a row's weights.
 
     With `into` [F + C, H, D] the C rows are those of q [F + C, H, D] from F = `first` on. The result is `into` with
     these rows replaced, in place if possible. So the rows before may come from another operation.
@@ -69,9 +76,10 @@ def prefill_attention(
     check_window(window)
     if debug:
         check_prefill_values(q.shape[0] - first, page_table, cu_q_lens, kv_lens, window, pages)
-    chosen = choose(BACKENDS, backend, q, pages, scale)
+    logits = check_logits(softcap, sinks, sizes["H"])
+    chosen = choose(BACKENDS, backend, q, pages, scale, not logits)
     check_work(work, chosen, BACKENDS)
-    return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first)
+    return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first, **logits)
 
 
 def plan(
@@ -82,12 +90,13 @@ def plan(
     *,
     scale: float,
     window: int | None = None,
+    plain: bool = True,
     backend: str | None = None,
 ) -> Work | None:
     """Returns the work list of prefill_attention with these arguments, or None if the chosen backend has none. It
     depends on lengths, sizes and dtypes alone, so all layers of a step share it. Of q and pages, shapes and dtypes are
-    enough."""
-    make = choose(BACKENDS, backend, q, pages, scale).plan
+    enough. `plain`: neither softcap nor sinks are given."""
+    make = choose(BACKENDS, backend, q, pages, scale, plain).plan
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
 
 
@@ -126,8 +135,8 @@ def _placed(attend, q, *args) -> jax.Array:
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, plan=make_work),
-    "triton": Backend(_triton, check_triton, plan=_triton_plan),
-    "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
+    "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=make_work),
+    "triton": Backend(_triton, with_plain_logits(check_triton, "triton"), plan=_triton_plan),
+    "xla": Backend(_xla, lambda q, pages, scale, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

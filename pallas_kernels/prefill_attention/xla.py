@@ -12,7 +12,7 @@ from pallas_kernels.tiled_attention import attend
 MAX_TILE = 32  # query rows
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "tile", "apart"))
+@partial(jax.jit, static_argnames=("scale", "window", "tile", "apart", "softcap"))
 def prefill_attention(
     q: jax.Array,
     pages: KVPages,
@@ -23,6 +23,8 @@ def prefill_attention(
     window: int | None,
     tile: int | None = None,
     apart: Run = plainly,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py.
     `tile`: rows of a tile, by default no more than there are. `apart` runs what is each tile's own."""
@@ -53,7 +55,7 @@ def prefill_attention(
     own = first + rows[:, 0]  # among all rows of the step, of which the chunks' are the last
 
     def attention(q: jax.Array, table: jax.Array, positions: jax.Array, own: jax.Array) -> jax.Array:
-        return attend(q, pages, table, positions, scale, window, own_row=own)
+        return attend(q, pages, table, positions, scale, window, own_row=own, softcap=softcap, sinks=sinks)
 
     out = apart(attention, q.at[rows].get(mode="clip"), page_table[chunk], positions, own)
 

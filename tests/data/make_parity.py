@@ -6,7 +6,7 @@ The tests read its results and need neither torch nor transformers. Each parity/
 safetensors (one file, or shards with their index) and expected.npz with, for prompts i = 0, 1, 2 of different lengths:
 
     prompt_i  int32 [T]                 token ids
-    logits_i  float32 [T, V]            logits at every prompt position
+    logits_i  float32 or 64 [T, V]            logits at every prompt position
     greedy_i  int32 [GREEDY]            the greedy continuation (no end token)
     gap_i     float32 [GREEDY]          how far the best logit is above the second, at each of its steps
 
@@ -31,8 +31,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 OUT = Path(__file__).parent / "parity"
 GREEDY = 24
 LENGTHS = (3, 17, 40)
-LENGTHS_OF = {"llama-longrope": (18, 25, 40)}  # up to the original length transformers takes the other frequencies
-CLEAR_GAP = 0.02
+LENGTHS_OF = {
+    "llama-longrope": (18, 25, 40),
+    "phi4": (18, 25, 40),
+}  # up to the original length transformers takes the other frequencies
+CLEAR_GAP, CLEAR_GAP_WIDE = 0.02, 1e-3
+STORED = torch.float32  # before torch's names are patched
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -116,6 +120,102 @@ FAMILIES = {
         "Qwen3", "qwen3", head_dim=16, rope_parameters=YARN | {"rope_theta": 1e4}, intermediate_size=32, **NEWER
     ),
 }
+# Newer families: one or two layers of smaller sizes, and logits in float64.
+TINY = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+PATTERN = ["sliding_attention", "full_attention"]
+FAMILIES |= {
+    "olmo2": base("Olmo2", "olmo2", **TINY, rope_theta=500000.0, rope_scaling=None, **OLDER),
+    "olmo3": base(
+        "Olmo3",
+        "olmo3",
+        **TINY,
+        rope_theta=500000.0,
+        rope_scaling=YARN | {"attention_factor": 1.2},
+        sliding_window=8,
+        layer_types=PATTERN,
+        **OLDER,
+    ),
+    "smollm3": base(
+        "SmolLM3",
+        "smollm3",
+        **TINY,
+        tie_word_embeddings=False,
+        rope_theta=5e6,
+        no_rope_layers=[1, 0],
+        no_rope_layer_interval=2,
+        use_sliding_window=False,
+        sliding_window=None,
+        max_window_layers=28,
+        layer_types=["full_attention"] * 2,
+        **OLDER,
+    ),
+    "phi4": base(
+        "Phi3",
+        "phi3",
+        **TINY | {"num_attention_heads": 2},
+        partial_rotary_factor=0.75,
+        rope_theta=10000.0,
+        original_max_position_embeddings=16,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 2.0],
+            "long_factor": [1.0, 1.5, 2.2, 3.0, 5.0, 8.0],
+        },
+        sliding_window=None,
+        **OLDER,
+    ),
+    "granite": base(
+        "Granite",
+        "granite",
+        **TINY,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.15625,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        rope_theta=10000.0,
+        **OLDER,
+    ),
+    "gemma2": base(
+        "Gemma2",
+        "gemma2",
+        **TINY,
+        head_dim=16,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=12,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=4.0,
+        sliding_window=8,
+        tie_word_embeddings=True,
+        cache_implementation="hybrid",
+        rope_theta=10000.0,
+        **OLDER,
+    ),
+    "gemma3": base(
+        "Gemma3",
+        "gemma3_text",
+        **TINY,
+        head_dim=16,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=12,
+        sliding_window=8,
+        layer_types=PATTERN,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **NEWER,
+    ),
+}
+WIDE = tuple(FAMILIES)[tuple(FAMILIES).index("olmo2") :]  # in float64
 ROPES_BASE = {"head_dim": 16, "max_position_embeddings": 128, "torch_dtype": "float32"}
 ROPES = {  # by name: fields beside ROPES_BASE, and the length of the sequence that transformers is shown
     "default": ({"rope_theta": 5e5}, 128),
@@ -144,9 +244,9 @@ SHARDED = ("llama2", "qwen2-window")
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=STORED)
         if "norm" in name:
-            parameter.data = 1 + 0.3 * noise
+            parameter.data = float("Gemma" not in type(model).__name__) + 0.3 * noise
         elif name.endswith("bias"):
             parameter.data = 0.3 * noise
         else:
@@ -158,22 +258,26 @@ def run(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, np.nd
     """Logits of the prompt, greedy continuation, top-two gaps; each step recomputed from the start, without a cache."""
     ids, gaps = prompt, []
     prompt_logits = model(prompt[None], use_cache=False).logits[0]
-    for _ in range(GREEDY):
+    for _ in range(GREEDY if prompt_logits.dtype == STORED else GREEDY // 2):
         best = torch.topk(model(ids[None], use_cache=False).logits[0, -1], 2)
         gaps.append(float(best.values[0] - best.values[1]))
         ids = torch.cat([ids, best.indices[:1]])
     return prompt_logits.numpy(), ids[len(prompt) :].numpy().astype(np.int32), np.array(gaps, np.float32)
 
 
-def expected(directory: Path, seed: int) -> dict[str, np.ndarray] | None:
+def expected(model: torch.nn.Module, directory: Path, seed: int) -> dict[str, np.ndarray] | None:
     """What the saved checkpoint computes; None when some greedy step is a near tie."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    if directory.name not in WIDE:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model.eval().to(torch.float64 if directory.name in WIDE else torch.float32)
     generator = torch.Generator().manual_seed(seed)
     arrays = {}
     for i, length in enumerate(LENGTHS_OF.get(directory.name, LENGTHS)):
         prompt = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
         logits, greedy, gaps = run(model, prompt)
-        if gaps.min() < CLEAR_GAP or len(set(greedy.tolist())) < 6:  # nor one that repeats itself at once
+        clear = CLEAR_GAP_WIDE if directory.name in WIDE else CLEAR_GAP
+        distinct = 6 if directory.name not in WIDE else 3 if not model.config.tie_word_embeddings else 1
+        if gaps.min() < clear or len(set(greedy.tolist())) < distinct:  # nor one that repeats itself at once
             return None
         arrays |= {f"prompt_{i}": prompt.numpy().astype(np.int32), f"logits_{i}": logits}
         arrays |= {f"greedy_{i}": greedy, f"gap_{i}": gaps}
@@ -187,12 +291,13 @@ def make(family: str, raw: dict) -> None:
         directory.mkdir(parents=True)
         config = directory / "config.json"
         config.write_text(json.dumps(raw, indent=2) + "\n")
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
+        loaded = transformers.AutoConfig.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_config(loaded, attn_implementation="eager")
         randomize(model, torch.Generator().manual_seed(seed))
         model.save_pretrained(directory, max_shard_size="100KB" if family in SHARDED else "1GB")
         (directory / "generation_config.json").unlink(missing_ok=True)
         config.write_text(json.dumps(raw, indent=2) + "\n")  # in the layout that this family is about
-        arrays = expected(directory, seed)
+        arrays = expected(model, directory, seed)
         if arrays is not None:
             break
     np.savez_compressed(directory / "expected.npz", **arrays)
@@ -220,9 +325,13 @@ if __name__ == "__main__":
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     for family, raw in FAMILIES.items():
-        if not sys.argv[1:] or family in sys.argv[1:]:
+        if family not in WIDE and (not sys.argv[1:] or family in sys.argv[1:]):
             make(family, raw)
-    # transformers computes frequencies in float32 by name, which here means float64.
+    # transformers computes norms, angles and softmax in float32 by name, which from here on means float64.
+    torch.set_default_dtype(torch.float64)
     torch.float = torch.float32 = torch.float64
     torch.Tensor.float = torch.Tensor.double
+    for family in WIDE:
+        if not sys.argv[1:] or family in sys.argv[1:]:
+            make(family, FAMILIES[family])
     (OUT.parent / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")

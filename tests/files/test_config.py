@@ -19,7 +19,7 @@ from jllm.files.load import load
 from jllm.files.save import save
 from jllm.model.param_specs import abstract_params
 from jllm.model.rope import angles, inverse_frequencies
-from tests.parity import PARITY
+from tests.parity import PARITY, WIDE
 
 ROPES = json.loads((Path(__file__).parents[1] / "data" / "ropes.json").read_text())
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -415,8 +415,8 @@ def test_windows_must_fit_the_layers_and_none_has_one_spelling():
     assert dataclasses.replace(from_hf(hf()), windows=(None, None, None)) == from_hf(hf())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
-def test_experts_come_back_under_the_names_of_their_family(tmp_path, family):
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", *WIDE])
+def test_weights_come_back_under_the_names_of_their_family(tmp_path, family):
     model = load(PARITY / family)
     save(tmp_path, model.params, model.config)
     before, after = (

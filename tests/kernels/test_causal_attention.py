@@ -101,15 +101,15 @@ def test_bad_arguments_say_what_is_wrong():
 def test_training_takes_cudnn_where_it_can(monkeypatch):
     q, k, v, segments = Case((20, 13), (4, 2), 64, "bfloat16").inputs()
     chosen = partial(choose, BACKENDS, TRAINING)
-    assert chosen(64, 64, q.dtype, None) is BACKENDS["xla"], "there is no GPU"
+    assert chosen(64, 64, q.dtype, None, True) is BACKENDS["xla"], "there is no GPU"
     for capability, backend in (("7.5", "xla"), ("10.0", "cudnn"), ("9.0", "cudnn")):
         monkeypatch.setattr(cudnn, "capability", lambda said=capability: said)
-        assert chosen(64, 64, q.dtype, None) is BACKENDS[backend], capability
-    for arguments in ((33, 64, q.dtype, None), (64, 256, q.dtype, None), (64, 64, q.dtype, 5)):
+        assert chosen(64, 64, q.dtype, None, True) is BACKENDS[backend], capability
+    for arguments in ((33, 64, q.dtype, None, True), (64, 256, q.dtype, None, True), (64, 64, q.dtype, 5, True)):
         assert chosen(*arguments) is BACKENDS["xla"]
         with pytest.raises(NotImplementedError, match="T=.* is not supported by backend cudnn, which does even T"):
             choose(BACKENDS, "cudnn", *arguments)
-    assert choose(BACKENDS, None, 64, 64, q.dtype, None) is BACKENDS["xla"], "unless training is said"
+    assert choose(BACKENDS, None, 64, 64, q.dtype, None, True) is BACKENDS["xla"], "unless training is said"
     monkeypatch.undo()
     with pytest.raises(NotImplementedError, match="backend cudnn is for GPUs"):
         causal_attention(q, k, v, segments, scale=0.1, backend="cudnn")

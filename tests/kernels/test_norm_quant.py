@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.model.attention import rms_norm
+from jllm.model.norms import rms_norm
 from pallas_kernels.formats.quantized_rows import LARGEST, dequantize_rows, quantize_rows
 from pallas_kernels.norm_quant import norm_quant, reference, xla
 from pallas_kernels.norm_quant.cases import CASES, EPS, Case

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllm.model.attention import rms_norm
 from jllm.model.backbone import Packed, Paged, backbone, head, packed_logits
 from jllm.model.cache import make_cache, parse_kv_cache
+from jllm.model.norms import rms_norm
 from tests.tiny import tiny_model, with_fields
 
 logits_of = partial(jax.jit, static_argnames="config")(packed_logits)

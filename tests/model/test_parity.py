@@ -5,9 +5,10 @@ import pytest
 
 import jllm
 from jllm.engine.request import SamplingParams
-from tests.parity import FAMILIES, OPTIONS, PARITY, expected
+from tests.parity import FAMILIES, OPTIONS, PARITY, WIDE, expected
 from tests.tiny import full_logits, log_softmax, serve
 
+NARROW = [name for name in FAMILIES if name not in WIDE]  # test_families.py has the others
 # What attention without a cache has of its own: windows, heads that share K and V. The engine's test has all families.
 APART = ["llama-mqa", "llama3.1", "qwen2-window", "qwen3-moe"]
 
@@ -22,7 +23,7 @@ def test_logits_without_a_cache(family):
         np.testing.assert_allclose(log_softmax(got), log_softmax(logits), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NARROW)
 def test_greedy_and_logprobs_through_the_engine(family):
     """Chunked, merged and paged, all prompts together."""
     model = jllm.load(PARITY / family)

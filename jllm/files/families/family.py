@@ -7,10 +7,17 @@ from typing import Any
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
-from jllm.files.hf_fields import read_boolean, read_integer
+from jllm.files.hf_fields import read_boolean, read_integer, read_number
+from jllm.files.hf_rope import read_rope
 
 Fields = Mapping[str, Any]  # of a config.json, and of a LlamaConfig
 KINDS = ("full_attention", "sliding_attention")
+
+
+def read_plain_rope(raw: Fields, context: int, head_dim: int, source: str, theta: float = 10000.0) -> dict[str, Any]:
+    """Returns LlamaConfig's fields of rotary embeddings, where all layers rotate whole heads by the same base."""
+    base, scaling = read_rope(raw, context, source, theta=theta)
+    return {"rope_theta": base, "rope_scaling": scaling}
 
 
 def no_fields(_: Any, layers: int = 0) -> dict[str, Any]:
@@ -31,8 +38,12 @@ class Family:
     head_dim: int | None = None  # None: hidden size / heads
     fields: frozenset[str] = frozenset()  # of config.json, which `read` understands beside those of all families
     fixed: frozenset[str] = frozenset()  # fields that files of this family may have, and that change nothing in it
+    eps: float = 1e-6
+    tied: bool = False
+    rope: Callable[[Fields, int, int, str], dict[str, Any]] = read_plain_rope  # of context, head dim and source
     read: Callable[[Fields, int], dict[str, Any]] = no_fields  # LlamaConfig's fields of a config.json of so many layers
     write: Callable[[LlamaConfig], dict[str, Any]] = no_fields  # the inverse of read
+    merged: bool = False  # files have q, k and v as one tensor, and gate and up
     names: tuple[tuple[str, str], ...] = ()  # tensors' names in files, and in the table of weights; {} is a number
 
 
@@ -48,6 +59,11 @@ def read_biases(raw: Fields) -> dict[str, Any]:
 
 def write_biases(config: LlamaConfig) -> dict[str, Any]:
     return {"attention_bias": config.o_bias}
+
+
+def read_optional(raw: Fields, key: str, default: float | None) -> float | None:
+    """Returns a positive number; `default` if it is absent, None if it is null."""
+    return None if raw.get(key, default) is None else read_number(raw, key, default)
 
 
 def read_window(raw: Fields, default: int | None) -> int | None:

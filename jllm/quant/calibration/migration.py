@@ -45,6 +45,10 @@ def scale_keys(layer: LayerParams, config: LlamaConfig, s: jax.Array) -> LayerPa
     part = layer.attention
     if not isinstance(part, AttentionParams):
         raise QuantizationError(f"{type(part).__name__}: keys of this kind of layer cannot be scaled")
+    if config.rotary_dim is not None or config.qk_norm_whole:
+        raise QuantizationError(
+            "keys can be scaled where whole heads are rotated, and each has a norm of its own or none"
+        )
     if part.q_norm is not None and part.k_norm is not None:
         scaled = replace(part, q_norm=part.q_norm / s[0].astype(part.q_norm.dtype))
         return replace(layer, attention=replace(scaled, k_norm=part.k_norm * s[0].astype(part.k_norm.dtype)))

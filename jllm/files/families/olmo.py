@@ -1,0 +1,58 @@
+"""Reads and writes OLMo 2, whose blocks end with their norm, and OLMo 3, most of whose layers have a window."""
+
+from typing import Any
+
+from jllm.config import LlamaConfig
+from jllm.files.families.family import (
+    Family,
+    Fields,
+    layer_types,
+    one_window,
+    read_biases,
+    read_window,
+    read_windows,
+    words,
+    write_biases,
+)
+from jllm.files.hf_rope import read_rope_by_window, write_rope_by_window
+
+
+def _read_olmo2(raw: Fields, layers: int) -> dict[str, Any]:
+    return read_biases(raw) | {"norms": "after", "qk_norm": True, "qk_norm_whole": True}
+
+
+def _read_olmo3(raw: Fields, layers: int) -> dict[str, Any]:
+    kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
+    return _read_olmo2(raw, layers) | {"windows": read_windows(raw, layers, read_window(raw, 4096), kinds)}
+
+
+def _write_olmo3(config: LlamaConfig) -> dict[str, Any]:
+    windows = {"sliding_window": one_window(config), "layer_types": layer_types(config)}
+    return write_biases(config) | windows | write_rope_by_window(config)
+
+
+def _olmo3_rope(raw: Fields, context: int, head_dim: int, source: str) -> dict[str, Any]:
+    return read_rope_by_window(raw, context, source, theta=500_000.0)
+
+
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    context=2048,
+    eos=50279,
+    eps=1e-5,
+    fields=words("attention_bias"),
+    read=_read_olmo2,
+    write=write_biases,
+)
+OLMO3 = Family(
+    "Olmo3ForCausalLM",
+    "olmo3",
+    context=2048,
+    eos=50279,
+    eps=1e-5,
+    fields=words("attention_bias sliding_window layer_types"),
+    rope=_olmo3_rope,
+    read=_read_olmo3,
+    write=_write_olmo3,
+)
