@@ -48,14 +48,25 @@ class Experts:
     chosen: int  # k, of each token
     ffn: int  # F of one expert
     normalize: bool = True  # the shares of a token's experts are divided by their sum
+    shared_ffn: int = 0  # F of an expert that computes every token; 0: there is none
+    biases: bool = False  # of router and experts, whose gates and ups are clamped: gpt-oss
     layers: tuple[bool, ...] = ()  # whether each layer has experts; () means all have
 
     def __post_init__(self) -> None:
         for name, most in (("count", MOST_SIZE), ("ffn", MOST_SIZE), ("chosen", self.count)):
             if not 1 <= getattr(self, name) <= most:
                 raise ConfigError(f"experts.{name} is {getattr(self, name)}, but must be at least 1 and at most {most}")
+        if not 0 <= self.shared_ffn <= MOST_SIZE or (self.shared_ffn and self.biases):
+            raise ConfigError(
+                f"experts.shared_ffn is {self.shared_ffn}, but must be 0 if biases, and at most {MOST_SIZE}"
+            )
         if all(self.layers):  # one form of "all layers", so that equal models compare equal
             object.__setattr__(self, "layers", ())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Returns the size of each axis of experts' weights."""
+        return {"experts": self.count, "expert_ffn": self.ffn, "shared_ffn": self.shared_ffn}
 
 
 @dataclass(frozen=True)
@@ -142,8 +153,10 @@ class LlamaConfig:
         for name, known in (("norms", ("before", "after", "around")), ("activation", ("silu", "gelu_tanh"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}")
-        if self.norm_after and (self.experts is not None or self.mlp_bias):
-            raise ConfigError(f"norms {self.norms!r} are for models without experts and without biases of the MLP")
+        if self.norm_after and (self.experts is not None or self.mlp_bias or self.sinks):
+            raise ConfigError(f"norms {self.norms!r} are for models without experts, sinks and biases of the MLP")
+        if self.experts is not None and self.residual_multiplier != 1:
+            raise ConfigError("residual_multiplier is for models without experts")
         if self.activation != "silu" and not self.norm_after:
             raise ConfigError(f"activation {self.activation!r} is for models with norms after their blocks")
         if self.unrotated and len(self.unrotated) != self.num_layers:
@@ -209,7 +222,7 @@ class LlamaConfig:
             "ffn": self.intermediate_size,
             "q_norm": self.head_dim * (self.num_heads if self.qk_norm_whole else 1),
             "k_norm": self.head_dim * (self.num_kv_heads if self.qk_norm_whole else 1),
-        } | ({} if self.experts is None else {"experts": self.experts.count, "expert_ffn": self.experts.ffn})
+        } | ({} if self.experts is None else self.experts.axes)
 
     @staticmethod
     def from_hf(*_: Any, **__: Any) -> NoReturn:

@@ -19,6 +19,8 @@ class ExpertFields:
     ffn: str
     columns: int
     normalize: bool | None  # None: norm_topk_prob says so
+    shared: str | None = None  # the columns of an expert that computes every token
+    biases: bool = False
     sparse: bool = False  # mlp_only_layers and decoder_sparse_step say which layers have experts
 
 
@@ -31,6 +33,8 @@ def read_experts(raw: Mapping[str, Any], fields: ExpertFields, layers: int) -> E
         chosen=read_integer(raw, "num_experts_per_tok", fields.chosen, least=1, most=MOST_SIZE),
         ffn=read_integer(raw, fields.ffn, fields.columns, least=1, most=MOST_SIZE),
         normalize=read_boolean(raw, "norm_topk_prob") if fields.normalize is None else fields.normalize,
+        shared_ffn=0 if fields.shared is None else read_integer(raw, fields.shared, 5632, least=1, most=MOST_SIZE),
+        biases=fields.biases,
         layers=_layers(raw, layers) if fields.sparse else (),
     )
 
@@ -50,6 +54,8 @@ def write_experts(config: LlamaConfig, fields: ExpertFields) -> dict[str, Any]:
     if experts is None:
         return {}
     raw: dict[str, Any] = {fields.count: experts.count, "num_experts_per_tok": experts.chosen, fields.ffn: experts.ffn}
+    if fields.shared is not None:
+        raw[fields.shared] = experts.shared_ffn
     if fields.normalize is None:
         raw["norm_topk_prob"] = experts.normalize
     if fields.sparse:

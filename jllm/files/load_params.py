@@ -23,6 +23,7 @@ from jllm.files.gguf import weights as gguf
 from jllm.files.gguf.reader import GGUFTensor, is_gguf
 from jllm.files.hf_config import load_quantization
 from jllm.files.importers.kv_scales import scale_names, tensor_factors
+from jllm.files.merged_experts import ExpertTensor, cut_experts, read_expert
 from jllm.files.safetensors_io import DTYPES as STORED_DTYPES
 from jllm.files.safetensors_io import StoredTensor, read_as_stored, read_bytes, read_tensor
 from jllm.files.stored import StoredWeight
@@ -66,7 +67,7 @@ def load_params(
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
-    stored = _cut_merged(specs, stored)
+    stored = cut_experts(_cut_merged(specs, stored))
     formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)
@@ -87,6 +88,8 @@ def load_params(
                 part, tensor = host[row : row + rows], stored[name]
                 if isinstance(tensor, GGUFTensor):
                     gguf.read_values(tensor, part, advance)
+                elif isinstance(tensor, ExpertTensor):
+                    read_expert(tensor, part, advance)
                 else:
                     read_tensor(tensor, part, advance)
                 if name in factors:

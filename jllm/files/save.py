@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ from jllm.errors import CheckpointError, TokenizerError
 from jllm.files.families import FAMILIES, theirs
 from jllm.files.find import BLOCK, INDEX, WEIGHTS, all_or_nothing
 from jllm.files.hf_config import to_hf
+from jllm.files.merged_experts import merge_experts, merged_name
 from jllm.files.quantized import arrays, quantization_config
 from jllm.files.run_identity import TOKENIZER
 from jllm.files.safetensors_io import DTYPES as STORED_DTYPES
@@ -149,7 +151,12 @@ def _tensors(spec: LeafSpec, leaf: Any, config: LlamaConfig) -> list[_Tensor]:
     if isinstance(leaf, QuantizedWeight):
         assert spec.weight is not None, "only matrices are quantized"
         return [_Tensor(name, array, 0, array.shape) for name, array in arrays(spec.weight, leaf).items()]
-    if spec.weight is not None and len(spec.parts) > 1 and FAMILIES[config.architecture].merged:
+    family = FAMILIES[config.architecture]
+    if spec.entry.over is not None and family.merged_experts:
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        leaf = jax.eval_shape(partial(merge_experts, spec), leaf) if abstract else merge_experts(spec, leaf)
+        return [_Tensor(merged_name(spec), leaf, 0, leaf.shape)]
+    if spec.weight is not None and len(spec.parts) > 1 and family.merged:
         return [_Tensor(f"{spec.weight}.weight", leaf, 0, spec.shape)]
     starts = accumulate((rows for _, rows in spec.parts), initial=0)
     return [

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jllm.config import Experts, LlamaConfig
 from jllm.model.linear import decoded, linear, with_gradient
 from jllm.model.mlp import mlp_block
-from jllm.model.params import ExpertsParams, Weight
+from jllm.model.params import BiasedExpertsParams, ExpertsParams, SharedExpertParams, Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
 from jllm.model.taps import Tap
 from jllm.model.weight_inputs import rounded_inputs, row_codes
@@ -28,19 +28,59 @@ from pallas_kernels.one_order import fenced
 from pallas_kernels.ragged_matmul import ragged_matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gates
+
 
 @mlp_block.register
 @shaped
 def _(
     p: ExpertsParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
 ) -> Float[Array, "T E"]:
+    rows, routes, shares = _routed(p, x, None, config, backend, tap)
+    return _joined(x, run_experts(p, rows, routes, shares, backend=backend), config, backend)
+
+
+@mlp_block.register
+@shaped
+def _(
+    p: SharedExpertParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
+) -> Float[Array, "T E"]:
+    rows, routes, shares = _routed(p, x, None, config, backend, tap)
+    added = run_experts(p, rows, routes, shares, backend=backend)
+    gate_up = linear(rows, p.shared_gate_up, backend=backend)
+    shared = linear(silu_mul_quant(gate_up, backend=where_faster(backend)), p.shared_down, backend=backend)
+
+    def add(added: jax.Array, shared: jax.Array, gate: jax.Array) -> jax.Array:
+        return added + jax.nn.sigmoid(gate.astype(added.dtype)) * shared.astype(added.dtype)
+
+    added = fenced(backend, add, added, shared, linear(rows, p.shared_gate, backend=backend))
+    return _joined(x, added, config, backend)
+
+
+@mlp_block.register
+@shaped
+def _(
+    p: BiasedExpertsParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
+) -> Float[Array, "T E"]:
+    rows, routes, shares = _routed(p, x, p.router_bias, config, backend, tap)
+    biases = p.gate_up_bias, p.down_bias
+    return _joined(x, run_experts(p, rows, routes, shares, biases, backend=backend), config, backend)
+
+
+def _routed(
+    p: Any, x: jax.Array, bias: jax.Array | None, config: LlamaConfig, backend: str | None, tap: Tap
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the normed rows, each one's experts, and their shares."""
     experts = config.experts
     assert experts is not None, "a config whose layers have experts describes them"
     rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
-    scores = tap("router", linear(rows, p.router, backend=backend))
+    scores = tap("router", linear(rows, p.router, bias, backend=backend))
     routes = tap("routes", fenced(backend, partial(choose_experts, experts=experts), scores))
-    shares = fenced(backend, partial(shares_of, experts=experts), scores, routes)
-    added = run_experts(p, rows, routes, shares, backend=backend)
+    return rows, routes, fenced(backend, partial(shares_of, experts=experts), scores, routes)
+
+
+def _joined(x: jax.Array, added: jax.Array, config: LlamaConfig, backend: str | None) -> jax.Array:
+    """Returns the residual stream plus what the experts add, in its dtype."""
     if config.axis is not None:
         return all_reduce(added, config.axis, residual=x, backend=where_faster(backend))
     return (x.astype(added.dtype) + added).astype(x.dtype)
@@ -64,14 +104,16 @@ def shares_of(scores: Float[Array, "T X"], routes: Int32[Array, "T k"], experts:
 
 @shaped
 def run_experts(
-    p: ExpertsParams,
+    p: Any,
     x: Float[Array, "T E"],
     routes: Int32[Array, "T k"],
     shares: Float[Array, "T k"],
+    biases: tuple[Float[Array, " gate_up"], Float[Array, " down"]] | None = None,
     *,
     backend: str | None = None,
 ) -> Float[Array, "T E"]:
-    """Returns the sum of each token's experts by their shares, in the shares' dtype."""
+    """Returns the sum of each token's experts by their shares, in the shares' dtype. With `biases`, which are added to
+    gates and ups and to outputs, gates and ups are clamped."""
     (T, k), X = routes.shape, p.router.shape[0]
     by_number = jnp.argsort(routes, axis=1)
     routes, shares = (jnp.take_along_axis(each, by_number, axis=1) for each in (routes, shares))
@@ -79,8 +121,13 @@ def run_experts(
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.zeros(X, jnp.int32).at[flat].add(1)
     gate_up = ragged_linear(jnp.take(x, order // k, axis=0), p.gate_up, sizes, backend=backend)
-    hidden = silu_mul_quant(gate_up, backend=where_faster(backend))
-    out = ragged_linear(hidden, p.down, sizes, backend=backend)
+    if biases is None:
+        hidden = silu_mul_quant(gate_up, backend=where_faster(backend))
+        out = ragged_linear(hidden, p.down, sizes, backend=backend)
+    else:
+        gate_up_bias, down_bias = (each.reshape(X, -1)[flat[order]] for each in biases)
+        hidden = fenced(backend, _clamped_swiglu, gate_up, gate_up_bias)
+        out = fenced(backend, jnp.add, ragged_linear(hidden, p.down, sizes, backend=backend), down_bias)
     each = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(T, k, -1)
 
     def add(each: jax.Array, shares: jax.Array) -> jax.Array:
@@ -90,6 +137,13 @@ def run_experts(
         return total
 
     return fenced(backend, add, each, shares)
+
+
+def _clamped_swiglu(gate_up: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1), where gates are at most 7 and ups at most 7 from 0 (gpt-oss)."""
+    gate, up = jnp.split((gate_up + bias).astype(compute_dtype(gate_up.dtype)), 2, axis=1)
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)).astype(gate_up.dtype)
 
 
 @shaped

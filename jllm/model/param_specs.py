@@ -14,12 +14,14 @@ from jllm.config import DTYPES, LlamaConfig
 from jllm.errors import ConfigError, NoRoomError
 from jllm.model.params import (
     AttentionParams,
+    BiasedExpertsParams,
     ExpertsParams,
     LayerParams,
     MLPParams,
     NormAfterAttentionParams,
     NormAfterMLPParams,
     Params,
+    SharedExpertParams,
     WeightEntry,
     entries,
     layer_prefix,
@@ -69,7 +71,11 @@ def layer_types(config: LlamaConfig, layer: int) -> tuple[type, type]:
     function."""
     if config.norm_after:
         return NormAfterAttentionParams, NormAfterMLPParams
-    return AttentionParams, ExpertsParams if config.has_experts(layer) else MLPParams
+    if config.experts is None or not config.has_experts(layer):
+        return AttentionParams, MLPParams
+    if config.experts.biases:
+        return AttentionParams, BiasedExpertsParams
+    return AttentionParams, SharedExpertParams if config.experts.shared_ffn else ExpertsParams
 
 
 def weight_specs(config: LlamaConfig) -> dict[str, LeafSpec]:

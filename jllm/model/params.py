@@ -57,9 +57,9 @@ def norm_weight(module: str, size: str, switch: str | None = None) -> dict[str, 
     return {"weight": WeightEntry("norm", ((module, size),), switch=switch)}
 
 
-def bias(modules: Mapping[str, str], switch: str) -> dict[str, WeightEntry]:
+def bias(modules: Mapping[str, str], switch: str | None = None, **more: Any) -> dict[str, WeightEntry]:
     """Returns the metadata of a field that holds the bias of a linear layer."""
-    return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch)}
+    return {"weight": WeightEntry("bias", tuple(modules.items()), switch=switch, **more)}
 
 
 def entries(part: Any) -> dict[str, WeightEntry]:
@@ -76,7 +76,11 @@ QKV = {
 OUT = {"self_attn.o_proj": "embed"}
 GATE_UP = {"mlp.gate_proj": "ffn", "mlp.up_proj": "ffn"}
 DOWN = {"mlp.down_proj": "embed"}
-ROUTER = {"mlp.gate": "experts"}
+ROUTER, BIASED_ROUTER = {"mlp.gate": "experts"}, {"mlp.router": "experts"}
+SINKS = {"self_attn.sinks": "heads"}
+SHARED_GATE_UP = {"mlp.shared_expert.gate_proj": "shared_ffn", "mlp.shared_expert.up_proj": "shared_ffn"}
+SHARED_DOWN = {"mlp.shared_expert.down_proj": "embed"}
+SHARED_GATE = {"mlp.shared_expert_gate": ""}
 EXPERT_GATE_UP = {"mlp.experts.{}.gate_proj": "expert_ffn", "mlp.experts.{}.up_proj": "expert_ffn"}
 EXPERT_DOWN = {"mlp.experts.{}.down_proj": "embed"}
 
@@ -94,6 +98,7 @@ class AttentionParams:
     k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "k_norm", "qk_norm"))  # [D] or [K D]
     o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
     o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
+    sinks: jax.Array | None = field(default=None, metadata=bias(SINKS, "sinks"))  # [H]
 
 
 @jax.tree_util.register_dataclass
@@ -155,12 +160,50 @@ class ExpertsParams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class SharedExpertParams:
+    """Holds the weights of a Mixture of Experts beside one that computes every token, for experts.py."""
+
+    norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # this and more: ExpertsParams
+    router: Weight = field(metadata=matrix(ROUTER, "embed", reads="mlp_norm"))
+    gate_up: Weight = field(
+        metadata=matrix(EXPERT_GATE_UP, "embed", "mlp.experts.gate_up_proj", reads="mlp_norm", over="experts")
+    )
+    down: Weight = field(
+        metadata=matrix(EXPERT_DOWN, "expert_ffn", "mlp.experts.down_proj", residual=True, over="experts")
+    )
+    shared_gate: Weight = field(metadata=matrix(SHARED_GATE, "embed", reads="mlp_norm"))  # [1, E]
+    shared_gate_up: Weight = field(  # [2S, E]
+        metadata=matrix(SHARED_GATE_UP, "embed", "mlp.shared_expert.gate_up_proj", reads="mlp_norm")
+    )
+    shared_down: Weight = field(metadata=matrix(SHARED_DOWN, "shared_ffn", residual=True))  # [E, S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BiasedExpertsParams:
+    """Holds the weights of a Mixture of Experts with biases, for experts.py."""
+
+    norm: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # this and more: ExpertsParams
+    router: Weight = field(metadata=matrix(BIASED_ROUTER, "embed", reads="mlp_norm"))
+    router_bias: jax.Array = field(metadata=bias(BIASED_ROUTER))  # [X]
+    gate_up: Weight = field(
+        metadata=matrix(EXPERT_GATE_UP, "embed", "mlp.experts.gate_up_proj", reads="mlp_norm", over="experts")
+    )
+    gate_up_bias: jax.Array = field(metadata=bias(EXPERT_GATE_UP, over="experts"))  # [X 2F]
+    down: Weight = field(
+        metadata=matrix(EXPERT_DOWN, "expert_ffn", "mlp.experts.down_proj", residual=True, over="experts")
+    )
+    down_bias: jax.Array = field(metadata=bias(EXPERT_DOWN, over="experts"))  # [X E]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerParams:
     """Holds the weights of one decoder layer. The types of its two parts decide what it computes. Linear weights are
     [out, in]. Merged ones are concatenated along out."""
 
     attention: Any  # AttentionParams, NormAfterAttentionParams, or another type with an attention_block
-    mlp: Any  # MLPParams, NormAfterMLPParams, ExpertsParams, or another type with an mlp_block
+    mlp: Any  # MLPParams, NormAfterMLPParams, one of three with experts, or another type with an mlp_block
 
 
 @jax.tree_util.register_dataclass

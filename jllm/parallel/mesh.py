@@ -45,6 +45,10 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
         raise ConfigError(f"the mesh has different devices ({', '.join(kinds)}): expected one kind")
     if type(config) is not LlamaConfig:
         raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
+    if config.experts is not None and (config.experts.shared_ffn or config.experts.biases):
+        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its experts have more parts")
+    if config.sinks:
+        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its heads have sinks")
     if config.qk_norm_whole:
         raise ConfigError(f"a {config.architecture} cannot be spread over devices: its norms of q and k need all heads")
     if config.activation_parts > 1:

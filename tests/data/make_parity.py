@@ -214,6 +214,44 @@ FAMILIES |= {
         },
         **NEWER,
     ),
+    "olmoe": base(
+        "Olmoe",
+        "olmoe",
+        **TINY,
+        num_hidden_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        rope_theta=10000.0,
+        **OLDER,
+    ),
+    "qwen2-moe": base(
+        "Qwen2Moe",
+        "qwen2_moe",
+        **TINY,
+        rope_theta=1e6,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=20,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        **OLDER,
+    ),
+    "gpt-oss": base(
+        "GptOss",
+        "gpt_oss",
+        **TINY,
+        head_dim=16,
+        rope_theta=150000.0,
+        rope_scaling=YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=PATTERN,
+        attention_bias=True,
+        **OLDER,
+    ),
 }
 WIDE = tuple(FAMILIES)[tuple(FAMILIES).index("olmo2") :]  # in float64
 ROPES_BASE = {"head_dim": 16, "max_position_embeddings": 128, "torch_dtype": "float32"}
@@ -292,7 +330,9 @@ def make(family: str, raw: dict) -> None:
         config = directory / "config.json"
         config.write_text(json.dumps(raw, indent=2) + "\n")
         loaded = transformers.AutoConfig.from_pretrained(directory)
-        model = transformers.AutoModelForCausalLM.from_config(loaded, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(
+            loaded, attn_implementation="eager", experts_implementation="eager"
+        )
         randomize(model, torch.Generator().manual_seed(seed))
         model.save_pretrained(directory, max_shard_size="100KB" if family in SHARDED else "1GB")
         (directory / "generation_config.json").unlink(missing_ok=True)

@@ -28,4 +28,15 @@ def test_parity(family):
 
 
 def test_every_family_is_there():
-    assert set(WIDE) >= {"olmo2", "olmo3", "smollm3", "phi4", "granite", "gemma2", "gemma3"}
+    assert set(WIDE) >= {
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "phi4",
+        "granite",
+        "gemma2",
+        "gemma3",
+        "olmoe",
+        "qwen2-moe",
+        "gpt-oss",
+    }

@@ -6,15 +6,19 @@ from typing import Any
 from jllm.errors import ConfigError
 from jllm.files.families.family import Family, renamed
 from jllm.files.families.gemma import GEMMA2, GEMMA3
+from jllm.files.families.gpt_oss import GPT_OSS
 from jllm.files.families.granite import GRANITE
 from jllm.files.families.llama import LLAMA
 from jllm.files.families.mistral import MISTRAL, MIXTRAL
-from jllm.files.families.olmo import OLMO2, OLMO3
+from jllm.files.families.olmo import OLMO2, OLMO3, OLMOE
 from jllm.files.families.phi import PHI3
-from jllm.files.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jllm.files.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jllm.files.families.smollm3 import SMOLLM3
 
-ALL = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3)
+ALL = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3),
+    *(GPT_OSS, GRANITE, OLMO2, OLMO3, OLMOE, PHI3, SMOLLM3),
+)
 FAMILIES = {family.architecture: family for family in ALL}
 _NAMES = tuple(pair for family in ALL for pair in family.names)
 _FILES = {family.architecture: tuple((ours, theirs) for theirs, ours in family.names) for family in ALL}

@@ -44,6 +44,7 @@ class Family:
     read: Callable[[Fields, int], dict[str, Any]] = no_fields  # LlamaConfig's fields of a config.json of so many layers
     write: Callable[[LlamaConfig], dict[str, Any]] = no_fields  # the inverse of read
     merged: bool = False  # files have q, k and v as one tensor, and gate and up
+    merged_experts: bool = False  # files have all experts of a layer as one tensor (merged_experts.py)
     names: tuple[tuple[str, str], ...] = ()  # tensors' names in files, and in the table of weights; {} is a number
 
 

@@ -1,4 +1,5 @@
-"""Reads and writes OLMo 2, whose blocks end with their norm, and OLMo 3, most of whose layers have a window."""
+"""Reads and writes OLMo 2, whose blocks end with their norm, OLMo 3, most of whose layers have a window, and OLMoE,
+whose blocks begin with their norm and have experts. All have norms of q and k over all heads of a token."""
 
 from typing import Any
 
@@ -14,7 +15,10 @@ from jllm.files.families.family import (
     words,
     write_biases,
 )
+from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 from jllm.files.hf_rope import read_rope_by_window, write_rope_by_window
+
+_EXPERTS = ExpertFields("num_experts", 64, 8, "intermediate_size", 2048, normalize=None)
 
 
 def _read_olmo2(raw: Fields, layers: int) -> dict[str, Any]:
@@ -33,6 +37,15 @@ def _write_olmo3(config: LlamaConfig) -> dict[str, Any]:
 
 def _olmo3_rope(raw: Fields, context: int, head_dim: int, source: str) -> dict[str, Any]:
     return read_rope_by_window(raw, context, source, theta=500_000.0)
+
+
+def _read_olmoe(raw: Fields, layers: int) -> dict[str, Any]:
+    norms = {"qk_norm": True, "qk_norm_whole": True}
+    return read_biases(raw) | norms | {"experts": read_experts(raw, _EXPERTS, layers)}
+
+
+def _write_olmoe(config: LlamaConfig) -> dict[str, Any]:
+    return write_biases(config) | write_experts(config, _EXPERTS)
 
 
 OLMO2 = Family(
@@ -55,4 +68,14 @@ OLMO3 = Family(
     rope=_olmo3_rope,
     read=_read_olmo3,
     write=_write_olmo3,
+)
+OLMOE = Family(
+    "OlmoeForCausalLM",
+    "olmoe",
+    context=4096,
+    eos=50279,
+    eps=1e-5,
+    fields=words("attention_bias num_experts num_local_experts num_experts_per_tok norm_topk_prob"),
+    read=_read_olmoe,
+    write=_write_olmoe,
 )

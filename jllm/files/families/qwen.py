@@ -1,4 +1,5 @@
-"""Reads and writes Qwen2, whose q, k and v have biases, Qwen3, whose queries and keys have norms, and its mixture."""
+"""Reads and writes Qwen2, whose q, k and v have biases, Qwen3, whose queries and keys have norms, and the mixtures of
+both. An expert of Qwen2's computes every token."""
 
 from typing import Any
 
@@ -19,7 +20,21 @@ from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 from jllm.files.hf_fields import read_boolean, read_integer
 
 _WINDOWS = "sliding_window use_sliding_window max_window_layers layer_types"
+_MOE = (
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
+    "mlp_only_layers"
+)
 _EXPERTS = ExpertFields("num_experts", 128, 8, "moe_intermediate_size", 768, normalize=None, sparse=True)
+_QWEN2_EXPERTS = ExpertFields(
+    "num_experts",
+    60,
+    4,
+    "moe_intermediate_size",
+    1408,
+    normalize=None,
+    shared="shared_expert_intermediate_size",
+    sparse=True,
+)
 
 
 def _read_windows(raw: Fields, layers: int) -> dict[str, Any]:
@@ -53,6 +68,21 @@ def _write_qwen3(config: LlamaConfig) -> dict[str, Any]:
     return _write_windows(config) | write_biases(config)
 
 
+def _read_qwen2_moe(raw: Fields, layers: int) -> dict[str, Any]:
+    window = read_window(raw, 4096) if read_boolean(raw, "use_sliding_window") else None
+    last = read_integer(raw, "max_window_layers", 28)
+    kinds = [KINDS[window is not None and i < last and i % 2 == 0] for i in range(layers)]
+    return {
+        "windows": read_windows(raw, layers, window, kinds),
+        "qkv_bias": read_boolean(raw, "qkv_bias", True),
+        "experts": read_experts(raw, _QWEN2_EXPERTS, layers),
+    }
+
+
+def _write_qwen2_moe(config: LlamaConfig) -> dict[str, Any]:
+    return _write_windows(config) | {"qkv_bias": config.qkv_bias} | write_experts(config, _QWEN2_EXPERTS)
+
+
 def _read_qwen3_moe(raw: Fields, layers: int) -> dict[str, Any]:
     return _read_qwen3(raw, layers) | {"experts": read_experts(raw, _EXPERTS, layers)}
 
@@ -71,6 +101,15 @@ QWEN2 = Family(
     read=_read_qwen2,
     write=_write_windows,
 )
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    context=32768,
+    kv_heads=16,
+    fields=words(f"{_WINDOWS} qkv_bias shared_expert_intermediate_size {_MOE}"),
+    read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
+)
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
@@ -86,10 +125,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     context=32768,
     kv_heads=4,
-    fields=words(
-        f"{_WINDOWS} attention_bias num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-        "norm_topk_prob decoder_sparse_step mlp_only_layers"
-    ),
+    fields=words(f"{_WINDOWS} attention_bias {_MOE}"),
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
 )

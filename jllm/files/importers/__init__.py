@@ -11,7 +11,7 @@ from typing import Any
 
 from jllm.errors import CheckpointError
 from jllm.files import quantized as files
-from jllm.files.importers import bitsandbytes, foreign
+from jllm.files.importers import bitsandbytes, foreign, mxfp4
 from jllm.files.importers.awq import AWQ
 from jllm.files.importers.compressed_tensors import FP8, CompressedTensors
 from jllm.files.importers.fields import UNDERSTOOD, unknown_fields
@@ -43,6 +43,7 @@ IMPORTERS: dict[str, Importer] = {
     "fp8": _foreign(FP8.from_config),
     "modelopt": _foreign(ModelOpt.from_config),
     "bitsandbytes": _foreign(bitsandbytes.from_config),
+    "mxfp4": mxfp4.stored_weights,
 }
 
 

@@ -41,6 +41,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
     "modelopt": names(
         "quant_algo kv_cache_quant_algo kv_cache_scheme group_size ignore exclude_modules quantization config_groups"
     ),
+    "mxfp4": names("modules_to_not_convert"),
     "bitsandbytes": names(
         "load_in_4bit load_in_8bit llm_int8_skip_modules llm_int8_threshold bnb_4bit_quant_type "
         "bnb_4bit_use_double_quant bnb_4bit_quant_storage"
