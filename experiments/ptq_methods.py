@@ -135,8 +135,9 @@ def rows(
     planned = jobs(args, schemes)
     done = {(row["model"], row["scheme"], row["seed"], row["method"]): row for row in before}
     for name, scheme in schemes.items():
-        rounds = isinstance(scheme, Quantizer) or args.kv is not None
-        if not rounds and not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
+        if isinstance(scheme, Quantizer) or args.kv is not None:
+            continue
+        if not weight_formats(quantize(jax.eval_shape(lambda: model.params), scheme)):
             raise ConfigError(f"--schemes: {name} quantizes nothing, and rounding's divergence is what others are over")
     ids, protocol = read_tokens(model, args)
     recorded = record(model, ids, protocol)

@@ -1,7 +1,8 @@
 """Computes the least time of a step on a device: bytes at its bandwidth, operations at its peaks (devices.py).
 
 A step has one matmul per matrix, on its decoding rows and prompts together. It has two attention kernels, one for each.
-A matmul counts with the larger of its weight's bytes over the bandwidth and its operations over their peak. Inputs and
+A matmul counts with the larger of its weight's bytes over the bandwidth and its operations over their peak. Of a
+mixture, it has the bytes of the experts that rows touch, and the operations of those that they choose. Inputs and
 outputs stay in the L2 cache. Decoding rows' attention counts with the bytes of their K and V, each read once. Prompts'
 attention counts with those, or with its operations if they take longer. Kernels run one after the other, so all this is
 summed, as if nothing else cost anything.
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from experiments.steps.devices import Ceilings
-from jllm.config import LlamaConfig
+from jllm.config import Experts, LlamaConfig
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -31,15 +32,23 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matmul's weight [outputs, inputs]: its bytes with scales, and the operations/s of its kind."""
+    """A matmul's weight [outputs, inputs]: its bytes with scales, and the operations/s of its kind. Of `experts` such
+    weights, a row meets `chosen`."""
 
     nbytes: int
     outputs: int
     inputs: int
     peak: float
+    experts: int = 1
+    chosen: int = 1
 
     def seconds(self, rows: int, bandwidth: float) -> float:
-        return max(self.nbytes / bandwidth, 2 * rows * self.inputs * self.outputs / self.peak)
+        operations = 2 * rows * self.chosen * self.inputs * self.outputs
+        return max(self.touched(rows) * self.nbytes / bandwidth, operations / self.peak)
+
+    def touched(self, rows: int) -> float:
+        """Returns how many of the weights are read, if each row's are drawn evenly and apart from other rows'."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -87,16 +96,19 @@ def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings, devices:
     arithmetic the device lacks."""
     n, params = devices or ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
     peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
-    layers = (matrix(w, peaks) for w in linears(params).values())
+    layers = (matrix(w, peaks, config.experts if ".experts." in name else None) for name, w in linears(params).items())
     head = matrix(params.embed if params.head is None else params.head, peaks)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
     each = tuple(Counter(layers).items())
     return Floor(each, head, attention, n * ceilings.bandwidth, n * ceilings.attention, config.num_layers)
 
 
-def matrix(weight: Any, peaks: Mapping[str | None, float]) -> Matrix:
+def matrix(weight: Any, peaks: Mapping[str | None, float], experts: Experts | None = None) -> Matrix:
+    """Returns what counts of a weight, or of one expert's where it has those of all."""
     activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
-    return Matrix(tree_bytes(weight), weight.shape[0], weight.shape[1], peaks[activations])
+    (outputs, inputs), X = weight.shape, experts.count if experts else 1
+    each = (X, experts.chosen) if experts else (1, 1)
+    return Matrix(tree_bytes(weight) // X, outputs // X, inputs, peaks[activations], *each)
 
 
 def token_bytes(model: Model, kv_cache: str | None) -> float:

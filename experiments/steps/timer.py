@@ -68,7 +68,7 @@ def random_params(config: LlamaConfig, dtype: str, scheme: str = "bf16") -> Para
         return made(i, init_params(small, jax.random.fold_in(key, i), stored))
 
     first, *others = map(layer, range(config.num_layers))
-    return replace(first, layers=first.layers + tuple(each.layers[0] for each in others))
+    return replace(first, layers=(*first.layers, *(each.layers[0] for each in others)))
 
 
 def scheme_of_layer(formats: Mapping[str, Formats], layer: int) -> Scheme:

@@ -28,6 +28,7 @@ from pallas_kernels.one_order import fenced
 from pallas_kernels.ragged_matmul import ragged_matmul
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
+COMPARED = 2048  # rows: more are sorted
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gates
 
 
@@ -115,28 +116,50 @@ def run_experts(
     """Returns the sum of each token's experts by their shares, in the shares' dtype. With `biases`, which are added to
     gates and ups and to outputs, gates and ups are clamped."""
     (T, k), X = routes.shape, p.router.shape[0]
-    by_number = jnp.argsort(routes, axis=1)
-    routes, shares = (jnp.take_along_axis(each, by_number, axis=1) for each in (routes, shares))
     flat = routes.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(X, jnp.int32).at[flat].add(1)
-    gate_up = ragged_linear(jnp.take(x, order // k, axis=0), p.gate_up, sizes, backend=backend)
+    place, order = places(flat)
+    sizes = jnp.sum(flat[None, :] == jnp.arange(X, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    rows = jnp.take(x, order // k, axis=0)
     if biases is None:
-        hidden = silu_mul_quant(gate_up, backend=where_faster(backend))
+        hidden = ragged_linear(rows, p.gate_up, sizes, gated=True, backend=backend)
         out = ragged_linear(hidden, p.down, sizes, backend=backend)
     else:
         gate_up_bias, down_bias = (each.reshape(X, -1)[flat[order]] for each in biases)
+        gate_up = ragged_linear(rows, p.gate_up, sizes, backend=backend)
         hidden = fenced(backend, _clamped_swiglu, gate_up, gate_up_bias)
         out = fenced(backend, jnp.add, ragged_linear(hidden, p.down, sizes, backend=backend), down_bias)
-    each = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(T, k, -1)
+    rank = jnp.sum(routes[:, None, :] < routes[:, :, None], axis=2)
 
-    def add(each: jax.Array, shares: jax.Array) -> jax.Array:
-        total = jnp.zeros((each.shape[0], each.shape[2]), shares.dtype)
+    def by_number(values: jax.Array) -> jax.Array:
+        values = values.reshape(T, k, 1)
+        return jnp.sum(
+            jnp.where(rank[:, :, None] == jnp.arange(k)[None, None, :], values, 0), axis=1, dtype=values.dtype
+        )
+
+    def add(place: jax.Array, shares: jax.Array) -> jax.Array:
+        total = jnp.zeros((place.shape[0], out.shape[1]), shares.dtype)
         for i in range(k):
-            total = total + each[:, i].astype(shares.dtype) * shares[:, i, None]
+            total = total + jnp.take(out, place[:, i], axis=0).astype(shares.dtype) * shares[:, i, None]
         return total
 
-    return fenced(backend, add, each, shares)
+    return fenced(backend, add, by_number(place), by_number(shares))
+
+
+@shaped
+def places(experts: Int32[Array, " rows"]) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+    """Returns where each row goes if rows are sorted by expert, and which row comes to each place. Rows of one expert
+    keep their order. Few rows are compared with each other: XLA makes two kernels of that, and many more of a sort."""
+    R = experts.shape[0]
+    number = jnp.arange(R, dtype=jnp.int32)
+    if R > COMPARED:
+        order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+        return jnp.zeros(R, jnp.int32).at[order].set(number, unique_indices=True), order
+    first = (experts[None, :] < experts[:, None]) | (
+        (experts[None, :] == experts[:, None]) & (number[None, :] < number[:, None])
+    )
+    place = jnp.sum(first, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(place[:, None] == number[None, :], number[:, None], 0), axis=0, dtype=jnp.int32)
+    return place, order
 
 
 def _clamped_swiglu(gate_up: jax.Array, bias: jax.Array) -> jax.Array:
@@ -148,26 +171,33 @@ def _clamped_swiglu(gate_up: jax.Array, bias: jax.Array) -> jax.Array:
 
 @shaped
 def ragged_linear(
-    x: Float[Array, "rows inputs"], w: Weight, sizes: Int32[Array, " X"], *, backend: str | None = None
+    x: Float[Array, "rows inputs"],
+    w: Weight,
+    sizes: Int32[Array, " X"],
+    *,
+    gated: bool = False,
+    backend: str | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """Returns the rows of group i times block i of w [X outputs, inputs], in x's dtype. Rows are sorted by group."""
+    """Returns the rows of group i times block i of w [X outputs, inputs], in x's dtype. Rows are sorted by group.
+    gated: each block has gate's rows and as many of up's, and SiLU(x gate^T) * (x up^T) is returned."""
     if not isinstance(w, QuantizedWeight):
-        return ragged_matmul(x, w, sizes, backend=backend)
-    return with_gradient(partial(_of_codes, backend=backend), _straight_through)(x, w, sizes)
+        return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
+    run, straight = partial(_of_codes, gated=gated, backend=backend), partial(_straight_through, gated=gated)
+    return with_gradient(run, straight)(x, w, sizes)
 
 
-def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, backend: str | None) -> jax.Array:
+def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool, backend: str | None) -> jax.Array:
     how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": None}
     if w.format.activations in KINDS:
         x = fenced(backend, partial(rounded_inputs, fmt=w.format, scale=w.input_scale), x)
     elif w.format.row_codes is not None:
         codes = fenced(backend, partial(row_codes, **how), x)
-        return ragged_matmul(codes, w, sizes, out_dtype=x.dtype, backend=backend)
-    return ragged_matmul(x, w, sizes, backend=backend)
+        return ragged_matmul(codes, w, sizes, gated=gated, out_dtype=x.dtype, backend=where_faster(backend))
+    return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
 
 
-def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array) -> jax.Array:
+def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool) -> jax.Array:
     """Computes ragged_linear on decoded values. Rounded activations pass gradients straight through."""
     wide = compute_dtype(x.dtype)
     rounded = rounded_inputs(x, w.format, w.input_scale).astype(wide)
-    return ragged_matmul(rounded, decoded(w, wide), sizes, backend=DIFFERENTIABLE).astype(x.dtype)
+    return ragged_matmul(rounded, decoded(w, wide), sizes, gated=gated, backend=DIFFERENTIABLE).astype(x.dtype)

@@ -8,6 +8,7 @@ from pallas_kernels.checks import check_int32, check_out_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.ragged_matmul import xla
+from pallas_kernels.ragged_matmul.config import check_supported
 
 
 def ragged_matmul(
@@ -15,26 +16,38 @@ def ragged_matmul(
     w: jax.Array | QuantizedWeight,
     sizes: jax.Array,
     *,
+    gated: bool = False,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """Returns [M, N]: the rows of group i of x [M, K] times block i of w [X N, K], transposed.
 
-    x has the rows of group 0 first, then those of group 1, and so on; sizes i32[X] says how many each has. Rows after
-    the last group give zeros, whatever they hold. A quantized w has rows of codes, or of plain values if its format is
-    weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's; QuantizedRows
-    need one). A row's bits depend neither on its group's size nor on other rows. Plain weights have gradients. Raises
-    ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend doesn't do.
+    x has the rows of group 0 first, then those of group 1, and so on; sizes i32[X] says how many each has. Rows
+    after the last group give zeros, whatever they hold. A quantized w has rows of codes, or of plain values if its
+    format is weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's;
+    QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
+    up^T) is returned, [M, N / 2], rounded once. A row's bits depend neither on its group's size nor on other rows.
+    Plain weights have gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
+    what a named backend doesn't do.
     """
     check_int32(sizes=sizes)
     values = x.values if isinstance(x, QuantizedRows) else x
-    if sizes.ndim != 1 or values.ndim != 2 or w.shape[0] % sizes.shape[0] or values.shape[1] != w.shape[1]:
+    blocks = sizes.size * (2 if gated else 1)
+    if sizes.ndim != 1 or values.ndim != 2 or w.shape[0] % blocks or values.shape[1] != w.shape[1]:
         raise ValueError(f"x {values.shape}, w {w.shape} and sizes {sizes.shape}, expected [M, K], [X N, K] and [X]")
     if out_dtype is None:
         if isinstance(x, QuantizedRows):
             raise ValueError("x is quantized: give out_dtype")
         out_dtype = x.dtype
-    return choose(BACKENDS, backend).run(x, w, sizes, check_out_dtype(out_dtype))
+    out_dtype = check_out_dtype(out_dtype)
+    chosen = choose(BACKENDS, backend, x, w, sizes.shape[0], gated, out_dtype)
+    return chosen.run(x, w, sizes, gated, out_dtype)
 
 
-BACKENDS = {"xla": Backend(xla.ragged_matmul)}
+def _mosaic(*arguments) -> jax.Array:
+    from pallas_kernels.ragged_matmul import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.ragged_matmul(*arguments)
+
+
+BACKENDS = {"mosaic": Backend(_mosaic, check_supported), "xla": Backend(xla.ragged_matmul)}

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, take_block
-from pallas_kernels.one_order import ROWS
+from pallas_kernels.one_order import ROWS, in_tiles
 from pallas_kernels.scaled_matmul.xla import grouped_matmul, scaled_matmul
 
 Inputs = jax.Array | QuantizedRows
@@ -60,9 +60,18 @@ def in_groups(run: Callable[[Any, jax.Array], jax.Array], x: Any, sizes: jax.Arr
     return jnp.zeros((M, *flat.shape[1:]), flat.dtype).at[tiles.rows.reshape(-1)].set(flat, mode="drop")
 
 
-@partial(jax.jit, static_argnames="out_dtype")
-def ragged_matmul(x: Inputs, w: Weights, sizes: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+@partial(jax.jit, static_argnames=("gated", "out_dtype"))
+def ragged_matmul(x: Inputs, w: Weights, sizes: jax.Array, gated: bool, out_dtype: DTypeLike) -> jax.Array:
     """Returns [M, N] of x [M, K], w [X N, K] and sizes i32[X]; see api.py."""
+    if gated:
+        wide = compute_dtype(x.scales.dtype if isinstance(x, QuantizedRows) else x.dtype)
+        gate_up = ragged_matmul(x, w, sizes, False, wide)
+
+        def gate(gate_up: jax.Array) -> jax.Array:
+            gate, up = jnp.split(gate_up, 2, axis=-1)
+            return (jax.nn.silu(gate) * up).astype(out_dtype)
+
+        return in_tiles(gate, gate_up)
     if isinstance(w, QuantizedWeight):
         return in_groups(lambda rows, group: _of_codes(rows, _own(w, group, sizes), out_dtype), x, sizes)
     assert not isinstance(x, QuantizedRows), "a plain weight takes plain rows"

@@ -15,6 +15,7 @@ from experiments.steps.timer import StepTimer, page_bytes
 from experiments.throughput import Bench, bars, main, milliseconds, parse_args, parse_case, read_table
 from jllm.files.hf_config import load_config
 from jllm.model.param_specs import init_params
+from jllm.model.params import tree_bytes
 from jllm.quant.quantize import quantize
 
 H200 = device_sheet("h200-sxm").ceilings
@@ -33,8 +34,8 @@ def tiny(tmp_path):
     return path
 
 
-def abstract(scheme: str):
-    config = load_config("configs/llama-2-7b.json")
+def abstract(scheme: str, name: str = "llama-2-7b"):
+    config = load_config(f"configs/{name}.json")
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.bfloat16))
     return params if scheme == "bf16" else quantize(params, scheme), config
 
@@ -70,6 +71,17 @@ def test_floors_of_7b_in_8_bits():
     each = page_bytes(config, params.dtype, 16, "int8-g8") / 16
     for (batch, context), ms in {(1, 136): 1.491, (128, 136): 2.735, (512, 136): 9.144}.items():
         assert 1e3 * floor.of(step_work(batch, batch * context), each) == pytest.approx(ms, rel=3e-3)
+
+
+def test_floors_of_a_mixture_count_the_experts_that_rows_touch():
+    """By hand: 8 of 128 experts a row, each [1536, 2048] and [2048, 768], in 48 layers."""
+    params, config = abstract("bf16", "qwen3-30b-a3b")
+    floor = make_floor(params, config, H200)
+    expert = 2 * (1536 * 2048 + 2048 * 768)
+    others = tree_bytes(params) - tree_bytes(params.embed) - 48 * 128 * expert
+    for rows, touched in ((1, 8.0), (17, 85.28), (100, 127.8)):
+        products, _ = floor.parts(step_work(rows, 0), 0.0)
+        assert products == pytest.approx((others + 48 * touched * expert) / H200.bandwidth, rel=1e-3)
 
 
 def test_the_published_table_agrees_with_itself():

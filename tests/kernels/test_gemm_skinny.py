@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_in_any_company():
 @pytest.mark.parametrize(
     ("target", "name", "change"),
     [
-        (skinny, "finish", lambda real: lambda *a: real(*a[:4], 32 - a[4], a[5])),
+        (skinny, "finish", lambda real: lambda *a: real(*a[:3], a[3]._replace(column=32 - a[3].column), a[4])),
         (skinny.Plan, "steps", lambda real: property(lambda plan: real.fget(plan) - 1)),
         (skinny.Plan, "copied", lambda real: property(lambda plan: real.fget(plan) - 8)),
     ],

@@ -10,15 +10,19 @@ import pytest
 from pallas_kernels.formats.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.formats.quantized_weights import decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
-from pallas_kernels.ragged_matmul import ragged_matmul, reference, xla
-from tests.kernels.helpers import TOLERANCE, error
+from pallas_kernels.hopper.gemm_sm90 import skinny_plan
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
+from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, xla
+from pallas_kernels.ragged_matmul.config import choose_config
+from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 X, N, K, M = 4, 24, 64, 70
-run = jax.jit(ragged_matmul, static_argnames=("out_dtype", "backend"))
+run = jax.jit(ragged_matmul, static_argnames=("gated", "out_dtype", "backend"))
 
 
 def inputs(dtype="float32", seed=0):
@@ -115,7 +119,7 @@ def test_faults_are_caught(monkeypatch, fault):
     x, w = inputs()
     sizes, cut = sizes_of(3, 5, 33, 20), xla.cut
     monkeypatch.setattr(xla, "cut", lambda *args: FAULTS[fault](cut(*args)))
-    got = xla.ragged_matmul.__wrapped__(x, w.reshape(X * N, K), sizes, "float32")
+    got = xla.ragged_matmul.__wrapped__(x, w.reshape(X * N, K), sizes, False, "float32")
     assert error(got, reference.ragged_matmul(x, w, sizes)) > 0.01
 
 
@@ -126,5 +130,101 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="sizes has dtype int8"):
         ragged_matmul(x, w.reshape(X * N, K), sizes_of(1, 2, 3, 4).astype(jnp.int8))
     codes = encode(w.reshape(X * N, K), parse_weight_format("w8a16"))
-    with pytest.raises(NotImplementedError, match="mosaic"):
+    with pytest.raises(NotImplementedError, match="rows of codes by weights with a scale a row alone"):
         ragged_matmul(x, codes, sizes_of(1, 2, 3, 4), backend="mosaic")
+    with pytest.raises(
+        NotImplementedError, match=r"weights are \[24, 64\]; the mosaic kernel supports multiples of 32"
+    ):
+        ragged_matmul(
+            x.astype("bfloat16"), w.reshape(X * N, K).astype("bfloat16"), sizes_of(1, 2, 3, 4), backend="mosaic"
+        )
+
+
+def arguments(kind: str, sizes: tuple[int, ...], m: int, n: int, k: int, gated: bool) -> tuple[tuple, np.ndarray]:
+    """Returns arguments of the kernel, with NaN where nothing may be read, and what the formula makes of them."""
+    rng, parts = np.random.default_rng(0), 2 if gated else 1
+    x = jnp.asarray(rng.normal(size=(m, k)), "bfloat16")
+    w = jnp.asarray(rng.normal(size=(len(sizes) * parts * n, k)) / k**0.5, "bfloat16")
+    if kind == "bfloat16":
+        x = x.at[sum(sizes) :].set(jnp.nan)
+        used = np.repeat(np.asarray(sizes) > 0, parts * n)[:, None]
+        wide, w = (np.nan_to_num(np.asarray(x, np.float64)), np.asarray(w, np.float64)), jnp.where(used, w, jnp.nan)
+    else:
+        x, w = quantize_rows(x, kind), encode(w, parse_weight_format({"int8": "w8a8", "fp8": "fp8"}[kind]))
+        wide = np.asarray(x.values, np.float64) * np.asarray(x.scales, np.float64)[:, None], np.asarray(decode(w))
+    blocks = wide[1].reshape(len(sizes), parts, n, k)
+    products = [reference.ragged_matmul(wide[0], blocks[:, part], sizes) for part in range(parts)]
+    expected = products[0] / (1 + np.exp(-products[0])) * products[1] if gated else products[0]
+    return (x, w, sizes_of(*sizes), gated, jnp.dtype("bfloat16")), expected
+
+
+KERNEL = [  # kind, sizes, M, N, K, gated, and how it is cut
+    ("bfloat16", (3, 0, 5, 1), 12, 64, 128, False, Config(64, 64, ctas=2)),
+    ("bfloat16", (3, 0, 60, 20), 90, 96, 160, True, Config(128, 128, ctas=3)),
+    ("int8", (3, 0, 70), 80, 64, 128, True, Config(64, 128, ctas=2)),
+    ("fp8", (0, 130, 2), 140, 64, 128, False, Config(128, 64, ctas=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "m", "n", "k", "gated", "config"), KERNEL, ids=str)
+def test_the_kernel_is_the_formula_without_races(kind, sizes, m, n, k, gated, config):
+    given, expected = arguments(kind, sizes, m, n, k, gated)
+    for got in (
+        mosaic_sm90.ragged_matmul(*given, config=config, interpret=FIND_RACES),
+        xla.ragged_matmul(*given),
+    ):
+        assert error(got, expected) < TOLERANCE["bfloat16"]
+        assert not np.asarray(got, np.float32)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("fault", ["a block's rows all go out", "a group's weight is its neighbour's"])
+def test_faults_of_the_kernel_are_caught(monkeypatch, fault):
+    kind, sizes, m, n, k, gated, config = KERNEL[0]
+    given, expected = arguments(kind, (3, 1, 5, 1), m, n, k, gated)
+    real = skinny_plan.pairs_of
+
+    def pairs_of(sizes, m, block):
+        pairs, total = real(sizes, m, block)
+        changed = pairs.at[2].set(pairs[1]) if fault == "a block's rows all go out" else pairs.at[0, 0].set(1)
+        return skinny_plan.Pairs(changed, total)
+
+    monkeypatch.setattr(mosaic_sm90.skinny, "pairs_of", pairs_of)
+    gemm = mosaic_sm90.skinny.gemm.__wrapped__
+    out = gemm(*given[:2], sizes=given[2], out_dtype=given[4], config=config, interpret=INTERPRET)
+    assert error(out, expected) > 0.01
+
+
+SHAPES = [("int8", 8, 128, 768, 2048), ("bfloat16", 4096, 128, 2048, 768), ("bfloat16", 3, 4, 32, 32)]
+
+
+def test_shapes_of_models_lower_for_cuda():
+    for dtype, m, X, n, k in SHAPES:
+        x, w = jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((2 * X * n, k), dtype)
+        config = choose_config(m, X, n, k, x.dtype.itemsize, True)
+        run = partial(mosaic_sm90.skinny.gemm, out_dtype=jnp.dtype("bfloat16"), config=config, gated=True)
+        scales = {"x_scale": (m,), "w_scale": (2 * X * n,)} if dtype == "int8" else {}
+        more = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in scales.items()}
+        sizes = jax.ShapeDtypeStruct((X,), "int32")
+        lowered = jax.jit(run).trace(x, w, sizes=sizes, **more).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
+
+
+def routed(m: int, groups: int, seed: int = 0) -> tuple[int, ...]:
+    """Returns the sizes of groups that rows choose at random."""
+    return tuple(np.bincount(np.random.default_rng(seed).integers(0, groups, m), minlength=groups).tolist())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])
+def test_gpu_kernel_is_the_formula(kind):
+    for m, X, n, k in ((8, 16, 768, 2048), (300, 12, 512, 768), (2500, 16, 96, 160), (70, 4, 32, 32)):
+        sizes = routed(m - 2, X)
+        for gated in (False, True):
+            given, expected = arguments(kind, sizes, m, n, k, gated)
+            got = mosaic_sm90.ragged_matmul(*given)
+            assert error(got, expected) < 2 * TOLERANCE["bfloat16"]
+            assert not np.asarray(got, np.float32)[m - 2 :].any()
+            first = sizes_of(*sizes[:1], *([0] * (X - 1)))
+            rows = jax.tree.map(partial(jax.lax.slice_in_dim, start_index=0, limit_index=max(sizes[0], 1)), given[0])
+            alone = mosaic_sm90.ragged_matmul(rows, given[1], first, *given[3:])
+            assert same_bits(alone[: sizes[0]], got[: sizes[0]])

@@ -10,8 +10,9 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.config import Experts
 from jllm.errors import ConfigError, EvaluationError
+from jllm.model import experts as experts_module
 from jllm.model.backbone import Packed, packed_logits
-from jllm.model.experts import choose_experts, ragged_linear, run_experts, shares_of
+from jllm.model.experts import choose_experts, places, ragged_linear, run_experts, shares_of
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
 from jllm.model.param_specs import param_specs
@@ -45,6 +46,15 @@ def by_formula(mlp: ExpertsParams, x: np.ndarray, experts: Experts, eps: float) 
             gate, up = gate_up[i] @ row
             out[t] = out[t] + down[i] @ (gate / (1 + np.exp(-gate)) * up) * likes[i] / total
     return out
+
+
+def test_few_rows_are_sorted_as_many_are(monkeypatch):
+    chosen = jnp.asarray(np.random.default_rng(0).integers(0, 5, 33), jnp.int32)
+    compared = places(chosen)
+    monkeypatch.setattr(experts_module, "COMPARED", 0)
+    for few, many in zip(compared, places(chosen)):
+        assert few.tolist() == many.tolist()
+    assert compared[1].tolist() == np.argsort(chosen, kind="stable").tolist()
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -34,7 +34,8 @@ def raw_config(path: str | Path) -> dict[str, Any]:
         architecture = "MixtralForCausalLM"
     elif experts and arch != "qwen3moe":
         raise ConfigError(f"{path}: {arch}.expert_count is {own['expert_count']}: {arch} with experts is not supported")
-    needed = ("embedding_length", "block_count", "feed_forward_length", "context_length", "attention.head_count")
+    needed: tuple[str, ...] = ("embedding_length", "block_count", "feed_forward_length", "context_length")
+    needed += ("attention.head_count",)
     needed += ("expert_count", "expert_used_count") * experts
     needed += ("expert_feed_forward_length",) * (arch == "qwen3moe")
     if missing := [key for key in needed if key not in own]:

@@ -8,6 +8,9 @@ included. Where that is the limit, tiles are chosen nearly square.
 
 With `gated`, w holds gate's rows and then as many of up's. A tile has the same ones of both, so that SiLU(gate) * up is
 made of sums in registers. Half of the results are never written, and nothing reads them.
+
+With `sizes`, rows are in groups with a weight each, one below the other in w. A tile is a block of rows by a slab of
+the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group.
 """
 
 from functools import partial
@@ -21,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gemm_sm90.product import sum_over_k
 from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config
-from pallas_kernels.hopper.gemm_sm90.skinny_plan import Plan, Refs, begin_of, tiles_of
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import Pairs, Place, Plan, Refs, pairs_of, place_of, tiles_of
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
 
@@ -42,23 +45,29 @@ def gemm(
     out_dtype: jnp.dtype,
     config: Config,
     gated: bool = False,
+    sizes: jax.Array | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring. bias may have 16 bits, too.
-    gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added."""
-    (m, k), n = x.shape, w.shape[0] // (2 if gated else 1)
+    gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added.
+    sizes i32[X]: the rows of group i meet block i of w [X N, K]. Rows after the last group are zero."""
+    groups = 0 if sizes is None else sizes.shape[0]
+    (m, k), n = x.shape, w.shape[0] // (max(groups, 1) * (2 if gated else 1))
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     in_blocks = x_scale is not None and x_scale.ndim == 2
-    if in_blocks:  # TMA takes rows of 16 bytes
+    if x_scale is not None and in_blocks:  # TMA takes rows of 16 bytes
         x_scale = jnp.pad(x_scale.T, ((0, 0), (0, -m % 4)))
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     given = {name: array for name, array in optional.items() if array is not None}
-    assert not (gated and given), "a gated product is neither scaled nor added to"
+    assert not (gated and {"bias", "residual"} & set(given)), "nothing is added to a gated product"
+    assert not (gated and given and not groups), "a gated product is scaled in groups alone"
+    assert not (groups and {"bias", "residual"} & set(given)), "nothing is added to products of groups"
     extra = {name: array.dtype for name, array in given.items()}
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, in_blocks=in_blocks)
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, groups, in_blocks=in_blocks)
+    pairs = () if sizes is None else pairs_of(sizes, m, config.rows)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -72,14 +81,15 @@ def gemm(
             approx_math=gated,  # SiLU's exponential, good to 2^-21
         ),
         interpret=interpret,
-        kernel_name="gemm_skinny_gated" if gated else "gemm_skinny",
+        kernel_name="gemm_skinny" + ("_gated" if gated else "") + ("_ragged" if groups else ""),
     )
-    return kernel(x, w, *given.values())
+    return kernel(x, w, *given.values(), *pairs)
 
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
     *extra, out = arrays
-    refs = Refs(x=x, w=w, out=out, **dict(zip(plan.extra, extra)), **scratch)
+    names = *plan.extra, *(Pairs._fields if plan.groups else ())
+    refs = Refs(x=x, w=w, out=out, **dict(zip(names, extra)), **scratch)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < plan.computing)
@@ -106,11 +116,12 @@ def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
 def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, parts: int = 1) -> None:
     """Copies x or w in one warp, step by step, on and on across tiles. w may come in parts, each of `rows` rows. Rows
     that gate's part has past its end are up's, and results of them are not stored."""
-    steps, tiles = plan.steps, tiles_of(plan)
+    steps, tiles = plan.steps, tiles_of(plan, refs)
 
     @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
-        begin = begin_of(plan, i)[0 if source is refs.x else 1]
+        place = place_of(plan, refs, i)
+        begin = place.row if source is refs.x else place.w_row
 
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
@@ -125,11 +136,11 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
 
 def copy_scales(plan: Plan, refs: Refs) -> None:
     """Copies the scales of each step's blocks in one warp."""
-    steps, tiles = plan.steps, tiles_of(plan)
+    steps, tiles = plan.steps, tiles_of(plan, refs)
 
     @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
-        row, column = begin_of(plan, i)
+        row, column = place_of(plan, refs, i)[:2]
 
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
@@ -144,29 +155,35 @@ def copy_scales(plan: Plan, refs: Refs) -> None:
 
 def copy_vectors(plan: Plan, refs: Refs) -> None:
     """Copies scales and bias in one warp."""
+    tiles = tiles_of(plan, refs)
 
-    @pl.loop(0, tiles_of(plan))
+    @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
         pl.when(i > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
-        row, column = begin_of(plan, i)
+        place = place_of(plan, refs, i)
         for name in plan.vectors:
             source, target = getattr(refs, name), getattr(refs, f"{name}_s")
-            at = pl.ds(row if name == "x_scale" else column, target.shape[0])
-            plgpu.copy_gmem_to_smem(source.at[at], target, refs.vectors_full)
+            if name == "x_scale":
+                plgpu.copy_gmem_to_smem(source.at[pl.ds(place.row, plan.config.rows)], target, refs.vectors_full)
+                continue
+            for part in range(plan.parts):
+                at = pl.ds(place.w_row + part * plan.n, plan.vector)
+                to = target.at[pl.ds(part * plan.vector, plan.vector)]
+                plgpu.copy_gmem_to_smem(source.at[at], to, refs.vectors_full)
 
-    plgpu.barrier_wait(refs.vectors_free)
+    pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
 
 
 def compute(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
     """Computes a warpgroup's rows of every tile of this CTA."""
     rows = pl.ds(warpgroup * plan.rows, plan.rows)
 
-    @pl.loop(0, tiles_of(plan))
+    @pl.loop(0, tiles_of(plan, refs))
     def _(i: jax.Array) -> None:
-        row, column = begin_of(plan, i)
-        fetch_residual(plan, refs, warpgroup, row + rows.start, column)
+        place = place_of(plan, refs, i)
+        fetch_residual(plan, refs, warpgroup, place.row + rows.start, place.column)
         sums = sum_over_k(plan, refs, i, rows, (plan.rows, plan.config.columns))
-        finish(plan, refs, warpgroup, row, column, sums)
+        finish(plan, refs, warpgroup, place, sums)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -179,27 +196,27 @@ def fetch_residual(plan: Plan, refs: Refs, warpgroup: jax.Array, row: Any, colum
         plgpu.copy_gmem_to_smem(source, refs.out_s.at[warpgroup], refs.residual_full.at[warpgroup])
 
 
-def finish(
-    plan: Plan, refs: Refs, warpgroup: jax.Array, row: jax.Array, column: jax.Array, sums: list[jax.Array]
-) -> None:
-    """Scales, adds and stores a warpgroup's sums of the tile at `row` and `column`, 64 rows at a time."""
-    out_s, columns = refs.out_s.at[warpgroup], pl.ds(0, plan.columns)
+def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: list[jax.Array]) -> None:
+    """Scales, adds and stores a warpgroup's sums of a tile, 64 rows at a time."""
+    out_s, columns, (row, column) = refs.out_s.at[warpgroup], pl.ds(0, plan.columns), place[:2]
     if plan.vectors:
         plgpu.barrier_wait(refs.vectors_full)
     for first in range(0, plan.rows, UNIT):
         begin = warpgroup * plan.rows + first
-        total = sums[first // UNIT].astype(jnp.float32)
-        if plan.gated:
-            total = silu_mul(total[:, : plan.columns], total[:, plan.columns :])
+        both = sums[first // UNIT].astype(jnp.float32)
+        parts = [both[:, plan.columns * i : plan.columns * (i + 1)] for i in range(plan.parts)]
 
-        def spread(vector: Any, layout: Any, axis: int, shape: Any = total.shape) -> jax.Array:
+        def spread(vector: Any, layout: Any, axis: int, shape: Any = parts[0].shape) -> jax.Array:
             value = plgpu.load(vector, layout=layout, optimized=False).astype(jnp.float32)
             return lax.broadcast_in_dim(value, shape, (axis,))
 
         if "x_scale" in plan.vectors:
-            total = total * spread(refs.x_scale_s.at[pl.ds(begin, UNIT)], ROW, 0)
+            scale = spread(refs.x_scale_s.at[pl.ds(begin, UNIT)], ROW, 0)
+            parts = [part * scale for part in parts]
         if "w_scale" in plan.vectors:
-            total = total * spread(refs.w_scale_s.at[columns], COLUMN, 1)
+            scales = [refs.w_scale_s.at[pl.ds(i * plan.vector, plan.columns)] for i in range(plan.parts)]
+            parts = [part * spread(scale, COLUMN, 1) for part, scale in zip(parts, scales)]
+        total = silu_mul(*parts) if plan.gated else parts[0]
         if refs.bias is not None:
             total = total + spread(refs.bias_s.at[columns], COLUMN, 1)
         if first > 0:
@@ -207,8 +224,26 @@ def finish(
         if refs.residual is not None:
             plgpu.barrier_wait(refs.residual_full.at[warpgroup])
             total = total + plgpu.load(out_s, layout=LAYOUT, optimized=False).astype(jnp.float32)
+        if plan.groups:
+            total = jnp.where(place.group < plan.groups, total, 0)
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
+        if plan.groups:
+            store_own(plan, refs, warpgroup, place, row + begin)
+        else:
+            plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
     if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)
+
+
+def store_own(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, row: jax.Array) -> None:
+    """Stores those of 64 rows from `row` on that are the tile's group's, in pieces whose sizes are powers of two."""
+    first = jnp.maximum(place.first - row, 0)
+    count = jnp.maximum(jnp.minimum(place.last - row, UNIT) - first, 0)
+    for size in (UNIT >> i for i in range(UNIT.bit_length())):
+        begin = first + count // (2 * size) * (2 * size)
+
+        @pl.when((count // size) % 2 == 1)
+        def _(begin: jax.Array = begin, size: int = size) -> None:
+            piece = refs.out_s.at[warpgroup, pl.ds(begin, size)]
+            plgpu.copy_smem_to_gmem(piece, refs.out.at[pl.ds(row + begin, size), pl.ds(place.column, plan.columns)])

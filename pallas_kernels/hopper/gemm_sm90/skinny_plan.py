@@ -36,6 +36,44 @@ class Refs(NamedTuple):
     bias_s: Any = None
     residual: Any = None
     residual_full: Any = None
+    pairs: Any = None  # Pairs.pairs
+    total: Any = None  # Pairs.total
+
+
+class Pairs(NamedTuple):
+    """Lists the blocks of rows that each group's weight meets, where rows are in groups with a weight each. A block
+    begins at a multiple of the tile's rows, so a block may meet several groups."""
+
+    pairs: (
+        jax.Array
+    )  # i32[4, G]: the group, or X for rows of none; the block's first row; the group's first and end in it
+    total: jax.Array  # i32[1]: how many are there
+
+
+def pairs_of(sizes: jax.Array, m: int, block: int) -> Pairs:
+    """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. What follows the last
+    group is a group of its own."""
+    ends = running_sums(sizes)
+    starts, ends = jnp.append(ends - sizes, ends[-1:]), jnp.append(ends, jnp.int32(m))
+    blocks = jnp.where(ends > starts, (ends - 1) // block - starts // block + 1, 0)
+    lasts = running_sums(blocks)
+    number = jnp.arange(most_pairs(m, sizes.shape[0] + 1, block), dtype=jnp.int32)
+    before = lasts[None, :] <= number[:, None]  # XLA makes one kernel of it, and a loop of a search
+    group = jnp.minimum(jnp.sum(before, axis=1, dtype=jnp.int32), sizes.shape[0])
+    row = (starts[group] // block + number - (lasts - blocks)[group]) * block
+    first, last = jnp.maximum(starts[group], row), jnp.minimum(ends[group], row + block)
+    return Pairs(jnp.stack([group, row, first, last]).astype(jnp.int32), lasts[-1:])
+
+
+def running_sums(x: jax.Array) -> jax.Array:
+    """Returns the sums of i32[X] up to each, by one small kernel."""
+    i = jnp.arange(x.shape[0])
+    return jnp.sum(jnp.where(i[None, :] <= i[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def most_pairs(m: int, groups: int, block: int) -> int:
+    """Bounds the pairs of M rows in some groups."""
+    return min(m, pl.cdiv(m, block) + groups - 1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +83,7 @@ class Plan(Sizes):
     extra: dict[str, jnp.dtype]  # the optional arguments that are there
     config: Config
     gated: bool = False
+    groups: int = 0  # X, if each group of rows has a weight; else 0
 
     @property
     def parts(self) -> int:
@@ -76,11 +115,19 @@ class Plan(Sizes):
 
     @property
     def row_tiles(self) -> int:
-        return pl.cdiv(self.m, self.config.rows)
+        """Counts the tiles along M, or the most that there may be."""
+        return (
+            most_pairs(self.m, self.groups + 1, self.config.rows) if self.groups else pl.cdiv(self.m, self.config.rows)
+        )
+
+    @property
+    def slabs(self) -> int:
+        """Counts the tiles along N."""
+        return pl.cdiv(self.n, self.columns)
 
     @property
     def tiles(self) -> int:
-        return self.row_tiles * pl.cdiv(self.n, self.columns)
+        return self.row_tiles * self.slabs
 
     @property
     def workers(self) -> int:
@@ -98,8 +145,8 @@ class Plan(Sizes):
 
     @property
     def vector(self) -> int:
-        """Counts a column vector's copied elements: a multiple of 128 bytes, in 16 bits too."""
-        return pl.cdiv(self.config.columns, 64) * 64
+        """Counts a column vector's copied elements of one part: a multiple of 128 bytes, in 16 bits too."""
+        return pl.cdiv(self.columns, 64) * 64
 
     def stages(self) -> int:
         """Returns the ring's stages: what is asked for, as far as it is of use and shared memory holds it."""
@@ -112,7 +159,7 @@ class Plan(Sizes):
 
     def scratch(self) -> dict[str, Any]:
         stages, config = self.stages(), self.config
-        vectors = {"x_scale": config.rows, "w_scale": self.vector, "bias": self.vector}
+        vectors = {"x_scale": config.rows, "w_scale": self.parts * self.vector, "bias": self.vector}
         scratch = {
             "x_s": swizzled((stages, config.rows, self.step), self.dtype),
             "w_s": swizzled((stages, config.columns, self.step), self.dtype),
@@ -121,7 +168,9 @@ class Plan(Sizes):
             "out_s": plgpu.SMEM((self.computing, UNIT, self.columns), self.out_dtype),
         }
         if self.vectors:
-            scratch["vectors_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
+            scratch["vectors_full"] = plgpu.Barrier(
+                num_arrivals=len(self.vectors) + ("w_scale" in self.vectors) * (self.parts - 1)
+            )
             scratch["vectors_free"] = plgpu.Barrier(num_arrivals=self.computing)
         for name, size in self.ring_scales.items():
             scratch[f"{name}_s"] = plgpu.SMEM((stages, self.step // BLOCK, size), jnp.float32)
@@ -132,13 +181,31 @@ class Plan(Sizes):
         return scratch
 
 
-def tiles_of(plan: Plan) -> jax.Array:
+class Place(NamedTuple):
+    """Says where a tile is."""
+
+    row: jax.Array  # of x and of the result
+    column: jax.Array  # of the result
+    w_row: jax.Array
+    first: Any = None  # the rows that are its group's, from `first` to `last`
+    last: Any = None
+    group: Any = None
+
+
+def tiles_of(plan: Plan, refs: Refs) -> jax.Array:
     """Counts this CTA's tiles."""
-    return (plan.tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
+    tiles = refs.total[0] * plan.slabs if plan.groups else plan.tiles
+    return (tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
 
 
-def begin_of(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns first row and column of this CTA's tile i. Tiles that share w's rows run side by side."""
+def place_of(plan: Plan, refs: Refs, i: jax.Array) -> Place:
+    """Returns where this CTA's tile i is. Tiles that share w's rows run side by side. With groups, tiles that share x's
+    do, and a group's weight is near in the second-level cache until its next block."""
     number = lax.axis_index("worker") + i * plan.workers
-    row = lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows
-    return row, number // plan.row_tiles * plan.columns
+    if plan.groups:
+        pair, column = number // plan.slabs, lax.rem(number, jnp.int32(plan.slabs)) * plan.columns
+        group, row, first, last = (refs.pairs[j, pair] for j in range(4))
+        w_row = jnp.minimum(group, plan.groups - 1) * plan.parts * plan.n + column
+        return Place(row, column, w_row, first, last, group)
+    column = number // plan.row_tiles * plan.columns
+    return Place(lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows, column, column)

@@ -46,7 +46,7 @@ def gemm(
         pad = partial(jax.tree.map, lambda a: jnp.pad(a, [(0, rows - m)] + [(0, 0)] * (a.ndim - 1)))
         x, x_scale, residual = pad((x, x_scale, residual))
     in_blocks = x_scale is not None and x_scale.ndim == 2
-    if in_blocks:
+    if x_scale is not None and in_blocks:
         x_scale = x_scale.T
     optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
     names = tuple(name for name, array in optional.items() if array is not None)
