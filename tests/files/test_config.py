@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from jllm.config import LlamaConfig, RopeScaling
 from jllm.errors import ConfigError
+from jllm.files.families import FAMILIES
 from jllm.files.hf_config import from_hf, load_config, to_hf
 from jllm.files.load import load
 from jllm.files.save import save
@@ -91,6 +92,11 @@ def test_every_shipped_shape_has_the_published_parameter_count(file):
 def test_there_is_one_way_to_read_a_config():
     with pytest.raises(AttributeError, match="use jllm.files.hf_config.from_hf"):
         LlamaConfig.from_hf({})
+
+
+def test_the_page_names_every_family():
+    page = (CONFIGS.parent / "docs" / "models-and-files.md").read_text()
+    assert [family.model_type for family in FAMILIES.values() if f"`{family.model_type}`" not in page] == []
 
 
 def test_no_shipped_shape_is_missing():
