@@ -39,7 +39,7 @@ OTHERS = (  # with zero points, and rotated
 )
 
 
-@pytest.mark.parametrize(("case", "formats"), zip(CASES[:8], OTHERS * 2), ids=str)
+@pytest.mark.parametrize(("case", "formats"), list(zip(CASES[:8], OTHERS * 2)), ids=str)
 def test_zero_points_and_rotations(case, formats):
     case = dataclasses.replace(case, **dict(zip(("k_format", "v_format"), formats)), dtype="float32", head_dim=64)
     q, pages, table, lengths = case.inputs()

@@ -297,7 +297,7 @@ def abstract_propose(drafter, config, dtype, *, slots: int, chunks: bool, backen
     return traced.jaxpr.jaxpr
 
 
-@pytest.mark.parametrize(("kind", "shape"), zip(["draft", "eagle", "medusa"], TREES, strict=True))
+@pytest.mark.parametrize(("kind", "shape"), list(zip(["draft", "eagle", "medusa"], TREES, strict=True)))
 def test_a_target_of_16_bits(target, kind, shape):
     drafter, config = make(kind, target, TREES[shape]), replace(target.config, dtype="bfloat16")
     if kind != "draft":
