@@ -57,7 +57,7 @@ class EngineOptions:
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
     drafts: int | None = None  # drafts of each sequence in a step; default: some, where they pay
     hooks: Hooks | None = None  # the caller's functions inside the steps
-    taps: tuple[str, ...] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
+    taps: SequenceOf[str] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
     tap_rows: int | None = None  # most rows of these in a step, which are device memory; default: max_step_tokens
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
