@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
-from jllm.errors import how_to_install
+from jllm.errors import CheckpointError, how_to_install
 from jllm.model.backbone import packed_logits
 from jllm.model.paged import Packed
 from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params
@@ -58,7 +58,10 @@ def params(state: Llama | nnx.State) -> Params:
 
 
 def _part(kind: type, found: Any) -> Any:
-    """Returns a dataclass of a state's arrays, with None for weights that the model does not have."""
+    """Returns a dataclass of a state's arrays, with None for weights that the model does not have. Raises
+    CheckpointError for weights that this kind does not have."""
+    if extra := set(found) - {each.name for each in fields(kind)}:
+        raise CheckpointError(f"a state with {sorted(extra)[0]} is not of a LLaMA's layers: give the Llama itself")
     return kind(**{each.name: _value(found.get(each.name)) for each in fields(kind)})
 
 

@@ -29,7 +29,7 @@ _HARMLESS = set(
     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
     "begin_suppress_tokens exponential_decay_length_penalty max_sequence_length attn_implementation "
     "unsloth_fixed unsloth_version initializer_range router_aux_loss_coef output_router_logits "
-    "router_jitter_noise cache_implementation auto_map".split()
+    "router_jitter_noise cache_implementation auto_map initial_context_length".split()
 )
 
 # Fields of this and related architectures that would change the result. Null and these values mean "not used".

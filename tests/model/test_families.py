@@ -1,11 +1,17 @@
 """The same numbers as transformers in float64, for families that differ from LLaMA in their blocks."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jllm
 from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.parallel.mesh import make_mesh, spread
+from jllm.quant.calibration.migration import scale_keys
+from jllm.quant.rotation import rotate
+from pallas_kernels import decode_attention
 from tests.parity import OPTIONS, PARITY, WIDE, expected
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -40,3 +46,25 @@ def test_every_family_is_there():
         "qwen2-moe",
         "gpt-oss",
     }
+
+
+def test_what_a_family_cannot_do_is_refused_by_name():
+    models = {family: jllm.load(PARITY / family) for family in ("olmo2", "gpt-oss", "phi4", "gemma2")}
+    for family, words in (("olmo2", "need all heads"), ("gpt-oss", "its experts have more parts")):
+        with pytest.raises(ConfigError, match=f"cannot be spread over devices.*{words}"):
+            spread(models[family].config, make_mesh(1))
+    phi, config = models["phi4"].params.layers[0], models["phi4"].config
+    with pytest.raises(QuantizationError, match="where whole heads are rotated"):
+        scale_keys(phi, config, jnp.ones((config.num_kv_heads, config.head_dim)))
+    with pytest.raises(QuantizationError, match="NormAfterAttentionParams: this kind of layer cannot be rotated"):
+        rotate(models["gemma2"], "kv")
+    tokens, lengths = jnp.ones((1, 4), jnp.int32), jnp.asarray([4])
+    with pytest.raises(EvaluationError, match="no gradient for a model that caps its logits"):
+        jax.grad(lambda p: jllm.token_logprobs(p, models["gemma2"].config, tokens, lengths).sum())(
+            models["gemma2"].params
+        )
+    pages = jllm.init_state(config, slots=1, num_pages=4, page_size=8, dtype=jnp.bfloat16).cache[0]
+    q = jnp.zeros((1, config.num_heads, config.head_dim), jnp.bfloat16)
+    for backend in ("mosaic", "triton"):
+        with pytest.raises(NotImplementedError, match=f"softcap and sinks are not supported by backend {backend}"):
+            decode_attention.plan(q, pages, lengths, plain=False, backend=backend)
