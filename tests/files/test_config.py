@@ -54,6 +54,15 @@ PARAMETER_COUNTS = {  # as published, or as the released checkpoints' index file
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
+    "granite-3.3-2b": 2_533_539_840,
+    "olmo-2-7b": 7_298_617_344,
+    "olmoe-1b-7b": 6_919_161_856,
+    "phi-4": 14_659_507_200,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "smollm3-3b": 3_075_098_624,
 }
 
 LLAMA3_ROPE = {
