@@ -14,6 +14,7 @@ from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.sequence import Sequence
 from jllm.errors import ConfigError, EvaluationError, RequestError, SnapshotError, WeightsError
+from jllm.files.load import load
 from jllm.files.snapshot import load_snapshot, save_snapshot
 from jllm.model.backbone import packed_logits
 from jllm.model.hooks import HookRows, Hooks
@@ -21,6 +22,7 @@ from jllm.model.paged import Packed
 from jllm.model.taps import LINEAR
 from jllm.programs.packed_step import packed_step
 from jllm.step.buckets import Bucket
+from tests.parity import PARITY
 from tests.tiny import CONFIG, greedy, tiny_model, with_fields
 
 pytest.importorskip("hypothesis")
@@ -241,6 +243,29 @@ def test_a_soft_prompt_is_an_edit_of_the_embedding(model):
         engine.submit(ids, greedy(8), inputs=inputs)
     got, want, plain = (e.completion.token_ids for e in engine.run() if e.completion)
     assert got == want != plain
+
+
+def onwards(value, rows):
+    own = rows.own(rows.inputs)
+    here = (own["layer"] == rows.layer) & (rows.index >= own["first"])
+    return value + jnp.where(here[:, None], own["vector"], 0)
+
+
+def test_edits_by_request_are_those_of_transformers_with_forward_hooks():
+    """In float64: tests/data/make_hooked.py wrote the logits."""
+    data = np.load(PARITY.parent / "hooked.npz")
+    llama = load(PARITY / "llama3")
+    llama = replace(llama, params=jax.tree.map(lambda x: x.astype(jnp.float64), llama.params))
+    names = {"layer": np.int32, "first": np.int32, "vector": np.float64}
+    shapes = {name: jax.ShapeDtypeStruct((64,) * (name == "vector"), kind) for name, kind in names.items()}
+    hooks = Hooks(edit={"layers.*.output": onwards}, inputs=shapes)
+    engine = Engine(llama, **SIZES, hooks=hooks, taps=("logits",), tap_rows=3)
+    for i, (layer, first) in enumerate(zip(data["layer"], data["first"])):
+        inputs = {"layer": layer, "first": first, "vector": data[f"vector_{i}"]}
+        engine.submit(data[f"prompt_{i}"], greedy(1), inputs=inputs, taps=("logits",))
+    found = {event.id: event.completion.taps["logits"][0] for event in engine.run() if event.completion}
+    for i in range(len(data["layer"])):
+        np.testing.assert_allclose(found[i], data[f"logits_{i}"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
