@@ -30,7 +30,7 @@ examples:
 
 input file: each line is a JSON object. It has "prompt" (text, or a list of token ids) or "messages" (a list of
   {"role", "content"} for the chat template, as the server takes it). It may have an "id" (any value, repeated in its
-  results), and sampling parameters of its own, which override the flags:
+  results), "inputs" (the name of a file in --inputs), and sampling parameters of its own, which override the flags:
   %(fields)s.
   Any other key and any broken line is an error, reported with the line's number before anything runs.
 

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as List
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,6 @@ from jllm.speculative.drafter import Drafter
 if TYPE_CHECKING:
     from jllm.model.model import Model
 
-Names = Sequence_[str]
 Running = Literal["recompute", "keep", "finish"]  # what becomes of samples that run when the weights change
 RUNNING: tuple[Running, ...] = get_args(Running)
 
@@ -166,7 +165,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         inputs: Any = None,
-        taps: Names = (),
+        taps: List[str] = (),
         tokens: Tokens = "last",
     ) -> int:
         """Queues a prompt (text, or token ids, to which nothing is added); returns the id that its events carry.
@@ -250,7 +249,7 @@ class Engine:
         hooks = self._options.hooks
         return read_inputs(inputs, None if hooks is None else hooks.inputs)
 
-    def check_taps(self, taps: Names | Asked, tokens: Tokens, samples: int) -> Asked | None:
+    def check_taps(self, taps: List[str] | Asked, tokens: Tokens, samples: int) -> Asked | None:
         """Returns the values that a request of so many samples asks for, or raises the error that submit would
         raise."""
         return read_asked(taps, tokens, samples, self._taps, self.sizes.limits)

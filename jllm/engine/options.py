@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence as List
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, TypedDict
@@ -57,7 +57,7 @@ class EngineOptions:
     speculate: str | Drafter | None = None  # a name (engine/drafters.py), or a drafter; default: none
     drafts: int | None = None  # drafts of each sequence in a step; default: some, where they pay
     hooks: Hooks | None = None  # the caller's functions inside the steps
-    taps: SequenceOf[str] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
+    taps: List[str] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
     tap_rows: int | None = None  # most rows of these in a step, which are device memory; default: max_step_tokens
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
@@ -159,7 +159,7 @@ class EngineKeywords(TypedDict, total=False):
     speculate: str | Drafter | None
     drafts: int | None
     hooks: Hooks | None
-    taps: SequenceOf[str] | None
+    taps: List[str] | None
     tap_rows: int | None
     executables: str | os.PathLike | None
     compile_processes: int | None

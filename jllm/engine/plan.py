@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -98,7 +98,7 @@ class StepPlan:
         return max(self.rows, default=1)
 
 
-def pack_plan(layout: Layout, plan: StepPlan, page_size: int, tapped: Sequence_[int] = ()) -> np.ndarray:
+def pack_plan(layout: Layout, plan: StepPlan, page_size: int, tapped: List[int] = ()) -> np.ndarray:
     """Returns the buffer of a planned step, which the device reads. `tapped` are the rows whose values it returns."""
     buffer, batch = layout.pack()
     batch.tapped[: len(tapped)] = tapped

@@ -335,10 +335,8 @@ class Scheduler(PageTables):
             return 0
         want = seq.prefill_end - seq.computed
         if seq.taps is not None:
-            wanted, most = (
-                seq.taps.wanted(seq.computed, seq.prefill_end),
-                self.limits.short_rows + self._tap_rows(parts),
-            )
+            wanted = seq.taps.wanted(seq.computed, seq.prefill_end)
+            most = self.limits.short_rows + self._tap_rows(parts)
             want = wanted[most] - seq.computed if len(wanted) > most else want
         n = self._grow(seq, seq.computed + min(budget, want), parts)
         if n:
