@@ -138,11 +138,11 @@ def take_prompts(places: dict["Sample", Place], outputs: Outputs) -> None:
             seq.taps.take(outputs, range(at, at + len(indices)), indices)
 
 
-def take_drawn(seq: "Sample", place: Place | None, outputs: Outputs, segment: int, kept: int) -> None:
+def take_drawn(seq: "Sample", first: int, outputs: Outputs, segment: int, kept: int) -> None:
     """Takes in the values of the rows at which a decode drew the tokens that count, not those of rejected drafts.
-    `segment` is its number in the step. The tokens are not yet those of `seq`."""
-    if place is None or place[1] is not None or seq.taps is None:
-        return
+    `segment` is its number in the step, and `first` its first row among the tapped ones. The tokens are not yet those
+    of `seq`."""
+    assert seq.taps is not None
     nodes = range(kept) if outputs.nodes is None else outputs.nodes[segment, :kept].tolist()
     newest = seq.length - 1
-    seq.taps.take(outputs, [place[0] + node for node in nodes], range(newest, newest + kept))
+    seq.taps.take(outputs, [first + node for node in nodes], range(newest, newest + kept))
