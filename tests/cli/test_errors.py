@@ -61,6 +61,9 @@ ERRORS = {
     "draft model": (("--speculate", "draft:/none/such", "hi"), "/none/such"),
     "another model's draft": (("--speculate", "draft", "hi"), "vocabulary"),
     "another model's heads": (("--speculate", "eagle", "hi"), "made for another model"),
+    "inputs alone": (("--inputs", ".", "hi"), "--inputs needs --input, whose lines name them"),
+    "no hooks": (("--input", "x", "--json", "--inputs", "."), "--inputs needs --hooks MODULE:NAME, which declare"),
+    "no inputs": (("--input", "x", "--json", "--hooks", "a:b", "--inputs", "/none/such"), "must be a directory, not"),
     "drafts alone": (("--drafts", 3, "hi"), "--drafts needs --speculate NAME"),
     "acceptance": (
         ("--acceptance", "rejection", "hi"),
