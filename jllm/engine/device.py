@@ -313,12 +313,12 @@ class Device:
             self.load(seq.pages[: -(-seq.snapshot.length // self._page_size)], seq.snapshot)
         if plan.copies:
             self.copy_pages(plan.copies)
+        self._put_inputs([seq for seq, _ in plan.begun])
         remembers = self._drafter is not None or (self._hooks is not None and self._hooks.observe is not None)
         for seq, skipped in plan.begun if remembers else ():
             if self._state is not None and seq.slot is not None and skipped:
                 known = seq.slot, seq.slice(0, skipped)
                 self._state = between_steps.remember(self._state, self._drafter, self._hooks, *known)
-        self._put_inputs([seq for seq, _ in plan.begun])
         if variant.guided:
             logits = self._run(FORWARD, buffer, layout, variant, None, self._hooks)
             half = Halfway(buffer, layout, variant, logits, len(rows))

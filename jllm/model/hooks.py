@@ -92,7 +92,8 @@ class Hooks:
     logits_processor: Function | None = None
     # (user [S, ...], slot i32[n], index i32[n], token i32[n]) -> user. A step calls it with all tokens that it adds to
     # sequences, by slot (out of range: no token), in order of their indices. Prompt tokens come before the step's
-    # forward pass and drawn ones after it. After preemption all of them come again.
+    # forward pass and drawn ones after it. After preemption all of them come again. Hooks with `inputs` give it
+    # State.inputs as a fifth argument.
     observe: Function | None = None
     user: Any = None  # a pytree [...]: the user state of one slot when its sequence begins
     # A pytree of jax.ShapeDtypeStruct: the arrays that a request may bring. One that brings none has zeros.
@@ -130,13 +131,21 @@ class Hooks:
         return Edits({"logits_processor": self.logits_processor}, rows).apply("logits_processor", logits, backend)
 
     @shaped
-    def see(self, user: Any, slot: Int32[Array, " n"], index: Int32[Array, " n"], token: Int32[Array, " n"]) -> Any:
+    def see(
+        self,
+        user: Any,
+        slot: Int32[Array, " n"],
+        index: Int32[Array, " n"],
+        token: Int32[Array, " n"],
+        inputs: Any = None,
+    ) -> Any:
         """Returns State.user after these tokens; see `observe`. A sequence's first token resets its slot's state."""
         if self.observe is None:
             return user
         first = jnp.where(index == 0, slot, jnp.iinfo(jnp.int32).max)
         user = jax.tree.map(lambda x, new: x.at[first].set(jnp.asarray(new), mode="drop"), user, self.user)
-        return self.observe(user, slot, index, token)
+        own = () if self.inputs is None else (inputs,)
+        return self.observe(user, slot, index, token, *own)
 
 
 @jax.tree_util.register_dataclass

@@ -107,7 +107,7 @@ def remember(state: State, drafter: Drafter | None, hooks: Hooks | None, slot: i
             memory = _drafter_remembers(drafter, state.drafts.memory, where, padded)
             state = replace(state, drafts=replace(state.drafts, memory=memory))
         if hooks is not None and hooks.observe is not None:
-            state = replace(state, user=_hooks_observe(hooks, state.user, where, padded))
+            state = replace(state, user=_hooks_observe(hooks, state.user, state.inputs, where, padded))
     return state
 
 
@@ -120,10 +120,10 @@ def _drafter_remembers(drafter: Drafter, memory: Any, where: jax.Array, tokens: 
 
 
 @jax.jit
-def _hooks_observe(hooks: Hooks, user: Any, where: jax.Array, tokens: jax.Array) -> Any:
+def _hooks_observe(hooks: Hooks, user: Any, inputs: Any, where: jax.Array, tokens: jax.Array) -> Any:
     """Returns State.user after the tokens. Arguments are as in _drafter_remembers."""
     (slot, start, count), i = where, jnp.arange(REMEMBERED, dtype=jnp.int32)
-    return hooks.see(user, jnp.where(i < count, slot, NOWHERE), start + i, tokens)
+    return hooks.see(user, jnp.where(i < count, slot, NOWHERE), start + i, tokens, inputs)
 
 
 def as_asked(state: State, variant: Variant, config: LlamaConfig, tree: Tree, home: jax.Device | None) -> State:

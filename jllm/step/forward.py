@@ -74,7 +74,7 @@ def forward(
     if hooks is not None:
         every = _hook_rows(state, batch, paged, rows)
         prompt: HookRows = jax.tree.map(lambda x: x[short:], every)
-        user = hooks.see(state.user, prompt.slot, prompt.index, prompt.token)
+        user = hooks.see(state.user, prompt.slot, prompt.index, prompt.token, state.inputs)
         state, shared = replace(state, user=user), {"user": user, "inputs": state.inputs}
         every, hook_rows, prompt = (replace(x, **shared) for x in (every, jax.tree.map(pick, every), prompt))
         edits = make_edits(hooks.edit, config.num_layers, every, hooks.add)

@@ -89,7 +89,7 @@ def sample(
     if hooks is not None:
         index = rows.start[:, None] + jnp.arange(rows.most, dtype=jnp.int32)[None, :]
         slot = jnp.where(valid & sound, rows.target_slot[:, None], S)
-        user = hooks.see(user, slot.reshape(-1), index.reshape(-1), drawn.reshape(-1))
+        user = hooks.see(user, slot.reshape(-1), index.reshape(-1), drawn.reshape(-1), state.inputs)
     cache = _compact(state, rows, nodes, count, backend)
     return replace(state, cache=cache, slots=slots, counts=counts, user=user), outputs
 

@@ -226,6 +226,32 @@ def test_generate_takes_inputs_for_all_or_for_each(model):
         generate(model, [LONG] * 3, greedy(6), inputs=given[:2], **options)
 
 
+def seen(user, slot, index, token, inputs):
+    asks = inputs.at[slot].get(mode="clip") > 0
+    return user.at[jnp.where(asks, slot, user.shape[0]), token].set(True, mode="drop")
+
+
+def never(logits, rows):
+    return jnp.where(rows.own(rows.user), -jnp.inf, logits)
+
+
+def test_observe_reads_them(model):
+    """Of the tokens that a prefix has, too. Each request that asks for it has no token twice."""
+    hooks = Hooks(
+        logits_processor=never,
+        observe=seen,
+        user=np.zeros(CONFIG.vocab_size, bool),
+        inputs=jax.ShapeDtypeStruct((), np.float64),
+    )
+    engine, found = Engine(model, **SIZES, hooks=hooks), []
+    for number in (1.0, None, 1.0, None):
+        engine.submit(LONG, greedy(24), inputs=number)
+        found += [event.completion.token_ids for event in engine.run() if event.completion]
+    assert found[:2] == found[2:]
+    assert engine.metrics()["prefix_hits"] == 2
+    assert [len({*LONG, *tokens}) == len(LONG) + 24 for tokens in found[:2]] == [True, False]
+
+
 def prefix(value, rows):
     own = rows.own(rows.inputs)
     at = jnp.clip(rows.index, 0, own["rows"].shape[1] - 1)
