@@ -94,6 +94,9 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
 def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
     found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
     drafter = drafter_of(options)
+    if options.hooks is not None:
+        hooks, slots = options.hooks, options.max_slots
+        found += tree_bytes(jax.eval_shape(lambda: (hooks.start(slots), hooks.no_inputs(slots))))
     if options.taps:  # the newest step's values, and those that are on their way to the host
         limits = resolve(options, config, options.max_slots).limits
         names = resolve_taps(options.taps, config.num_layers)

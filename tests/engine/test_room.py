@@ -20,6 +20,7 @@ from jllm.files import fit
 from jllm.files.fit import check_weights, page_bytes, weight_bytes
 from jllm.files.hf_config import load_config
 from jllm.files.save import save
+from jllm.model.hooks import Hooks
 from jllm.model.param_specs import abstract_params, init_params
 from jllm.parallel.memory import GIB, gib
 from jllm.quant.quantize import quantize
@@ -235,6 +236,19 @@ def test_masks_are_reckoned_with_as_the_state_has_them(drafter):
     reckoned = room._slot_bytes(options, model.config, model.params.dtype, device.sizes.max_pages)
     assert fit.tree_bytes(masks) == reckoned - fit.tree_bytes(rest)
     device.close()
+
+
+def test_arrays_in_and_values_out_of_requests_are_reckoned_with():
+    """8,192 rows of 32 layers are 2 GiB, twice: the newest step's, and those on their way to the host."""
+    config, params = CONFIGS["llama-2-7b"], PARAMS["llama-2-7b"]
+
+    def need(**more) -> int:
+        options = make_options({"max_slots": 4, "num_pages": 64, **more})
+        return room._reckon(options, config, params.dtype, 100 * GIB)[1].total
+
+    assert need(taps=("layers.*.output",), tap_rows=8192) - need() == 4 * GIB
+    vectors = Hooks(inputs=jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32))
+    assert need(hooks=vectors) - need() == 4 * config.hidden_size * 4
 
 
 def test_a_cpu_keeps_its_memory_for_others_too():
