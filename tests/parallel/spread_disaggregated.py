@@ -57,7 +57,7 @@ SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("float64", num_layers=1)
+    return tiny_model("float64")
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,7 @@ def apart(model, **options):
 
 
 def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_again(model):
-    other = tiny_model("float64", seed=1, num_layers=1)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
+    other, greedy = tiny_model("float64", seed=1), SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
     engine, models, prompts, ends = apart(model), {0: model}, {}, {}
     for turn in range(6):
         for prompt in (PREFIX, (*PREFIX, 5 + turn), (7 + turn,)):
@@ -286,7 +285,7 @@ def test_a_snapshot_goes_on_where_requests_decode(model):
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(which=st.integers(0, 1), step=st.integers(0, 10), order=st.permutations(range(len(JOBS))))
 def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step, order):
-    model = tiny_model("float64", num_layers=1)
+    model = tiny_model("float64")
     engine = apart(model)
     failing = engine._all[which].engine
     advance, left = failing._loop.advance, [step]
@@ -555,8 +554,7 @@ SERVER = """
     from jllm.distributed.remote import serve_prefills
     from tests.tiny import tiny_model
 
-    model = tiny_model("float64", seed=int(sys.argv[1]), num_layers=1)
-    engine = PrefillEngine(model, max_slots=2, page_size=16, num_pages=30)
+    engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), max_slots=2, page_size=16, num_pages=30)
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     serve_prefills(engine, listener)
@@ -764,8 +762,7 @@ def test_a_process_that_computes_prompts_outlives_bad_requests_and_bad_clients(m
 
 
 @pytest.mark.parametrize("devices", [(2, 1), (4, 2)])
-def test_prompts_of_a_mesh_go_on_where_there_are_fewer_devices(devices):
-    model = tiny_model("float64")  # of two layers, whose pages all move
+def test_prompts_of_a_mesh_go_on_where_there_are_fewer_devices(model, devices):
     coded = replace(model, params=quantize(model.params, "w8a16"))
     here, there = (on_mesh(coded, n) if n > 1 else coded for n in devices)
     prompt, params = list(range(3, 40)), SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)

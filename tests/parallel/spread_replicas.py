@@ -51,7 +51,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("float64", num_layers=1)
+    return tiny_model("float64")
 
 
 def alone(model, jobs=JOBS, **options):
@@ -228,7 +228,7 @@ def test_what_ran_on_a_device_that_failed_begins_again(model, wanted, fails, ord
 
 
 def test_text_that_was_streamed_comes_no_second_time():
-    model = tiny_model("float64", tokenizer=TOKENIZER, num_layers=1)
+    model = tiny_model("float64", tokenizer=TOKENIZER)
     params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, stop=("zzz",))
     wanted = serve(model, ["Once upon a time"], [params], **SIZES)[0]
     engine = Replicas(model, 2, make=partial(Failing, fails={0: 9}), **SIZES)
@@ -354,7 +354,7 @@ def as_their_versions(ends, prompts, models):
 
 def test_all_engines_take_other_weights_or_none(model):
     """And stand still while they sleep or their weights are gone, and go on."""
-    models = {0: model, 1: tiny_model("float64", seed=1, num_layers=1), 2: model}
+    models = {0: model, 1: tiny_model("float64", seed=1), 2: model}
     engine = Replicas(model, 2, make=Slow, **SIZES)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
     prompts = {engine.submit(prompt, greedy): prompt for prompt in (PREFIX, (8,), (*PREFIX, 7), (9, 9))}
@@ -384,7 +384,7 @@ def test_all_engines_take_other_weights_or_none(model):
 
 
 def test_tokens_of_older_weights_cannot_begin_again(model):
-    other = tiny_model("float64", seed=1, num_layers=1)
+    other = tiny_model("float64", seed=1)
     engine = Replicas(model, 2, make=partial(Failing, fails={0: 14}), **SIZES)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     names = {engine.submit(prompt, greedy): prompt for prompt in ((5, 6, 7), (8,))}
@@ -418,7 +418,7 @@ def test_a_request_that_began_before_its_engine_took_the_weights_cannot_begin_ag
         return take(*given)
 
     last.engine.take_weights = take_late
-    engine.update(tiny_model("float64", seed=1, num_layers=1).params)
+    engine.update(tiny_model("float64", seed=1).params)
     with pytest.warns(RuntimeWarning, match="this device is gone"):
         ends = rest(engine)
     assert ends[names[0], 0].finish_reason == "error"
@@ -442,7 +442,7 @@ def test_an_update_while_a_request_draws_its_tokens_again_ends_it_with_an_error(
     while not engine._all[0].failed:
         with warnings.catch_warnings(action="ignore"):
             engine._hear(*engine._news.get())
-    engine.update(tiny_model("float64", seed=1, num_layers=1).params)
+    engine.update(tiny_model("float64", seed=1).params)
     assert rest(engine)[name, 0].finish_reason == "error"
     engine.close()
 
