@@ -46,7 +46,7 @@ KEYS = Guide.json(
 @pytest.fixture(scope="module")
 def model64():
     with jax.enable_x64(True):
-        yield tiny_model("float64", tokenizer=TOKENIZER, num_layers=1)
+        yield tiny_model("float64", tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +250,7 @@ FAULTS = {
 def test_faults_are_found(monkeypatch, fault):
     where, name, wrong, shape = FAULTS[fault]
     with jax.enable_x64(True):
-        model = tiny_model(
-            "float64", tokenizer=TOKENIZER, context=125, num_layers=1
-        )  # nothing that was compiled before serves it
+        model = tiny_model("float64", tokenizer=TOKENIZER, context=125)  # nothing that was compiled before serves it
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises(AssertionError), warnings.catch_warnings(action="ignore"):
         assert check_any_drafts(model, shape, "two slots, pages of 16", 0.9)["draft_tokens_mean"] > 1.2
@@ -262,7 +260,7 @@ def test_a_fault_in_what_is_possible_is_found(monkeypatch):
     accept = rows.HeadRows.accept
     monkeypatch.setattr(rows.HeadRows, "accept", lambda self, drawn, possible=None: accept(self, drawn))
     with jax.enable_x64(True):
-        model = tiny_model("float64", tokenizer=TOKENIZER, context=124, num_layers=1)
+        model = tiny_model("float64", tokenizer=TOKENIZER, context=124)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check_what_is_possible(model, "chain")
 
@@ -273,6 +271,6 @@ def test_a_fault_in_what_is_forced_is_found(monkeypatch):
 
     monkeypatch.setattr(step_draft, "with_forced", early)
     with jax.enable_x64(True):
-        model = tiny_model("float64", tokenizer=TOKENIZER, context=123, num_layers=1)
+        model = tiny_model("float64", tokenizer=TOKENIZER, context=123)
     with pytest.raises(AssertionError):
         check_forced(model, "chain")
