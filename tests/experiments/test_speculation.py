@@ -33,7 +33,7 @@ class Characters:
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs the command with a tiny model; returns its status, and its result if there is one."""
-    model = tiny_model(tokenizer=Characters(), num_layers=1)
+    model = tiny_model(tokenizer=Characters())
     for module in (acceptance, rejection):
         monkeypatch.setattr(module, "load", lambda *args, **options: model)
 
@@ -112,7 +112,7 @@ def test_bars_are_of_the_slowest_case():
 
 @pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 1))], ids=["chain", "tree"])
 def test_acceptance_is_as_imposed(tree):
-    model = tiny_model(num_layers=1)
+    model = tiny_model()
     timer = VerifyingTimer(model.params, model.config, pool_for(5, 8 + 80 * 4, 16, None), drafter=imposed(tree, 0.5))
     layout, buffer = verifying_step(5, tree)
     step = timer.lower(layout).compile()
@@ -136,7 +136,7 @@ def test_acceptance_is_as_imposed(tree):
 
 def test_sampling_is_part_of_a_step_with_imposed_tokens():
     """A row that is not finite is found."""
-    model = tiny_model(num_layers=1)
+    model = tiny_model()
     params = jax.tree.map(jnp.asarray, neutral_sampling(2))
     logits = jnp.zeros((2, model.config.vocab_size)).at[1, 3].set(jnp.nan)
     tokens, finite = jax.jit(lambda x: draw(x, params, jnp.zeros(2, jnp.int32), backend=None))(logits)
@@ -178,7 +178,7 @@ def test_bars_of_steps():
 def test_drafts_by_equality_and_by_rejection(command, monkeypatch):
     options = ["rejection", "--documents", "2", "--tokens", "10", "--drafter", "ngram"]
     assert command(*options)[0] == 2
-    other = tiny_model(seed=1, num_layers=1)
+    other = tiny_model(seed=1)
     monkeypatch.setattr(rejection, "find_drafter", lambda *_: DraftModel(other.params, other.config, chain(4)))
     status, document = command(*options)
     assert (status, document["experiment"]) == (0, "speculation-rejection")
