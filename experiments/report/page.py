@@ -217,21 +217,20 @@ def accuracy(results: Results) -> Iterator[str]:
 
 
 def methods(results: Results) -> Iterator[str]:
-    """Yields the table of rounding and calibration, the fewest bits and the least divergence first."""
+    """Yields a table with a column a format of weights, by bits, and a row a method."""
     entry = results.entry("ptq_methods", "cpu")
     rows = [] if entry is None else [row for row in entry.rows if row["model"] == "plain" and "bytes_per_weight" in row]
     if not rows:
         return
     yield (
-        "One program scored all rows on one model and text. Names like q4_k are llama.cpp's types "
+        "KL in nats a token on one text, by one program. Names like q4_k are llama.cpp's types "
         "([gguf_types.py](gguf_types.py)). Bits include scales."
     )
-    cells = []
-    for row in sorted(rows, key=lambda row: (row["bytes_per_weight"], row["kl"])):
-        (low, high), bits = row["kl_95"], 8 * row["bytes_per_weight"]
-        name = row["scheme"].rpartition(":")[2]
-        cells.append([name, row["method"], f"{bits:.2f}", f"{row['kl']:.2g} [{low:.2g}, {high:.2g}]"])
-    yield markdown(["weights, of the bundled model", "method", "bits", "KL, nats a token [95 %]"], cells)
+    kl = {(row["scheme"], row["method"]): f"{row['kl']:.2g}" for row in rows}
+    bits = {row["scheme"]: 8 * row["bytes_per_weight"] for row in sorted(rows, key=lambda row: row["bytes_per_weight"])}
+    cells = [["bits", *(f"{x:.2f}" for x in bits.values())]]
+    cells += [[name, *(kl.get((scheme, name), "") for scheme in bits)] for name in dict.fromkeys(x for _, x in kl)]
+    yield markdown(["of the bundled model", *(name.rpartition(":")[2] for name in bits)], cells)
 
 
 def _accuracy_rows(results: Results) -> list[Row]:

@@ -50,14 +50,16 @@ def choose_config(m: int, n: int, k: int) -> Config:
 
 
 def choose_blocks(m: int, n: int, k: int) -> Config:
-    """Returns the configuration for x [M, K] and w [N, K] with a scale a block. A second accumulator takes registers,
-    so that tiles are smaller."""
-    if m <= FEW_ROWS:
-        return skinny_config.choose_config(m, n, k, 1)
-    return _tall(128, 192) if m > 256 else _tall(128, 64)
+    """Returns the configuration for x [M, K] and w [N, K] with a scale a block. Each block of a stage has an
+    accumulator beside the sums. So tiles are smaller for many rows, and for few rows stages have as many blocks as
+    registers allow."""
+    if m > FEW_ROWS:
+        return estimate(m, n, k, BLOCK_TILES)
+    config = skinny_config.choose_config(m, n, k, 1)
+    return replace(config, step=BLOCK * (4 if config.columns <= 32 else 2 if config.columns <= 96 else 1))
 
 
-def estimate(m: int, n: int, k: int) -> tall_config.Config:
+def estimate(m: int, n: int, k: int, among: tuple[tall_config.Config, ...] = ()) -> tall_config.Config:
     """Returns the tile that takes the fewest clocks by a count. An SM multiplies 4096 pairs of bytes and takes in 64
     bytes a clock. A tile's beginning and end cost some 3000."""
 
@@ -66,7 +68,7 @@ def estimate(m: int, n: int, k: int) -> tall_config.Config:
         step = max(config.tile_m * config.tile_n // 32, 2 * (config.tile_m + config.tile_n))
         return -(-tiles // config.ctas) * (-(-k // 128) * step + 3000)
 
-    return min(TILES, key=clocks)
+    return min(among or TILES, key=clocks)
 
 
 FEW_ROWS = 64  # up to so many rows the bytes of w bound the product, and skinny.py computes it
@@ -75,6 +77,7 @@ _tall = tall_config.Config
 TILES = tuple(
     _tall(rows, n, 8) for rows, widths in ((256, (192, 128)), (128, (256, 192, 128, 96, 64, 32))) for n in widths
 )
+BLOCK_TILES = tuple(_tall(128, n, 8) for n in (160, 128, 96, 64, 32))
 
 # By (K, N): the largest M of each configuration, the best one with int8 on an H200 (experiments/LOG.md). Tiles are as
 # wide as one wave allows. float8 takes the same configurations.

@@ -16,7 +16,7 @@ from pallas_kernels.scaled_matmul import reference
 from pallas_kernels.scaled_matmul.cases import BENCH_SHAPES, BLOCKS, E4M3, Case
 from pallas_kernels.scaled_matmul.config import choose_blocks, is_skinny
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
-from tests.kernels.interpreter import FIND_RACES, INTERPRET
+from tests.kernels.interpreter import FIND_RACES
 
 # Hopper's tensor cores add the products of a block with some 14 bits.
 BLOCK_TOLERANCE = 1e-3
@@ -69,13 +69,6 @@ def run(case: Case, config, inputs, **options) -> jax.Array:
     return gemm(*inputs[:2], **added, out_dtype=jnp.dtype(case.out_dtype), config=config, **options)
 
 
-@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
-def test_kernels_match_the_formula_without_races(case, config):
-    inputs = case.inputs()
-    out = jax.block_until_ready(run(case, config, inputs, interpret=FIND_RACES))
-    assert error(out, reference.scaled_matmul(*inputs)) < TOLERANCE[case.out_dtype]
-
-
 def with_poisoned_ends(case: Case, inputs) -> list:
     """Returns the inputs with a row of NaN after x's, and NaN in the last columns of w and of its scales, which hold no
     row of the weight."""
@@ -86,11 +79,10 @@ def with_poisoned_ends(case: Case, inputs) -> list:
     return [x, w, x_scale, w_scale, bias, None if residual is None else jnp.pad(residual, ((0, 1), (0, 0)))]
 
 
-@pytest.mark.parametrize("which", [0, 2])
-def test_nan_at_the_edges_stays_there(which):
-    case, config = INTERPRETED[which]
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_kernels_match_the_formula_without_races_and_keep_nan_at_the_edges(case, config):
     inputs = case.inputs()
-    out = run(case, config, with_poisoned_ends(case, inputs), interpret=INTERPRET)
+    out = jax.block_until_ready(run(case, config, with_poisoned_ends(case, inputs), interpret=FIND_RACES))
     assert error(out[:-1, :-20], reference.scaled_matmul(*inputs)[:, :-20]) < TOLERANCE[case.out_dtype]
     assert np.isnan(np.asarray(out[-1].astype("float32"))).all()
 

@@ -74,33 +74,41 @@ def sum_over_k(plan: Sizes, refs: Any, tile: jax.Array, rows: Any, shape: tuple[
 
 def _sum_blocks(plan: Sizes, refs: Any, tile: jax.Array, rows: Any, shape: tuple[int, int]) -> list[jax.Array]:
     """Does the same with a scale for each row and each column of a block of K: adds each block's products times both
-    scales, in float32. Tensor cores keep fewer bits of longer sums."""
+    scales, in float32. Tensor cores keep fewer bits of longer sums. All products of a stage are issued before any is
+    waited for. Two warpgroups take turns to issue, so that one scales while the other's products run."""
     steps, stages, piece = plan.steps, refs.full.shape[0], (UNIT, shape[1])
+    count, blocks, warpgroup = shape[0] // UNIT, plan.step // BLOCK, lax.axis_index("warpgroup")
+    parts = [(block, i) for block in range(blocks) for i in range(count)]
 
-    def spread(vector: Any, axis: int) -> jax.Array:
-        value = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-        return lax.broadcast_in_dim(value, piece, (axis,))
+    def load(vector: Any, axis: int) -> jax.Array:
+        return plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
     def step(s: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        slot, totals = slot_of(tile * steps + s, stages), list(sums)
+        number, totals = tile * steps + s, list(sums)
+        slot = slot_of(number, stages)
         plgpu.barrier_wait(refs.full.at[slot])
-        for block in range(plan.step // BLOCK):
-            columns = pl.ds(block * BLOCK, BLOCK)
-            of_w = spread(refs.w_scale_s.at[slot, block, pl.ds(0, shape[1])], 1)
-            for i, total in enumerate(totals):
-                own = pl.ds(rows.start + i * UNIT, UNIT)
 
-                def multiply(acc: Any, own: Any = own, columns: Any = columns) -> jax.Array:
-                    x, w = refs.x_s.at[slot, own, columns], refs.w_s.at[slot, slice(None), columns]
-                    plgpu.wgmma(acc, x, w.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-                    return lax.optimization_barrier(acc[...])
+        def multiply(*accumulators: Any) -> Any:
+            if refs.turn is not None:
+                pl.when((number > 0) | (warpgroup > 0))(lambda: plgpu.barrier_wait(refs.turn.at[warpgroup]))
+            for (block, i), acc in zip(parts, accumulators, strict=True):
+                columns = pl.ds(block * BLOCK, BLOCK)
+                x = refs.x_s.at[slot, pl.ds(rows.start + i * UNIT, UNIT), columns]
+                plgpu.wgmma(acc, x, refs.w_s.at[slot, slice(None), columns].transpose((1, 0)))
+            if refs.turn is not None:
+                plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
+            of_w = [load(refs.w_scale_s.at[slot, block, pl.ds(0, shape[1])], 1) for block in range(blocks)]
+            of_x = [load(refs.x_scale_s.at[slot, block, pl.ds(rows.start + i * UNIT, UNIT)], 0) for block, i in parts]
+            scales = lax.optimization_barrier((of_w, of_x))  # loaded while products run
+            plgpu.wgmma_wait(0)
+            return scales, lax.optimization_barrier([acc[...] for acc in accumulators])
 
-                products = pl.run_scoped(multiply, plgpu.ACC(piece, jnp.float32))
-                scale = spread(refs.x_scale_s.at[slot, block, own], 0) * of_w
-                totals[i] = total + products * scale
+        (of_w, of_x), products = pl.run_scoped(multiply, *[plgpu.ACC(piece, jnp.float32) for _ in parts])
         plgpu.barrier_arrive(refs.free.at[slot])
+        for (block, i), own, product in zip(parts, of_x, products, strict=True):
+            scale = lax.broadcast_in_dim(own, piece, (0,)) * lax.broadcast_in_dim(of_w[block], piece, (1,))
+            totals[i] = totals[i] + product * scale
         return totals
 
     zeros = plgpu.layout_cast(jnp.zeros(piece, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, steps, step, [zeros] * (shape[0] // UNIT))
+    return lax.fori_loop(0, steps, step, [zeros] * count)

@@ -36,6 +36,7 @@ class Refs(NamedTuple):
     bias_s: Any = None
     residual: Any = None
     residual_full: Any = None
+    turn: Any = None  # warpgroups of this kernel issue products as they come
     pairs: Any = None  # Pairs.pairs
     total: Any = None  # Pairs.total
 

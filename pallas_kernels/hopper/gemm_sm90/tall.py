@@ -129,7 +129,9 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
         sums = sum_over_k(plan, refs, n, rows, (plan.rows, plan.tile_n))
         finish(plan, refs, place, sums)
 
-    for_each_tile(plan, compute_tile)
+    tiles = for_each_tile(plan, compute_tile)
+    if refs.turn is not None:
+        pl.when((tiles > 0) & (wg == 0))(lambda: plgpu.barrier_wait(refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -41,6 +41,7 @@ class Refs(NamedTuple):
     residual: Any = None
     x_scale_s: Any = None  # [stages, 1, tile_m], where blocks of K have scales
     w_scale_s: Any = None  # [stages, 1, tile_n]
+    turn: Any = None  # of each warpgroup to issue products
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Plan(Sizes):
         copies = 4 if self.in_blocks else 2
         return {
             **{name: plgpu.SMEM((stages, 1, size), jnp.float32) for name, size in scales.items()},
+            "turn": plgpu.Barrier(num_barriers=2) if self.in_blocks else None,
             "x_s": swizzled((stages, self.config.tile_m, self.step), self.dtype),
             "w_s": swizzled((stages, self.tile_n, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
