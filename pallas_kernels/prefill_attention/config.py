@@ -29,6 +29,7 @@ class Config:
     alternate: bool = True  # two warpgroups take turns at the tensor cores, one's softmax under the other's products
     ctas: int = SMS  # persistent CTAs
     pack: bool = True  # several short sequences share a warpgroup's rows and keys
+    together: int | None = None  # KV heads whose tiles come before those of the next ones; None: as the L2 cache holds
 
     def __post_init__(self) -> None:
         if self.block_kv < 64 or self.block_kv % 64:

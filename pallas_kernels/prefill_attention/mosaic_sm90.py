@@ -75,7 +75,7 @@ def prefill_attention(
         interpret=interpret,
     )
     pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
-    arrays = q, page_table, work.tiles, work.count, work.together, pages.k.layer_operand, *pools
+    arrays = q, page_table, work.tiles, work.count, work.items, pages.k.layer_operand, *pools
     if into is None:
         return kernel(*arrays)[:all_rows]
     out = jax.new_ref(into)
@@ -84,12 +84,12 @@ def prefill_attention(
 
 
 def _kernel(plan: Plan, q: Any, table: Any, *arrays: Any, **scratch: Any) -> None:
-    tiles, count, together, layer, *pools, out = arrays
+    tiles, count, items, layer, *pools, out = arrays
     rest = iter(pools)
     for name, fmt in (("k", plan.k_format), ("v", plan.v_format)):
         values, scales = next(rest), None if fmt.group is None else next(rest)
         scratch[name] = Pool(values=values, scales=scales, **scratch[name])
-    refs = Refs(q=q, table=table, tiles=tiles, count=count, together=together, layer=layer, out=out, **scratch)
+    refs = Refs(q=q, table=table, tiles=tiles, count=count, items=items, layer=layer, out=out, **scratch)
     warpgroup, computing = lax.axis_index("warpgroup"), plan.config.warpgroups
     registers = REGISTERS[computing, plan.warpgroups]
 

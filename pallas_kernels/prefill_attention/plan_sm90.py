@@ -16,7 +16,7 @@ from pallas_kernels.formats.kv_pages import Pages, padded_scales
 from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.hopper.smem_sm90 import swizzled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
-from pallas_kernels.prefill_attention.work import CHUNK, KEYS, POSITION, ROW, ROWS
+from pallas_kernels.prefill_attention.work import CHUNK, HEAD, KEYS, POSITION, ROW, ROWS
 
 # Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them. They are moved
 # to where they are needed, out of what the launch took. That is 64 Ki over the threads, rounded down to a multiple of
@@ -50,7 +50,7 @@ class Refs(NamedTuple):
     table: Any
     tiles: Any
     count: Any
-    together: Any
+    items: Any
     layer: Any
     out: Any
     k: Pool
@@ -268,16 +268,11 @@ def for_each_tile(
 
 
 def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
-    """Returns the tile of an item. All tiles of some heads come before those of the next ones. Of these blocks every
-    other one begins with its shortest tiles, so that CTAs get as much as each other. The last one ends with them."""
-    tiles, sets = refs.count[0], lax.div(refs.together[0], jnp.int32(plan.config.heads))
-    block = lax.div(item, jnp.maximum(tiles * sets, 1))
-    item = item - block * (tiles * sets)
-    index = lax.div(item, sets)
-    head = (block * sets + item - index * sets) * plan.config.heads
-    later = lax.div(jnp.int32(plan.num_heads), refs.together[0]) - 1 - block
-    index = jnp.where(lax.rem(later, jnp.int32(2)) == 1, tiles - 1 - index, index)
-    chunk, row, rows, position, keys = (refs.tiles[index, i] for i in (CHUNK, ROW, ROWS, POSITION, KEYS))
+    sets = plan.num_heads // plan.num_kv_heads // plan.config.heads
+    index = quotient(item, sets)
+    fields = (CHUNK, ROW, ROWS, POSITION, KEYS, HEAD)
+    chunk, row, rows, position, keys, head = (refs.items[index, i] for i in fields)
+    head = head + (item - index * sets) * plan.config.heads
     low = lowest_key(plan, position)
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_formats import bytes_per_token
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.hopper.hopper import CACHED
+from pallas_kernels.hopper.hopper import CACHED, SMS
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, TritonConfig, choose_config, packings
 
+LEAST_ITEMS = SMS * 3 // 2  # tiles of heads that are computed together
 # Columns of Work.tiles.
 CHUNK, ROW, ROWS, POSITION, KEYS, NUM_COLUMNS = range(6)
+HEAD = NUM_COLUMNS  # and of Work.items
 
 
 @jax.tree_util.register_dataclass
@@ -21,12 +23,12 @@ class Work:
     one row a tile: its chunk, its first row of q and its rows. Then come the position of its first row in the sequence,
     and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that they come
     out zero. By count i32[1 + P] the first count[0] tiles are each computed alone. Then come count[1 + i] of which
-    packings[i] at a time share a warpgroup. together i32[1] is how many query heads are computed before the next ones:
-    the Hopper kernel reads K and V of these from the L2 cache."""
+    packings[i] at a time share a warpgroup. The Hopper kernel computes those that are alone in the order of items
+    i32[W K, 6]: a tile, and the first query head of one KV head."""
 
     tiles: jax.Array
     count: jax.Array
-    together: jax.Array
+    items: jax.Array | None
     window: int | None = field(metadata={"static": True})
     config: Config | TritonConfig = field(metadata={"static": True})
 
@@ -77,18 +79,34 @@ def make_work(
     tiles = jnp.zeros_like(tiles).at[rank].set(tiles, unique_indices=True)
     kinds = jnp.arange(-1, len(packed), dtype=jnp.int32)
     count = jnp.sum((pack[None, :] == kinds[:, None]) & (tile < ends[-1])[None, :], axis=1, dtype=jnp.int32)
+    if not isinstance(config, Config):
+        return Work(tiles, count, None, window, config)
     own = end[:-1] - begin[:-1]
     most = kv_lens if window is None else jnp.minimum(kv_lens, own + window - 1)
-    together = _heads_together(q, pages, jnp.sum(jnp.where(own > 0, most, 0)))
-    return Work(tiles, count, together, window, config)
+    kv_heads, keys = pages.k.values.shape[1], jnp.sum(jnp.where(own > 0, most, 0))
+    together = config.together or _heads_together(q, pages, config, keys, count[0])
+    return Work(tiles, count, _items(tiles, count[0], kv_heads, together, q.shape[1]), window, config)
 
 
-def _heads_together(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, keys: jax.Array) -> jax.Array:
-    """Returns how many query heads, with `keys` keys in all chunks, have K and V that the L2 cache holds, i32[1]."""
-    _, num_heads, head_dim = q.shape
-    kv_heads, each = pages.k.values.shape[1], bytes_per_token(head_dim, 1, pages.k.format, pages.v.format)
-    found = jnp.int32(1)
-    for heads in range(2, kv_heads + 1):
-        if kv_heads % heads == 0:
-            found = jnp.where(keys <= CACHED // (each * heads), heads, found)
-    return (found * (num_heads // kv_heads)).reshape(1)
+def _heads_together(
+    q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, config: Config, keys: jax.Array, tiles: jax.Array
+) -> jax.Array:
+    """Returns how many KV heads are computed before the next ones, with `keys` keys in all chunks: so many that the L2
+    cache holds their K and V, but at least so many that their tiles keep all CTAs busy for a while."""
+    kv_heads, each = pages.k.values.shape[1], bytes_per_token(q.shape[2], 1, pages.k.format, pages.v.format)
+    found = jnp.int32(kv_heads)
+    for heads in (heads for heads in range(kv_heads - 1, 0, -1) if kv_heads % heads == 0):
+        busy = tiles * (heads * q.shape[1] // kv_heads // config.heads) >= LEAST_ITEMS
+        found = jnp.where(busy & (keys > CACHED // (each * found)), heads, found)
+    return found
+
+
+def _items(tiles: jax.Array, alone: jax.Array, kv_heads: int, together: jax.Array | int, num_heads: int) -> jax.Array:
+    """Returns Work.items. All tiles of `together` KV heads come before those of the next ones. Of these blocks every
+    other one begins with its shortest tiles, so that CTAs get as much as each other. The last one ends with them."""
+    item = jnp.arange(tiles.shape[0] * kv_heads, dtype=jnp.int32)
+    block, rest = jnp.divmod(item, jnp.maximum(alone * together, 1))
+    rank, head = jnp.divmod(rest, together)
+    rank = jnp.where((kv_heads // together - 1 - block) % 2 == 1, alone - 1 - rank, rank)
+    head = (block * together + head) * (num_heads // kv_heads)
+    return jnp.concatenate([tiles[jnp.clip(rank, 0, tiles.shape[0] - 1)], head[:, None]], axis=1)

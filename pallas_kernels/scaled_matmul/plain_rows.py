@@ -1,6 +1,6 @@
-"""Multiplies rows that are not quantized yet, in one kernel or by one operation after the other. Of int8 both give the
-same bits, as its sums are exact and the kernel rounds where the operations do. So a row's result does not depend on
-which of them runs, nor on how many rows run beside it. Of float8 the kernel does not run in deterministic mode."""
+"""Multiplies rows that are not quantized yet, in one kernel or by one operation after the other. Both give the same
+bits, as sums of int8 are exact and the kernel rounds where the operations do. So a row's result does not depend on
+which of them runs, nor on how many rows run beside it."""
 
 from typing import Any
 
@@ -72,8 +72,8 @@ def one_kernel(
     """Returns the configuration of the kernel that does all of this for x [M, K] and w [N, K]; None where there is
     none."""
     (m, k), n = x.shape, w.shape[0]
-    config = gemv_config.for_eight_bits(n // (2 if gated else 1), k)
-    if m != 1 or config is None or x.dtype.itemsize != 2 or (backend == DETERMINISTIC and w.dtype != jnp.int8):
+    config = gemv_config.for_int8(n // (2 if gated else 1), k)
+    if m != 1 or config is None or x.dtype.itemsize != 2 or w.dtype != jnp.int8:
         return None
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     chosen = choose(BACKENDS, backend, n, k, jnp.dtype(jnp.float32), out_dtype, residual)

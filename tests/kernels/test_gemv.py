@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bench.cases import normal
-from pallas_kernels.formats.quantized_rows import KINDS, quantize_rows
+from pallas_kernels.formats.quantized_rows import quantize_rows
 from pallas_kernels.formats.reference_rows import quantize_rows as quantize_by_definition
-from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.hopper.gemm_sm90 import gemv as module
 from pallas_kernels.hopper.gemm_sm90.gemv import gemv
-from pallas_kernels.hopper.gemm_sm90.gemv_config import GATED, PLAIN, Config, fits, for_eight_bits
+from pallas_kernels.hopper.gemm_sm90.gemv_config import GATED, PLAIN, Config, fits, for_int8
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul, mosaic_sm90, reference
 from pallas_kernels.norm_quant import mosaic_sm90 as norm_kernel
@@ -42,15 +41,15 @@ class Case(NamedTuple):
     normed: bool = False
     added: bool = False
     out_dtype: str | None = None
-    kind: str | None = None  # of codes, where w has eight bits
+    int8: bool = False
 
     def shapes(self):
         """Returns the shapes of `inputs`."""
         rows, dtype, result = self.n * (2 if self.gated else 1), self.dtype, self.out_dtype or self.dtype
         options = {"norm": ((self.k,), dtype)} if self.normed else {}
         options |= {"bias": ((self.n,), dtype), "residual": ((1, self.n), result)} if self.added else {}
-        options |= {"w_scale": ((rows,), "float32")} if self.kind else {}
-        shapes = ((1, self.k), dtype), ((rows, self.k), KINDS[self.kind] if self.kind else dtype)
+        options |= {"w_scale": ((rows,), "float32")} if self.int8 else {}
+        shapes = ((1, self.k), dtype), ((rows, self.k), "int8" if self.int8 else dtype)
         x, w = (jax.ShapeDtypeStruct(*each) for each in shapes)
         return x, w, {name: jax.ShapeDtypeStruct(*each) for name, each in options.items()}
 
@@ -63,10 +62,7 @@ class Case(NamedTuple):
         if self.added:
             options["bias"] = normal(rng, (self.n,), self.dtype)
             options["residual"] = normal(rng, (1, self.n), self.out_dtype or self.dtype)
-        if self.kind == "fp8":
-            options["w_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, len(w)).astype(np.float32) / (30 * self.k**0.5))
-            return x, (w * 30).astype(KINDS["fp8"]), options
-        if self.kind:
+        if self.int8:
             options["w_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, len(w)).astype(np.float32) / (73 * self.k**0.5))
             return x, jnp.asarray(rng.integers(-127, 128, w.shape, np.int8)), options
         return x, (w * self.k**-0.5).astype(self.dtype), options
@@ -77,21 +73,21 @@ class Case(NamedTuple):
 
     @property
     def config(self):
-        if self.kind:
-            return for_eight_bits(self.n, self.k)
+        if self.int8:
+            return for_int8(self.n, self.k)
         return GATED if self.gated else PLAIN
 
     @property
     def tolerance(self):
         """Allows for codes of a norm that is one unit in the last place off: they are other codes."""
-        return 2 * TOLERANCE[self.dtype] + {None: 0, "int8": 0.01, "fp8": 0.04}[self.kind]
+        return 2 * TOLERANCE[self.dtype] + (0.01 if self.int8 else 0)
 
     def expected(self, x, w, options):
         options = dict(options)
         if self.normed:
             x = norm_reference.norm_quant(x, options.pop("norm"), eps=EPS)[0]
-        if self.kind:
-            rows = quantize_by_definition(np.asarray(x), self.kind)
+        if self.int8:
+            rows = quantize_by_definition(np.asarray(x), "int8")
             y = scaled_reference.scaled_matmul(
                 rows.values, w, rows.scales, options.pop("w_scale"), options.get("bias"), options.get("residual")
             )
@@ -105,11 +101,9 @@ SMALL = (
     (Case(8, 1280, normed=True, added=True, out_dtype="float32"), Config(4, 2)),
     (Case(4, 2304, "float16", gated=True, normed=True), Config(4, 4)),
     (Case(8, 256, gated=True), Config(8, 4)),
-    (Case(16, 1792, normed=True, added=True, kind="int8"), Config(8, 3)),
-    (Case(8, 512, "float16", gated=True, normed=True, kind="int8"), Config(4, 4)),
-    (Case(8, 2816, added=True, kind="int8", out_dtype="float32"), Config(8, 4)),
-    (Case(16, 1792, normed=True, added=True, kind="fp8"), Config(8, 3)),
-    (Case(8, 512, gated=True, normed=True, kind="fp8"), Config(4, 4)),
+    (Case(16, 1792, normed=True, added=True, int8=True), Config(8, 3)),
+    (Case(8, 512, "float16", gated=True, normed=True, int8=True), Config(4, 4)),
+    (Case(8, 2816, added=True, int8=True, out_dtype="float32"), Config(8, 4)),
 )
 # QKV, output, gate and up, and down of LLaMA-7B, -3-8B and -13B, and heads.
 LARGE = (
@@ -117,12 +111,10 @@ LARGE = (
     Case(4096, 11008, added=True), Case(6144, 4096, normed=True), Case(14336, 4096, gated=True, normed=True),
     Case(4096, 14336, added=True), Case(5120, 13824, added=True), Case(15360, 5120, normed=True),
     Case(32000, 4096, normed=True, out_dtype="float32"),
-    Case(12288, 4096, normed=True, kind="int8"), Case(4096, 4096, added=True, kind="int8"),
-    Case(11008, 4096, gated=True, normed=True, kind="int8"), Case(4096, 11008, added=True, kind="int8"),
-    Case(4096, 14336, added=True, kind="int8"),
-    Case(32000, 4096, normed=True, out_dtype="float32", kind="int8"),
-    Case(12288, 4096, normed=True, kind="fp8"), Case(4096, 4096, added=True, kind="fp8"),
-    Case(11008, 4096, gated=True, normed=True, kind="fp8"), Case(4096, 11008, added=True, kind="fp8"),
+    Case(12288, 4096, normed=True, int8=True), Case(4096, 4096, added=True, int8=True),
+    Case(11008, 4096, gated=True, normed=True, int8=True), Case(4096, 11008, added=True, int8=True),
+    Case(4096, 14336, added=True, int8=True),
+    Case(32000, 4096, normed=True, out_dtype="float32", int8=True),
 )  # fmt: skip
 
 
@@ -135,7 +127,7 @@ def test_matches_the_formula_without_races(case, config):
     assert error(out, case.expected(*arguments)) < case.tolerance
 
 
-@pytest.mark.parametrize(("case", "config"), [each for each in SMALL if each[0].normed and not each[0].kind], ids=str)
+@pytest.mark.parametrize(("case", "config"), [each for each in SMALL if each[0].normed and not each[0].int8], ids=str)
 def test_the_norm_has_the_bits_of_its_own_kernel(case, config):
     x, w, options = case.inputs()
     out = case.run(x, w, options, config, interpret=INTERPRET)
@@ -144,28 +136,25 @@ def test_the_norm_has_the_bits_of_its_own_kernel(case, config):
 
 
 def one_after_the_other(case, x, w, options, backend):
-    """Returns what products with codes of one row do at once, by one operation after the other. Interpreted: sums of
-    squares have an order, and roundings within the norm may be left out."""
+    """Returns what int8 products of one row do at once, by one operation after the other. Interpreted: sums of squares
+    have an order, and roundings within the norm may be left out."""
     options = dict(options)
     if case.normed:
         interpreted = partial(norm_kernel.norm_quant, interpret=INTERPRET)
         normalize = interpreted if backend == "xla" else partial(norm_quant, backend=backend)
-        rows = normalize(x, options.pop("norm"), eps=EPS, kind=case.kind)[0]
+        rows = normalize(x, options.pop("norm"), eps=EPS, kind="int8")[0]
     else:
-        rows = quantize_rows(x, case.kind)
+        rows = quantize_rows(x, "int8")
     scales = rows.scales, options.pop("w_scale")
-    product = {"int8": int8_matmul, "fp8": fp8_matmul}[case.kind]
-    y = product(rows.values, w, *scales, **options, out_dtype=case.out_dtype or case.dtype, backend=backend)
+    y = int8_matmul(rows.values, w, *scales, **options, out_dtype=case.out_dtype or case.dtype, backend=backend)
     return silu_mul_quant(y, backend=backend) if case.gated else y
 
 
-@pytest.mark.parametrize(("case", "config"), [each for each in SMALL if each[0].kind], ids=str)
-def test_codes_have_the_result_of_one_operation_after_the_other(case, config):
-    """Of int8 even the bits: its sums are exact."""
+@pytest.mark.parametrize(("case", "config"), [each for each in SMALL if each[0].int8], ids=str)
+def test_int8_has_the_bits_of_one_operation_after_the_other(case, config):
     x, w, options = case.inputs()
     out = case.run(x, w, options, config, interpret=INTERPRET)
-    wanted = one_after_the_other(case, x, w, options, "xla")
-    assert same_bits(out, wanted) if case.kind == "int8" else error(out, np.asarray(wanted)) < TOLERANCE[case.dtype]
+    assert same_bits(out, one_after_the_other(case, x, w, options, "xla"))
 
 
 @pytest.mark.parametrize(("case", "config"), [SMALL[2], SMALL[5]], ids=("plain", "int8"))
@@ -173,7 +162,7 @@ def test_codes_have_the_result_of_one_operation_after_the_other(case, config):
     ("name", "change"),
     [
         ("_chunks", lambda real: lambda first, count: real(0, count)),
-        ("_prepare", lambda real: lambda x, gain, eps, kind, **scratch: real(x, gain, 1.0, kind, **scratch)),
+        ("_prepare", lambda real: lambda x, gain, eps, **scratch: real(x, gain, 1.0, **scratch)),
     ],
     ids=("the first chunks again and again", "another eps"),
 )
@@ -236,13 +225,12 @@ def test_every_size_lowers_for_cuda():
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_gpu_matches_the_formula(case):
     x, w, options = case.inputs()
-    if case.kind:
+    if case.int8:
         run = partial(of_plain_rows, x, w, **options, gated=case.gated, eps=EPS, out_dtype=case.out_dtype)
-    if case.kind == "int8":
         assert same_bits(run(), one_after_the_other(case, x, w, options, "mosaic"))
-    elif case.gated and not case.kind:
+    elif case.gated:
         run = partial(swiglu, x, w, **options, eps=EPS, backend="mosaic")
-    elif not case.kind:
+    else:
         run = partial(matmul, x, w, **options, eps=EPS, out_dtype=case.out_dtype, backend="mosaic")
     out = run()
     assert same_bits(out, case.run(x, w, options, case.config))

@@ -13,10 +13,11 @@ from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import allocate
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from pallas_kernels.prefill_attention import Work, make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
+from pallas_kernels.prefill_attention.work import HEAD, ROW
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 
@@ -48,10 +49,9 @@ def poisoned(case: Case) -> tuple:
     return q, pages, jnp.asarray(np.where(unseen, 2**30, table), jnp.int32), cu_q_lens, kv_lens
 
 
-def interpreted(case: Case, config: Config, *arguments, work: Work | None = None) -> jax.Array:
+def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
     """Runs the kernel under the GPU interpreter; a race fails."""
-    options = {"work": work, "config": config, "interpret": FIND_RACES}
-    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, **options)
+    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
     return jax.block_until_ready(out)
 
 
@@ -116,14 +116,13 @@ def test_matches_the_formula_and_reads_nothing_else(case, config):
 
 def test_company_and_order_change_no_bit():
     """Attends a chunk alone, and among others at other rows of q, on other CTAs, all heads together or one by one."""
-    q, pages, table, cu_q_lens, kv_lens = SMALL.inputs()
-    together = interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens)
-    work = make_work(q, pages, cu_q_lens, kv_lens, config=FEW)
-    assert work.together == 2
-    apart = dataclasses.replace(work, together=jnp.ones(1, jnp.int32))
-    assert same_bits(together, interpreted(SMALL, FEW, q, pages, table, cu_q_lens, kv_lens, work=apart))
+    case = dataclasses.replace(SMALL, heads=(2, 2))
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    together = interpreted(case, FEW, q, pages, table, cu_q_lens, kv_lens)
+    apart = interpreted(case, dataclasses.replace(FEW, together=1), q, pages, table, cu_q_lens, kv_lens)
+    assert same_bits(together, apart)
     alone = q[71:76], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]
-    alone = interpreted(SMALL, dataclasses.replace(FEW, ctas=1), *alone)
+    alone = interpreted(case, dataclasses.replace(FEW, ctas=1), *alone)
     assert same_bits(alone, together[71:76])
 
 
@@ -187,16 +186,22 @@ def test_the_work_list_covers_every_row_once_longest_first():
 
 
 def test_heads_are_computed_together_whose_keys_the_cache_holds():
-    def together(lengths, heads, **others):
-        case = dataclasses.replace(SMALL, q_lens=lengths, kv_lens=lengths, heads=heads, head_dim=128, unused=0)
-        q, pages, *_ = shapes(dataclasses.replace(case, **others))
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        return int(make_work(q, pages, jnp.asarray(bounds, jnp.int32), jnp.asarray(lengths, jnp.int32)).together[0])
+    def together(lengths, heads, formats=("bf16", "bf16"), before=0):
+        """How many KV heads the first tile has before the next one has its first."""
+        longer = tuple(length + before for length in lengths)
+        case = Case(lengths, longer, 0, heads, 128, 16, *formats, "bfloat16")
+        q, pages, *_ = shapes(case)
+        bounds = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+        work = make_work(q, pages, bounds, jnp.asarray(longer, jnp.int32))
+        items = np.asarray(work.items)[: int(work.count[0]) * heads[1]]
+        assert len(np.unique(items[:, [ROW, HEAD]], axis=0)) == len(items)
+        return 1 + int(np.argmax(np.diff(items[:, HEAD]) <= 0))
 
-    assert together((1024,) * 8, (32, 32)) == together((512,) * 16, (32, 32)) == 8
-    assert together((1024,) * 8, (32, 8)) == together((1024,), (32, 32)) == 32
-    assert together((1024,) * 8, (32, 32), k_format="fp8", v_format="fp8") == 16
-    assert together((1 << 20,), (32, 8)) == 4
+    assert together((1024,) * 8, (32, 32)) == together((512,) * 16, (32, 32)) == 4
+    assert together((1024,), (32, 32)) == 32
+    assert together((1024,) * 8, (32, 32), ("fp8", "fp8")) == 8
+    assert together((1024,) * 16, (32, 8)) == 2
+    assert together((2048,), (32, 32), before=6144) == 16  # fewer would not keep all CTAs busy
 
 
 def shapes(case: Case) -> tuple:

@@ -3,7 +3,7 @@
 Weights go from memory to registers and are multiplied there. No row of theirs waits for another. Blocks are small and
 many, so that one begins while another ends. XLA makes such a matmul in the same way. This one also takes the norm
 before it along. It adds bias and residual, or applies SiLU and the other half's product, before it rounds. With weights
-of eight bits it quantizes the row, too: every block does, while its first weights are on their way.
+of int8 it quantizes the row, too: every block does, while its first weights are on their way.
 """
 
 from functools import partial
@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.formats.quantized_rows import KINDS
 from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
 from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, Config
 from pallas_kernels.hopper.row_pieces_sm90 import VECTOR, WARPS, widen
@@ -48,9 +47,8 @@ def gemv(
 
     - norm [K]: the row is RMSNorm(x) * norm, with the bits of norm_quant's kernel.
     - gated: SiLU of the product with w's first half, times that with its second half: [1, N / 2]. Nothing is added.
-    - w_scale f32[N]: w is int8 or e4m3, and the row is quantized as well, after the norm. The result of int8 has the
-      bits of norm_quant, int8_matmul and silu_mul_quant one after the other, whose sums are exact. Sums of e4m3 are in
-      float32.
+    - w_scale f32[N]: w is int8, and the row is quantized as well, after the norm. The result has the bits of
+      norm_quant, int8_matmul and silu_mul_quant one after the other, whose sums are exact.
     """
     halves = 2 if gated else 1
     n, vectors = w.shape[0] // halves, w.shape[1] // VECTOR
@@ -64,11 +62,9 @@ def gemv(
     if w_scale is not None:
         scratch["peaks"] = plgpu.SMEM((row_pieces.num_peaks(row_pieces.pieces(vectors)),), jnp.float32)
     if scratch:
-        # e4m3 is exact in float16, which is read at less cost.
-        row_dtype = {None: x.dtype, "int8": jnp.int8, "fp8": jnp.float16}[_kind(w)]
-        scratch["row_s"] = plgpu.SMEM((vectors, VECTOR), row_dtype)
+        scratch["row_s"] = plgpu.SMEM((vectors, VECTOR), x.dtype if w_scale is None else w.dtype)
         scratch["barrier"] = plgpu.Barrier()
-    names = filter(None, ("gemv", _kind(w), "gated" * gated))
+    names = ["gemv"] + ["int8"] * (w_scale is not None) + ["gated"] * gated
     kernel = plgpu.kernel(
         partial(_kernel, config, halves, eps, tuple(given)),
         out_type=jax.ShapeDtypeStruct((n,), out_dtype),
@@ -92,7 +88,7 @@ def _kernel(
     n, chunks = out.shape[0], x.shape[0] // CHUNK
     block = pl.ds(lax.axis_index("block") * config.rows, config.rows)
     of_halves = [pl.ds(block.start + i * n, config.rows) for i in range(halves)]
-    if w.dtype == jnp.int8:
+    if "w_scale" in extra:
         zeros = plgpu.layout_cast(jnp.zeros((config.rows, CHUNK), jnp.int32), LAYOUT.reduce((2,)))
     else:
         zeros = plgpu.layout_cast(jnp.zeros((config.rows, CHUNK, VECTOR), jnp.float32), LAYOUT)
@@ -111,7 +107,7 @@ def _kernel(
     row, scale = x, None
     if scratch:
         row = scratch["row_s"]
-        scale = _prepare(x, extra.get("norm"), eps, _kind(w), **scratch)
+        scale = _prepare(x, extra.get("norm"), eps, **scratch)
     sums = add([zeros] * halves, weights, 0)
     whole, rest = divmod(chunks, ahead)
     step = lambda i, sums: add(sums, load_weights(i * ahead, ahead), i * ahead)  # noqa: E731
@@ -122,9 +118,10 @@ def _kernel(
     def vector_of(name: str, rows: Any) -> jax.Array:
         return widen(_load(extra[name].at[rows], LAYOUT.reduce((1, 2))))
 
-    totals = [jnp.sum(each if each.ndim == 2 else jnp.sum(each, axis=2), axis=1) for each in sums]
-    if scale is not None:
-        totals = [total.astype(jnp.float32) * scale for total in totals]
+    if scale is None:
+        totals = [jnp.sum(jnp.sum(each, axis=2), axis=1) for each in sums]
+    else:
+        totals = [jnp.sum(each, axis=1).astype(jnp.float32) * scale for each in sums]
         totals = [total * vector_of("w_scale", half) for total, half in zip(totals, of_halves)]
         if halves == 2:  # as the product would have stored them
             totals = [widen(total.astype(out.dtype)) for total in totals]
@@ -135,24 +132,19 @@ def _kernel(
     out.at[block][...] = total.astype(out.dtype)
 
 
-def _kind(w: Any) -> str | None:
-    """Returns the name of the code of eight bits that w has, if it has one."""
-    return next((kind for kind, dtype in KINDS.items() if w.dtype == dtype), None)
-
-
 def _prepare(
-    x: Any, gain: Any, eps: float, kind: str | None, *, row_s: Any, barrier: Any, squares: Any = None, peaks: Any = None
+    x: Any, gain: Any, eps: float, *, row_s: Any, barrier: Any, squares: Any = None, peaks: Any = None
 ) -> jax.Array | None:
-    """Puts the row into row_s, normed where there is a gain, and quantized where there is a `kind`. Returns its scale
-    then. Each warp has a part of the row, as all of it is read by each."""
+    """Puts the row into row_s, normed where there is a gain, and quantized where there is room for peaks. Returns its
+    scale then. Each warp has a part of the row, as all of it is read by each."""
     part = row_pieces.Part(jnp.int32(0), row_pieces.pieces(x.shape[0]))
     values, scale = part.load(x), None
     if gain is not None:
         values = part.norm(values, part.load(gain), eps, squares, barrier)
-    if kind is not None:
-        scale = row_pieces.scale_of(part.peak(values, peaks, barrier), kind)
+    if peaks is not None:
+        scale = row_pieces.scale_of(part.peak(values, peaks, barrier), "int8")
         inverse = 1.0 / scale
-        values = [row_pieces.codes(widen(value), inverse, kind).astype(row_s.dtype) for value in values]
+        values = [row_pieces.codes(widen(value), inverse, "int8") for value in values]
     part.store(row_s, values)
     row_pieces.everyone(barrier)
     return scale

@@ -21,7 +21,7 @@ class Config:
 
 # The best of those tried on an H200 (experiments/LOG.md).
 PLAIN, GATED = Config(), Config(rows=4)
-EIGHT_BITS, EIGHT_BITS_LONG = Config(ahead=8), Config(rows=16, ahead=8)
+INT8, INT8_LONG = Config(ahead=8), Config(rows=16, ahead=8)
 LONG = 8192  # a row of more columns takes time to quantize, so fewer blocks do it
 
 
@@ -30,7 +30,7 @@ def fits(config: Config, n: int, k: int) -> bool:
     return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
 
 
-def for_eight_bits(n: int, k: int) -> Config | None:
-    """Returns the configuration for w [n, k] of eight bits, or each half of it; None where it does not fit."""
-    config = EIGHT_BITS_LONG if k > LONG else EIGHT_BITS
+def for_int8(n: int, k: int) -> Config | None:
+    """Returns the configuration for w int8 [n, k], or each half of it; None where it does not fit."""
+    config = INT8_LONG if k > LONG else INT8
     return config if fits(config, n, k) else None
