@@ -12,7 +12,7 @@ how.
     start-up                    start_up
     claims of others            claims C1 ... C32
     training                    train_small (the bundled model), train_needle, train_heads (KV heads),
-                                train_length_predictor, grpo (by rewards)
+                                train_length_predictor, grpo (by rewards), rollout_bits (trainer and engine)
     all commands for a GPU      measure_all, sanitizer
     the results                 results_page writes RESULTS.md
 

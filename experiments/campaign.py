@@ -114,6 +114,7 @@ CAMPAIGN = (
     bench("weight_only_middle", f"--rows 128 256 --formats {FEW_BITS} --label middle", 60, of="weight_only_matmul"),
     experiment("deterministic", "decode_step --batch 1 16 64 128 256 --backend default deterministic"
                " --label deterministic", 90),
+    experiment("rollout_bits", "rollout_bits --schemes bf16 w8a8 w4a16-g128 fp8", 300),
     experiment("continuations", f"{SERVED} --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),
 )  # fmt: skip

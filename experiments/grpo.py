@@ -7,7 +7,7 @@ its text names, and a half if it ends by itself. The advantage is that of the gr
 jllm.token_logprobs, and optax updates the weights. The engine takes them by `update`.
 
 `gap` is the largest difference between a drawn token's log-probability as the engine gave it and as the trainer
-computes it before its first inner step. It is 0 on a CPU: both are one computation. `--not-deterministic` shows what it
+computes it before its first inner step. It is 0: both are one computation. `--not-deterministic` shows what it
 is otherwise. `kl` estimates the KL divergence from the first model, by the drawn tokens (k3 of
 http://joschu.net/blog/kl-approx.html). `--control` shuffles the rewards over all samples of a step, so that nothing is
 to be learned. With `--checkpoint` an interrupted run resumes, and gives the same curve. On a CPU two runs give the same

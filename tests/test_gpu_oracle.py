@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+import jllm
 from jllm.engine.engine import Engine
 from jllm.engine.request import Completion, SamplingParams
 from jllm.step.buckets import Bucket
@@ -113,26 +114,42 @@ SAME_PAGES = {
 }
 
 
+EXACT = [
+    Case("D=128"),
+    Case("D=64", kv_cache="int8-g8", dtype="float16"),
+    Case("D=128", "w8a8-all", "int8-g8"),
+    Case("D=64", "fp8", "fp8"),
+    Case("D=128", "w4a16-g128"),
+    Case("7B"),
+]
+
+
 @pytest.mark.parametrize("other", SAME_PAGES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("D=128"),
-        Case("D=64", kv_cache="int8-g8", dtype="float16"),
-        Case("D=128", "w8a8-all", "int8-g8"),
-        Case("D=64", "fp8", "fp8"),
-        Case("D=128", "w4a16-g128"),
-        Case("7B"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", EXACT, ids=str)
 def test_deterministic_bits_are_those_alone_in_other_sizes(case, other):
-    exact = {"deterministic": True, "prefix_cache": False}
-    together = play(case.engine(**exact, **SAME_PAGES[other]), jobs())
+    together = play(case.engine(deterministic=True, **SAME_PAGES[other]), jobs())
     for job, got in zip(jobs(), together, strict=True):
-        (want,) = play(case.engine(**exact), [Job(job.prompt, job.params)])
+        (want,) = play(case.engine(deterministic=True), [Job(job.prompt, job.params)])
         assert got.token_ids == want.token_ids
         assert got.logprobs == want.logprobs
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_deterministic_bits_are_the_trainers(case):
+    """Draws in a pool that forces preemption."""
+    engine = case.engine(deterministic=True, **OTHERS["a pool that forces preemption"])
+    found = play(engine, jobs(sampled=False))
+    counts = engine.metrics()
+    assert counts["preemptions"]
+    assert counts["prefix_hits"]
+    tokens = np.zeros((len(found), 700), np.int32)
+    for row, job, got in zip(tokens, jobs(), found, strict=True):
+        row[: len(job.prompt) + len(got.token_ids)] = [*job.prompt, *got.token_ids]
+    plain, lengths = kernel_model(case.shape, dtype=case.dtype), np.full(len(found), 700, np.int32)
+    options = engine.token_logprobs_options()
+    scored = jllm.token_logprobs(plain.params, plain.config, tokens, lengths, **options)
+    for row, job, got in zip(np.asarray(scored), jobs(), found, strict=True):
+        assert row[len(job.prompt) - 1 :][: len(got.token_ids)].tolist() == [each.logprob for each in got.logprobs]
 
 
 TIE = 0.25  # a gap (natural log) under which rounding to bfloat16 may choose either

@@ -19,12 +19,13 @@ from jllm.model.attention_weights import packed_weights, paged_weights
 from jllm.model.fused_linear import norm_linear
 from jllm.model.linear import linear
 from jllm.model.norms import add_linear, rms_norm
-from jllm.model.paged import Packed, Paged
+from jllm.model.paged import Packed, Paged, as_chunks
 from jllm.model.params import AttentionParams
 from jllm.model.rope import unturned
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
+from pallas_kernels.backends import DETERMINISTIC, on_hopper
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.formats.kv_formats import KVFormat, decode, encode
@@ -65,6 +66,8 @@ def attention_inputs(
     layer's or all layers'."""
     if pages is None or isinstance(batch, Packed):
         return AttentionInputs(cos, sin, batch)
+    if backend == DETERMINISTIC and on_hopper():  # two kernels there have two orders of sums
+        batch = as_chunks(batch)
     R = batch.short_rows
     C = batch.tokens.shape[0] - R
     q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
@@ -143,7 +146,7 @@ def attend(
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
     options = _scope(p, config, window) | {"backend": backend}
     if isinstance(batch, Packed):
-        q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+        q, k, v = fenced(backend, partial(_split_qkv, p, config, backend), qkv)
         wide = None if batch.stored is None else compute_dtype(k.dtype)  # a cache stores K without rounding it before
         q, k = rotate(q, cos, sin), rotate(k, cos, sin, wide)
         out, kept = packed_attention(q, k, v, batch, **options), None
@@ -153,7 +156,7 @@ def attend(
         if p.q_norm is None and config.rotary_dim is None:
             q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
         else:
-            q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+            q, k, v = fenced(backend, partial(_split_qkv, p, config, backend), qkv)
             if config.rotary_dim is not None:  # the update rotates whole heads
                 q, k = (fenced(backend, rotate, each, cos, sin) for each in (q, k))
                 cos, sin = unturned(q.shape[0], config.head_dim, cos.dtype)
@@ -194,7 +197,7 @@ def open_attend(
     batch, cos, sin = inputs.batch, inputs.cos, inputs.sin
     scope = _scope(p, config, window)
     qkv = tap("qkv", tap.add("qkv", rows, linear(rows, p.qkv, p.qkv_bias, backend=backend)))
-    q, k, v = fenced(backend, partial(_split_qkv, p, config), qkv)
+    q, k, v = fenced(backend, partial(_split_qkv, p, config, backend), qkv)
     q = tap("q", fenced(backend, rotate, q, cos, sin))
     k = tap("k", fenced(backend, rotate, k, cos, sin))
     v = tap("v", v)
@@ -223,19 +226,23 @@ def _scope(p: Any, config: LlamaConfig, window: int | None) -> dict[str, Any]:
 
 @shaped
 def _split_qkv(
-    p: Any, config: LlamaConfig, qkv: Float[Array, "T _"]
+    p: Any, config: LlamaConfig, backend: str | None, qkv: Float[Array, "T _"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
     """Returns q, k and v, before rotation."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
     if p.q_norm is not None and p.k_norm is not None:
-        q, k = _head_norm(q, p.q_norm, config), _head_norm(k, p.k_norm, config)
+        q, k = (_head_norm(x, weight, config, backend) for x, weight in ((q, p.q_norm), (k, p.k_norm)))
     return q, k, v
 
 
-def _head_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Returns the norm of each head of x [T, n, D], or of a row's heads together if the weight has their size."""
+def _head_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig, backend: str | None) -> jax.Array:
+    """Returns the norm of each head of x [T, n, D], or of a row's heads together if the weight has their size. For a
+    deterministic backend on Hopper a kernel sums."""
     rows = x.reshape(x.shape[0], -1) if config.qk_norm_whole else x
+    if backend == DETERMINISTIC and on_hopper() and not config.norm_offset:
+        rows = rows.reshape(-1, rows.shape[-1])
+        return norm_quant(rows, weight, eps=config.norm_eps, backend=backend)[0].reshape(x.shape)
     return rms_norm(rows, weight, config.norm_eps, config.norm_offset).reshape(x.shape)
 
 

@@ -1,6 +1,6 @@
 """Describes the rows of a step as the model reads them: sequences with page tables, or whole ones without a cache."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,29 @@ def paged_batch(
         segments=None if Q == 1 else Segments(short.used, short.ancestors),
         width=Q,
         row_map=row_map,
+    )
+
+
+def as_chunks(batch: Paged) -> Paged:
+    """Returns the batch with its short segments as chunks. One kernel then attends all rows, in one order. A segment's
+    unused rows are a chunk without keys. Trees of drafts stay short segments."""
+    R, Q, segments = batch.decode_lengths.shape[0], batch.width, batch.segments
+    if not R or (segments is not None and segments.ancestors is not None):
+        return batch
+    begin, lengths, pages = Q * jnp.arange(R, dtype=jnp.int32), batch.decode_lengths, batch.decode_pages
+    if segments is not None:
+        begin = jnp.stack([begin, begin + segments.rows], axis=1).reshape(-1)
+        lengths = jnp.stack([lengths, jnp.zeros_like(lengths)], axis=1).reshape(-1)
+        pages = jnp.repeat(pages, 2, axis=0)
+    return replace(
+        batch,
+        decode_pages=batch.decode_pages[:0],
+        decode_lengths=batch.decode_lengths[:0],
+        chunk_pages=jnp.concatenate([pages, batch.chunk_pages]),
+        chunk_cu=jnp.concatenate([begin, R * Q + batch.chunk_cu]),
+        chunk_lengths=jnp.concatenate([lengths, batch.chunk_lengths]),
+        segments=None,
+        width=1,
     )
 
 

@@ -17,7 +17,9 @@ import numpy as np
 from jax import lax
 
 from jllm.model.shapes import AnyArray, Array, Bool, Float, Int32, UInt32, shaped
+from pallas_kernels import one_order
 from pallas_kernels import sample as kernels
+from pallas_kernels.backends import DETERMINISTIC, on_hopper
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.sample import xla
 from pallas_kernels.sample.noise import gumbel
@@ -238,11 +240,13 @@ def threshold(logits: Float[Array, "R V"], params: Sampling) -> Float[Array, " R
 
 
 @shaped
-def token_logprobs(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
+def token_logprobs(
+    logits: Float[Array, "R V"], tokens: Int32[Array, " R"], *, backend: str | None = None
+) -> Float[Array, " R"]:
     """Returns log-softmax of raw logits at tokens, in the compute dtype, without a [R, V] softmax."""
     logits = logits.astype(compute_dtype(logits.dtype))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
+    return chosen - _log_sum_exp(logits, backend)
 
 
 @shaped
@@ -255,14 +259,21 @@ def token_entropies(logits: Float[Array, "R V"]) -> Float[Array, " R"]:
 
 @shaped
 def tempered_logprobs(
-    logits: Float[Array, "R V"], tokens: Int32[Array, " R"], top: Int32[Array, "R N"], temperature: Float[Array, " R"]
+    logits: Float[Array, "R V"],
+    tokens: Int32[Array, " R"],
+    top: Int32[Array, "R N"],
+    temperature: Float[Array, " R"],
+    *,
+    backend: str | None = None,
 ) -> tuple[Float[Array, " R"], Float[Array, "R N"]]:
     """Returns log-softmax of logits / temperature at tokens, and at the most likely tokens `top`, in the compute dtype.
     A row whose temperature is 0 has it of raw logits."""
     logits = logits.astype(compute_dtype(logits.dtype))
     logits /= jnp.where(temperature > 0, temperature, 1).astype(logits.dtype)[:, None]
     values = jnp.take_along_axis(logits, top, axis=1, mode="clip")
-    return token_logprobs(logits, tokens), values - jax.nn.logsumexp(logits, axis=1)[:, None]
+    total = _log_sum_exp(logits, backend)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
+    return chosen - total, values - total[:, None]
 
 
 @shaped
@@ -273,11 +284,19 @@ def token_ranks(logits: Float[Array, "R V"], tokens: Int32[Array, " R"]) -> Int3
 
 
 @shaped
-def top_logprobs(logits: Float[Array, "R V"], n: int) -> tuple[Int32[Array, "R {n}"], Float[Array, "R {n}"]]:
+def top_logprobs(
+    logits: Float[Array, "R V"], n: int, *, backend: str | None = None
+) -> tuple[Int32[Array, "R {n}"], Float[Array, "R {n}"]]:
     """Returns the n most likely tokens of raw logits, best first, and their log-probabilities."""
     logits = logits.astype(compute_dtype(logits.dtype))
     values, ids = lax.top_k(logits, n)
-    return ids, values - jax.nn.logsumexp(logits, axis=1)[:, None]
+    return ids, values - _log_sum_exp(logits, backend)[:, None]
+
+
+def _log_sum_exp(logits: Array, backend: str | None) -> Array:
+    """Returns log(sum(exp(logits))) [R]. On a CPU `one_order.fenced` gives a deterministic backend its one order."""
+    one = backend == DETERMINISTIC and on_hopper()
+    return one_order.log_sum_exp(logits) if one else jax.nn.logsumexp(logits, axis=1)
 
 
 @shaped

@@ -1,6 +1,7 @@
 """Runs the first half of a merged step: admits sequences, writes K and V, and computes logits."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -191,7 +192,8 @@ def _score_prompt(
         own = None if edits is None else replace(edits, rows=replace(edits.rows, **x[2]))
         logits = head(params, config, x[0], backend=backend, edits=own)
         best = jnp.argmax(logits, axis=1).astype(jnp.int32)
-        logprobs, of_best = (fenced(backend, token_logprobs, logits, tokens) for tokens in (x[1], best))
+        of = partial(token_logprobs, backend=backend)
+        logprobs, of_best = (fenced(backend, of, logits, tokens) for tokens in (x[1], best))
         return logprobs, token_ranks(logits, x[1]), best, of_best
 
     rows = None if edits is None else {name: blocks(getattr(edits.rows, name)) for name in ("slot", "index", "token")}

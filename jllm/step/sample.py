@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -119,14 +120,16 @@ def _logprobs(
 ) -> dict[str, Any]:
     if not variant.logprobs:
         return {"logprobs": None, "top_ids": None, "top_logprobs": None}
-    ids, values = fenced(backend, lambda raw: top_logprobs(raw, min(TOP_LOGPROBS, raw.shape[-1])), raw)
+    top = partial(top_logprobs, n=min(TOP_LOGPROBS, raw.shape[-1]), backend=backend)
+    ids, values = fenced(backend, top, raw)
     found: dict[str, Any] = {
-        "logprobs": fenced(backend, token_logprobs, raw, tokens),
+        "logprobs": fenced(backend, partial(token_logprobs, backend=backend), raw, tokens),
         "top_ids": ids,
         "top_logprobs": values,
     }
     if variant.tempered:
-        found["tempered"] = fenced(backend, tempered_logprobs, raw, tokens, ids, each.temperature)
+        tempered = partial(tempered_logprobs, backend=backend)
+        found["tempered"] = fenced(backend, tempered, raw, tokens, ids, each.temperature)
     return jax.tree.map(lambda value: rows.flat(rows.by_sequence(value, nodes)), found)
 
 

@@ -84,7 +84,7 @@ def token_logprobs(
     """Returns float32 [B, L] (float64 in that dtype). Entry [b, t] is the log-probability of tokens[b, t + 1] after
     tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on. A length beyond L counts as L.
 
-    Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` on a CPU the values have the bits of an engine with
+    Takes tokens i32[B, L] and lengths i32[B]. With `deterministic` the values have the bits of an engine with
     these options. It may have drawn the tokens, recomputed or scored them. Engine.token_logprobs_options() gives an
     engine's options. `params` are cast to `dtype` (default: theirs), then quantized by the scheme `quantize`. Gradients
     have the dtypes of `params`. With a temperature the values are those of logits / temperature
@@ -174,7 +174,7 @@ def _forward(
     def score(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> Scored:
         if how.tempered:
             logits = logits / temperature[:, None]
-        logprobs = logprobs_of(logits, tokens)
+        logprobs = logprobs_of(logits, tokens, backend=how.backend)
         return logprobs, token_entropies(logits) if how.entropy else jnp.zeros_like(logprobs)
 
     def rows(hidden: jax.Array, tokens: jax.Array, temperature: jax.Array) -> Scored:

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
+from pallas_kernels.prefill_attention.copy_sm90 import clear_unseen
 from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, quotient
 from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, full, stage_queries, stage_rows, write_rows
@@ -24,7 +25,7 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
     def compute_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         del n
-        below = quotient(wg, config.heads) * WARPGROUP_ROWS  # rows of the tile that other warpgroups have
+        below = quotient(wg, config.heads) * config.queries  # queries of the tile that other warpgroups have
         plgpu.barrier_wait(refs.q_ready)
         stage_queries(plan, refs, wg)
         plgpu.barrier_arrive(refs.q_free)
@@ -47,8 +48,8 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Holds a warpgroup's 64 rows of a tile, at `position` of the sequence and after; `blocks` KV blocks came
-    before."""
+    """Holds a warpgroup's 64 rows of a tile, whose queries stand at `position` of the sequence and after. `blocks` KV
+    blocks came before."""
 
     plan: Plan
     refs: Refs
@@ -78,13 +79,13 @@ class _Rows:
         begin = tile.first + 1
         full_end = jnp.clip(quotient(self.position + 1, block), begin, tile.last)
         if plan.window is not None:
-            visible = jnp.maximum(self.position + WARPGROUP_ROWS - plan.window, 0)  # to the last row
+            visible = jnp.maximum(self.position + plan.config.queries - plan.window, 0)  # to the last row
             full_begin = jnp.clip(quotient(visible + block - 1, block), begin, full_end)
             carry = lax.fori_loop(begin, full_begin, masked, carry)
             begin = full_begin
         carry = lax.fori_loop(begin, full_end, unmasked, carry)
         acc, _, total, p = lax.fori_loop(full_end, tile.last, masked, carry)
-        return self._product(tile.last - 1, acc, p), total
+        return self._product(tile.last - 1, acc, p, last=True), total
 
     def _step(self, j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         """Computes P V of block j - 1, and under it the scores and the softmax of block j."""
@@ -129,10 +130,13 @@ class _Rows:
         plgpu.barrier_arrive(refs.k.free.at[slot])
         return scores
 
-    def _product(self, j: jax.Array, acc: jax.Array, p: jax.Array) -> jax.Array:
+    def _product(self, j: jax.Array, acc: jax.Array, p: jax.Array, last: bool = False) -> jax.Array:
         """Computes acc + P V of block j, alone."""
         refs, slot = self.refs, self._slot(j)
         plgpu.barrier_wait(refs.v.ready.at[slot])
+        if last and self.plan.clears_late:
+            unseen = (j + 1) * self.plan.config.block_kv > self.tile.keys
+            pl.when(unseen)(lambda: clear_unseen(self.plan, refs, self.tile, j, slot))
 
         def product(acc_ref: Any) -> jax.Array:
             acc_ref[...] = acc
@@ -153,7 +157,8 @@ class _Rows:
         if masked:
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            distance = row - column + (self.position - j * shape[1])  # query's position - key's
+            query = row & (self.plan.config.queries - 1) if self.plan.config.stack > 1 else row
+            distance = query - column + (self.position - j * shape[1])  # query's position - key's
             seen = distance >= 0
             if self.plan.window is not None:
                 seen = seen & (distance < self.plan.window)
@@ -174,6 +179,7 @@ class _Rows:
 
 def _store(plan: Plan, refs: Refs, tile: Tile, wg: jax.Array, below: jax.Array, out: jax.Array) -> None:
     """Writes the warpgroup's rows of the tile, and none of the next chunk's."""
-    head = tile.head + lax.rem(wg, jnp.int32(plan.config.heads))
+    head = tile.head + lax.rem(wg, jnp.int32(plan.config.heads)) * plan.config.stack
     stage_rows(plan, refs, wg, out)
-    write_rows(refs, wg, 0, tile.row + below, jnp.clip(tile.rows - below, 0, WARPGROUP_ROWS), head)
+    each = plan.config.queries
+    write_rows(plan, refs, wg, 0, each, tile.row + below, jnp.clip(tile.rows - below, 0, each), head)

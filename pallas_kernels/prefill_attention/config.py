@@ -1,6 +1,7 @@
 """Lists tunables of the kernels of prefill_attention with their tuned values, and says what they support."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -11,21 +12,25 @@ from pallas_kernels.hopper.hopper import SMS
 from pallas_kernels.triton.triton_call import check_installed
 
 WARPGROUP_ROWS = 64  # rows of one wgmma
+STACKS = (1, 2, 4, 8)
 STORED = ("bfloat16", "float16", FP8, "int8", "int4", "int8-zp", "int4-zp")
 FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
 TRITON_FORMATS = STORED
 AHEAD = 5  # stages of the Triton kernel with which it loads K and V two steps ahead: see pages_triton.py
+FEW = 16  # rows of a chunk, on average, up to which a warpgroup has all query heads of a KV head: decode rows
 LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
 
 
 @dataclass(frozen=True)
 class Config:
-    """Says how the kernel cuts its work. The rows of a tile are 64 * warpgroups / heads."""
+    """Says how the kernel cuts its work. The queries of a tile are 64 * warpgroups / heads / stack."""
 
     block_kv: int = 128  # keys a step, aligned to absolute positions: it decides the order of sums
     stages: int = 2  # K and V blocks in flight
     warpgroups: int = 2  # that compute, 64 rows each
-    heads: int = 1  # query heads of one KV head that a tile holds
+    heads: int = 1  # query heads of one KV head that a tile holds, each in warpgroups of its own
+    stack: int = 1  # query heads of one KV head that share the rows of a warpgroup, one after the other
+    converters: int = 1  # warpgroups that convert: one for K and V, or one for each
     alternate: bool = True  # two warpgroups take turns at the tensor cores, one's softmax under the other's products
     ctas: int = SMS  # persistent CTAs
     pack: bool = True  # several short sequences share a warpgroup's rows and keys
@@ -36,6 +41,8 @@ class Config:
             raise ValueError(f"block_kv is {self.block_kv}, expected a multiple of 64")
         if self.heads < 1 or self.warpgroups % self.heads:
             raise ValueError(f"{self.warpgroups} warpgroups cannot share {self.heads} heads: expected a divisor")
+        if self.stack not in STACKS or self.converters not in (1, 2):
+            raise ValueError(f"stack={self.stack} and converters={self.converters}, expected {STACKS} and 1 or 2")
         if self.alternate and self.warpgroups != 2:
             raise ValueError(f"alternate needs 2 warpgroups, got {self.warpgroups}")
         if self.stages < 1 or self.ctas < 1:
@@ -43,7 +50,12 @@ class Config:
 
     @property
     def tile_rows(self) -> int:
-        return WARPGROUP_ROWS * self.warpgroups // self.heads
+        return self.queries * self.warpgroups // self.heads
+
+    @property
+    def queries(self) -> int:
+        """Counts the queries of a warpgroup, each of which has `stack` rows."""
+        return WARPGROUP_ROWS // self.stack
 
 
 def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
@@ -52,7 +64,7 @@ def packings(config: Config, num_heads: int, page_size: int) -> tuple[int, ...]:
     wgmma sums over 16 keys at once, so that a chunk's sums do not tell where it lies. Each warpgroup takes another
     head."""
     block = config.block_kv
-    if not config.pack or num_heads % config.warpgroups or block & (block - 1):
+    if not config.pack or num_heads % (config.warpgroups * config.stack) or block & (block - 1):
         return ()
     return tuple(k for k in (1, 2, 4, 8) if block // k >= max(16, min(page_size, block)))
 
@@ -67,7 +79,12 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunk
     converts = any(pool.values.dtype != q.dtype for pool in (pages.k, pages.v))
     if head_dim == 256:  # what shared memory holds
         return Config(block_kv=64, stages=1 if converts else 2, warpgroups=1, alternate=False, pack=pack)
-    heads = 2 if num_heads // pages.k.values.shape[1] % 2 == 0 else 1
+    group = num_heads // pages.k.values.shape[1]
+    if num_chunks is not None and num_rows < FEW * num_chunks:
+        stack = next(stack for stack in reversed(STACKS) if group % stack == 0)
+        few: dict[str, Any] = {"warpgroups": 1, "alternate": False, "stack": stack, "converters": 2}
+        return Config(block_kv=64 if converts else 128, pack=pack, **few)
+    heads = 2 if group % 2 == 0 else 1
     return Config(block_kv=64 if converts else 128, heads=heads, pack=pack)
 
 

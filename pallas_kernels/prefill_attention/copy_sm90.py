@@ -38,12 +38,17 @@ def fetch(plan: Plan, refs: Refs) -> None:
     def fetch_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
         for w in range(config.warpgroups):
-            rows = pl.ds(tile.row + w // config.heads * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            plgpu.copy_gmem_to_smem(refs.q.at[rows, tile.head + w % config.heads], refs.q_raw.at[w], refs.q_ready)
+            row, head = tile.row + w // config.heads * config.queries, tile.head + w % config.heads * config.stack
+            for i in range(config.stack):
+                target = refs.q_raw.at[w, pl.ds(i * config.queries, config.queries)]
+                plgpu.copy_gmem_to_smem(refs.q.at[pl.ds(row, config.queries), head + i], target, refs.q_ready)
 
-        @pl.loop(tile.first, tile.last)
-        def _(j: jax.Array) -> None:
-            _fetch_block(plan, refs, tile, j, blocks + j - tile.first)
+        def fetch_block(j: jax.Array, numbers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            following = _numbers(plan, refs, tile, j + 1)  # which takes as long to read as this block's copies to issue
+            _fetch_block(plan, refs, tile, j, blocks + j - tile.first, numbers)
+            return following
+
+        lax.fori_loop(tile.first, tile.last, fetch_block, _numbers(plan, refs, tile, tile.first))
 
     tiles, blocks = for_each_tile(plan, refs, fetch_tile, partial(_fetch_pack, plan, refs))
     pl.when(tiles > 0)(lambda: plgpu.barrier_wait(refs.q_free))
@@ -60,15 +65,21 @@ def _seen(tile: Tile, begin: jax.Array, first: int, layout: Any) -> jax.Array:
     return (token >= tile.low) & (token < tile.keys)
 
 
-def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array) -> None:
-    """Copies K and V of KV block j, the n-th of this CTA."""
-    size, block, slot = plan.page_size, plan.config.block_kv, plan.slot(n)
-    # Entries beyond the visible pages name no page: fetch the nearest visible one instead. Entries are all read before
-    # any copy is issued, so that their latencies overlap.
-    first, lowest, highest = (quotient(token, size) for token in (j * block, tile.low, tile.keys - 1))
-    entries = [jnp.clip(first + i, lowest, highest) for i in range(plan.pages)]
-    begin = lax.rem(j * block, jnp.int32(size))  # within a page that is larger than a block
-    pages = _Pages.of(plan, refs, [refs.table[tile.chunk, entry] for entry in entries], begin, tile.head)
+def _numbers(plan: Plan, refs: Refs, tile: Tile, j: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the page table's entries of KV block j. Those beyond the visible pages name no page, so the nearest
+    visible one takes their place. All are read before any copy is issued, so that their latencies overlap."""
+    block, chunk = plan.config.block_kv, jnp.minimum(tile.chunk, refs.table.shape[0] - 1)  # of unused rows, any
+    first, lowest, highest = (quotient(token, plan.page_size) for token in (j * block, tile.low, tile.keys - 1))
+    return tuple(refs.table[chunk, jnp.clip(first + i, lowest, highest)] for i in range(plan.pages))
+
+
+def _fetch_block(
+    plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array, numbers: tuple[jax.Array, ...]
+) -> None:
+    """Copies K and V of KV block j, the n-th of this CTA, from the pages that the table names."""
+    block, slot = plan.config.block_kv, plan.slot(n)
+    begin = lax.rem(j * block, jnp.int32(plan.page_size))  # within a page that is larger than a block
+    pages = _Pages.of(plan, refs, numbers, begin, tile.head)
     pages.copy(plan, refs.k, plan.k_format, n)
     if refs.v.raw is not None:
         pages.copy(plan, refs.v, plan.v_format, n)
@@ -76,6 +87,9 @@ def _fetch_block(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, n: jax.Array)
         _wait_until_free(plan, n, refs.v.free)
         boundary = (j * block < tile.low) | ((j + 1) * block > tile.keys)
         copy = partial(pages.copy_values, plan, refs.v)
+        if plan.clears_late:
+            copy(refs.v.blocks.at[slot], refs.v.ready.at[slot])
+            return
         pl.when(jnp.logical_not(boundary))(partial(copy, refs.v.blocks.at[slot], refs.v.ready.at[slot]))
         pl.when(boundary)(partial(_fetch_boundary, plan, refs, tile, j, slot, copy))
 
@@ -121,19 +135,21 @@ class _Pages:
 
 def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
     """Copies the queries of packed chunks, and a KV block for each warpgroup."""
-    groups = plan.config.warpgroups
+    groups, box = plan.config.warpgroups, BOX // plan.config.stack
     begins = []
-    for at in range(0, WARPGROUP_ROWS, BOX):
+    for at in range(0, WARPGROUP_ROWS, box):
         tile, offset = pack.tile_at(at, WARPGROUP_ROWS), at & (pack.rows - 1)
+        offset, head = offset & (pack.queries(plan) - 1), lax.div(offset, pack.queries(plan))
         # What lies past a chunk's rows is not used: any rows do, as long as there are some.
-        begins.append(plan.first_row + refs.tiles[tile, ROW] + jnp.where(offset < refs.tiles[tile, ROWS], offset, 0))
+        offset = jnp.where(offset < refs.tiles[tile, ROWS], offset, 0)
+        begins.append((plan.first_row + refs.tiles[tile, ROW] + offset, head))
     pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.q_free))
 
     @pl.loop(0, groups)
     def fetch_queries(w: jax.Array) -> None:
-        for i, begin in enumerate(begins):
-            source = refs.q.at[pl.ds(begin, BOX), pack.head + w]
-            plgpu.copy_gmem_to_smem(source, refs.q_raw.at[w, pl.ds(i * BOX, BOX)], refs.boxes_ready)
+        for i, (begin, head) in enumerate(begins):
+            source = refs.q.at[pl.ds(begin, box), pack.head + w * plan.config.stack + head]
+            plgpu.copy_gmem_to_smem(source, refs.q_raw.at[w, pl.ds(i * box, box)], refs.boxes_ready)
 
     numbers = []
     for at in range(0, plan.config.block_kv, plan.run):
@@ -146,28 +162,34 @@ def _fetch_pack(plan: Plan, refs: Refs, pack: Pack, n: jax.Array, blocks: jax.Ar
 
     @pl.loop(0, groups)
     def fetch_pages(w: jax.Array) -> None:
-        pages = replace(every, head=pack.head + w)
+        pages = replace(every, head=pack.head + w * plan.config.stack)
         pages.copy(plan, refs.k, plan.k_format, blocks + w)
         pages.copy(plan, refs.v, plan.v_format, blocks + w)
 
 
 def _fetch_boundary(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.Array, copy: Any) -> None:
     """Fetches V of a block with slots that no query sees: whatever they hold becomes zero, as NaN times zero is NaN."""
-    pool, block = refs.v, plan.config.block_kv
+    pool = refs.v
     copy(pool.blocks.at[slot], refs.v_raw)
     plgpu.barrier_wait(refs.v_raw)
+    clear_unseen(plan, refs, tile, j, slot)
+    for _ in range(plan.pages):
+        plgpu.barrier_arrive(pool.ready.at[slot])
+
+
+def clear_unseen(plan: Plan, refs: Refs, tile: Tile, j: jax.Array, slot: jax.Array) -> None:
+    """Makes zeros of the values of V in block j that no query sees."""
+    pool, block = refs.v, plan.config.block_kv
     for row in range(0, block, SIDE):
         seen = _seen(tile, j * block, row, plgpu.Layout.WGMMA)
         for column in range(0, plan.head_dim, SIDE):
             part = pool.blocks.at[slot, pl.ds(row, SIDE), pl.ds(column, SIDE)]
             part[...] = jnp.where(seen, plgpu.load(part, layout=plgpu.Layout.WGMMA), jnp.zeros((), plan.dtype))
     plgpu.commit_smem()
-    for _ in range(plan.pages):
-        plgpu.barrier_arrive(pool.ready.at[slot])
 
 
 def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> None:
-    """Converts K, V or both of every tile of this CTA; slots of V that no query sees become zero."""
+    """Converts the pools' blocks of every tile of this CTA; slots of V that no query sees become zero."""
 
     def convert_tile(tile: Tile, n: jax.Array, blocks: jax.Array) -> None:
         del n
@@ -185,7 +207,7 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
         @pl.loop(0, plan.config.warpgroups)
         def _(w: jax.Array) -> None:
             for pool, fmt in pools:
-                _convert_block(plan, pack.head + w, pool, fmt, blocks + w, None)
+                _convert_block(plan, pack.head + w * plan.config.stack, pool, fmt, blocks + w, None)
 
     _, blocks = for_each_tile(plan, refs, convert_tile, convert_pack)
     drain(blocks, *(pool.free for pool, _ in pools))

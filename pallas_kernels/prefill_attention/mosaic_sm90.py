@@ -103,14 +103,17 @@ def _kernel(plan: Plan, q: Any, table: Any, *arrays: Any, **scratch: Any) -> Non
     def _() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[2], action="decrease")
-        fetch(plan, refs)
+        if plan.fetches_by_warp:
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: fetch(plan, refs)))
+        else:
+            fetch(plan, refs)
 
     pools = [(refs.k, plan.k_format), (refs.v, plan.v_format)]
     pools = [(pool, fmt) for pool, fmt in pools if pool.raw is not None]
-    if pools:
+    for i in range(plan.warpgroups - computing - 1):
 
-        @pl.when(warpgroup == computing + 1)
-        def _() -> None:
+        @pl.when(warpgroup == computing + 1 + i)
+        def _(own: Any = pools[i :: plan.warpgroups - computing - 1]) -> None:
             if registers is not None:
                 plgpu.set_max_registers(registers[1], action="decrease")
-            convert(plan, refs, pools)
+            convert(plan, refs, own)

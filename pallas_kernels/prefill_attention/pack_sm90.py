@@ -55,7 +55,8 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     def _(i: jax.Array) -> None:
         tile = pack.tile(i)
         row = plan.first_row + refs.tiles[tile, ROW]
-        write_rows(refs, wg, i * pack.rows, row, refs.tiles[tile, ROWS], pack.head + wg)
+        head = pack.head + wg * plan.config.stack
+        write_rows(plan, refs, wg, i * pack.rows, pack.queries(plan), row, refs.tiles[tile, ROWS], head)
 
 
 def _pass_by(plan: Plan, blocks: jax.Array, span: tuple[Any, Any], barriers: Sequence[tuple[Any, Any]]) -> None:
@@ -99,8 +100,8 @@ def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
     rows, columns = WARPGROUP_ROWS, plan.config.block_kv
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
     column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
-    query, key = row & (pack.rows - 1), column & (pack.columns - 1)  # within their slots
-    begin, position = row - query, query
+    query, key = row & (pack.queries(plan) - 1), column & (pack.columns - 1)  # within their slots
+    begin, position = row - (row & (pack.rows - 1)), query
     for i, first in enumerate(positions):
         position += jnp.where(begin == i * pack.rows, first, 0)
 

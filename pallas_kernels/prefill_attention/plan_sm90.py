@@ -25,7 +25,7 @@ REGISTERS = {
     (1, 2): None, (1, 3): (232, 88, 40), (1, 4): (232, 88, 40), (2, 3): (232, 40, 40), (2, 4): (208, 56, 40),
     (2, 5): (152, 64, 40), (3, 4): (160, 32, 32),
 }  # fmt: skip
-BOX = 8  # rows of a copy of packed queries
+BOX = 8  # rows of a copy of packed queries, times the heads that share a warpgroup's rows
 SCALES = 64  # the fewest that a copy moves: 128 bytes, where the next may begin in shared memory
 
 
@@ -73,7 +73,7 @@ class Tile(NamedTuple):
     rows: jax.Array
     position: jax.Array
     keys: jax.Array
-    head: jax.Array  # the first of config.heads
+    head: jax.Array  # the first of plan.tile_heads
     low: jax.Array  # the first key that any row sees
     first: jax.Array
     last: jax.Array
@@ -81,7 +81,7 @@ class Tile(NamedTuple):
 
 class Pack(NamedTuple):
     """Describes short chunks, each of one tile, that share a warpgroup. The i-th has its rows from i * rows on, and its
-    keys from i * columns on. Warpgroup w computes head + w, with a KV block of its own."""
+    keys from i * columns on. Warpgroup w computes the heads from head + w * stack on, with a KV block of its own."""
 
     first: jax.Array  # of their tiles, which follow each other
     chunks: jax.Array
@@ -89,6 +89,10 @@ class Pack(NamedTuple):
     rows: jax.Array
     columns: jax.Array
     head: jax.Array
+
+    def queries(self, plan: "Plan") -> jax.Array:
+        """Returns how many queries have rows in a slot, for each head that shares the warpgroup's rows."""
+        return quotient(self.rows, plan.config.stack)
 
     def tile(self, slot: Any) -> jax.Array:
         """Returns the tile in a slot; where there is none, another."""
@@ -133,8 +137,9 @@ class Plan:
     def check(self) -> None:
         """Raises NotImplementedError for a configuration that does not suit the call."""
         config, group = self.config, self.num_heads // self.num_kv_heads
-        if group % config.heads:
-            raise NotImplementedError(f"tiles of {config.heads} query heads do not divide {group} of a KV head")
+        if group % (config.heads * config.stack):
+            heads = config.heads * config.stack
+            raise NotImplementedError(f"tiles of {heads} query heads do not divide {group} of a KV head")
         if config.block_kv % self.page_size and self.page_size % config.block_kv:
             raise NotImplementedError(f"blocks of {config.block_kv} keys are not made of pages of {self.page_size}")
         if (config.warpgroups, self.warpgroups) not in REGISTERS:
@@ -161,8 +166,20 @@ class Plan:
     @property
     def warpgroups(self) -> int:
         """Counts the computing warpgroups, the one that fetches, and the one that converts."""
-        converted = self.converts(self.k_format) or self.converts(self.v_format)
-        return self.config.warpgroups + 1 + converted
+        converted = self.converts(self.k_format) + self.converts(self.v_format)
+        return self.config.warpgroups + 1 + min(converted, self.config.converters)
+
+    @property
+    def clears_late(self) -> bool:
+        """Returns whether the one warpgroup that computes clears what no query sees of a tile's last block of V. Else
+        the one that fetches waits for that block before it goes on."""
+        return self.config.warpgroups == 1 and self.window is None and not self.converts(self.v_format)
+
+    @property
+    def fetches_by_warp(self) -> bool:
+        """Returns whether one warp of the warpgroup that fetches does so, without barriers between the copies. It
+        cannot clear what no query sees."""
+        return self.clears_late or self.converts(self.v_format)
 
     def copied_scales(self, fmt: KVFormat) -> int:
         """Counts scales, and zeros, that come with each copy of values: its own, and where those are few, some
@@ -189,6 +206,14 @@ class Plan:
         begin = jnp.minimum(start, max(0, self.num_kv_heads * self.page_size * numbers - SCALES))
         return begin, start - begin
 
+    @property
+    def tile_heads(self) -> int:
+        return self.config.heads * self.config.stack
+
+    @property
+    def pack_heads(self) -> int:
+        return self.config.warpgroups * self.config.stack
+
     def kv_head(self, head: jax.Array) -> jax.Array:
         return quotient(head, self.num_heads // self.num_kv_heads)
 
@@ -205,8 +230,8 @@ class Plan:
             "q_raw": plgpu.SMEM((groups, rows, dim), self.dtype),
             "q_s": swizzled((groups, rows, dim), self.dtype),
             "out_s": plgpu.SMEM((groups, rows, dim), self.dtype),
-            "q_ready": plgpu.Barrier(num_arrivals=groups),
-            "boxes_ready": plgpu.Barrier(num_arrivals=groups * rows // BOX) if self.packings else None,
+            "q_ready": plgpu.Barrier(num_arrivals=groups * config.stack),
+            "boxes_ready": plgpu.Barrier(num_arrivals=groups * rows * config.stack // BOX) if self.packings else None,
             "q_free": plgpu.Barrier(num_arrivals=groups),
             "v_raw": plgpu.Barrier(num_arrivals=self.pages),
             "turn": plgpu.Barrier(num_barriers=2) if config.alternate else None,
@@ -243,9 +268,9 @@ def for_each_tile(
     what the CTAs get; then packs."""
     ctas = plan.config.ctas
     cta = lax.axis_index("cta")
-    alone = refs.count[0] * (plan.num_heads // plan.config.heads)
+    alone = refs.count[0] * (plan.num_heads // plan.tile_heads)
     *_, packs = _pack_bounds(plan, refs)
-    total = alone + packs[0] * (plan.num_heads // plan.config.warpgroups)
+    total = alone + packs[0] * (plan.num_heads // plan.pack_heads)
     rounds, rest = quotient(total, ctas), lax.rem(total, jnp.int32(ctas))
 
     def dealt(n: jax.Array) -> jax.Array:
@@ -268,11 +293,11 @@ def for_each_tile(
 
 
 def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
-    sets = plan.num_heads // plan.num_kv_heads // plan.config.heads
+    sets = plan.num_heads // plan.num_kv_heads // plan.tile_heads
     index = quotient(item, sets)
     fields = (CHUNK, ROW, ROWS, POSITION, KEYS, HEAD)
     chunk, row, rows, position, keys, head = (refs.items[index, i] for i in fields)
-    head = head + (item - index * sets) * plan.config.heads
+    head = head + (item - index * sets) * plan.tile_heads
     low = lowest_key(plan, position)
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
@@ -296,9 +321,9 @@ def _pack_bounds(plan: Plan, refs: Refs) -> list[tuple[jax.Array, jax.Array]]:
 
 def _pack(plan: Plan, refs: Refs, item: jax.Array) -> Pack:
     """Reads the counts again: what is kept in registers, the loops over KV blocks lack."""
-    sets = plan.num_heads // plan.config.warpgroups
+    sets = plan.num_heads // plan.pack_heads
     number = quotient(item, sets)
-    head = (item - number * sets) * plan.config.warpgroups
+    head = (item - number * sets) * plan.pack_heads
     bounds = _pack_bounds(plan, refs)
     first = chunks = slots = rows = columns = jnp.int32(0)
     # The last kind that has begun: one without packs begins where the next one does.

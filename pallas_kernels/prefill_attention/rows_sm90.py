@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.hadamard_sm90 import turn
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs
 
 LOWEST = -1e30  # finite: a row that has seen no key yet keeps its sum without NaN
@@ -60,15 +59,19 @@ def stage_rows(plan: Plan, refs: Refs, wg: jax.Array, out: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def write_rows(refs: Refs, wg: jax.Array, begin: Any, row: jax.Array, rows: jax.Array, head: jax.Array) -> None:
-    """Writes `rows` of the staged rows, from `begin` on, to `row` and after: by powers of two, each one copy."""
-    size = WARPGROUP_ROWS
+def write_rows(
+    plan: Plan, refs: Refs, wg: jax.Array, begin: Any, each: Any, row: jax.Array, rows: jax.Array, head: jax.Array
+) -> None:
+    """Writes `rows` of the staged rows, from `begin` on, to `row` and after: by powers of two, each one copy. The next
+    head's rows come `each` rows later."""
+    size = plan.config.queries
     while size:
 
         @pl.when(rows & jnp.int32(size) != 0)
         def _(size: int = size) -> None:
             done = rows & jnp.int32(-2 * size)  # larger pieces
-            source = refs.out_s.at[wg, pl.ds(begin + done, size)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(row + done, size), head])
+            for i in range(plan.config.stack):
+                source = refs.out_s.at[wg, pl.ds(begin + i * each + done, size)]
+                plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(row + done, size), head + i])
 
         size //= 2

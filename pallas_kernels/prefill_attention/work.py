@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.kv_formats import bytes_per_token
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.hopper.hopper import CACHED, SMS
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, TritonConfig, choose_config, packings
+from pallas_kernels.prefill_attention.config import Config, TritonConfig, choose_config, packings
 
 LEAST_ITEMS = SMS * 3 // 2  # tiles of heads that are computed together
 # Columns of Work.tiles.
@@ -68,7 +68,8 @@ def make_work(
         read = jnp.minimum(read, rows + window - 1)
     pack = jnp.full((num_tiles,), -1, jnp.int32)  # which of the packings, -1: none
     for i, slots in enumerate(packed):
-        fits = (rows <= WARPGROUP_ROWS // slots) & (keys <= config.block_kv // slots) & (chunk < num_chunks)
+        assert isinstance(config, Config)
+        fits = (rows <= config.queries // slots) & (keys <= config.block_kv // slots) & (keys > 0)
         pack = jnp.where(fits, i, pack)
     cost = jnp.where(pack < 0, read, -1 - pack)
     cost = jnp.where(tile < ends[-1], cost, -1 - len(packed))
@@ -96,7 +97,7 @@ def _heads_together(
     kv_heads, each = pages.k.values.shape[1], bytes_per_token(q.shape[2], 1, pages.k.format, pages.v.format)
     found = jnp.int32(kv_heads)
     for heads in (heads for heads in range(kv_heads - 1, 0, -1) if kv_heads % heads == 0):
-        busy = tiles * (heads * q.shape[1] // kv_heads // config.heads) >= LEAST_ITEMS
+        busy = tiles * (heads * q.shape[1] // kv_heads // (config.heads * config.stack)) >= LEAST_ITEMS
         found = jnp.where(busy & (keys > CACHED // (each * found)), heads, found)
     return found
 

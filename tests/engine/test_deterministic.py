@@ -1,7 +1,6 @@
 """Engines with deterministic=True: log-probabilities are to the bit those of a request alone, in float32 and bfloat16.
 
-Preemption computes generated tokens again as a prompt's, by the other of the two attention operations; so these pools
-are large enough, and a prefix cache gives no one the tokens that another generated.
+tests/training/test_logprobs.py has pools that force preemption, and a prefix cache.
 """
 
 from dataclasses import dataclass, field, replace

@@ -36,6 +36,7 @@ SMALL = Case(
 HALF = {"dtype": "float16", "k_format": "f16", "v_format": "f16"}
 SHORT = {"q_lens": (3, 66), "kv_lens": (70, 66), "unused": 0}
 FEW = Config(ctas=2)
+ALONE = {"warpgroups": 1, "alternate": False}
 
 
 def poisoned(case: Case) -> tuple:
@@ -60,6 +61,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
     ("case", "config"),
     [
         (SMALL, FEW),
+        (dataclasses.replace(SMALL, heads=(4, 1)), dataclasses.replace(FEW, **ALONE, stack=4)),
         (
             dataclasses.replace(SMALL, kv_lens=(330, 9, 129, 5), heads=(4, 2), page_size=8, window=150, **HALF),
             dataclasses.replace(FEW, heads=2, block_kv=64, stages=3, ctas=1),
@@ -74,7 +76,7 @@ def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
         ),
         (
             dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(FEW, block_kv=64, heads=2, ctas=1),
+            dataclasses.replace(FEW, block_kv=64, ctas=1, **ALONE, stack=2, converters=2),
         ),
         (
             dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
@@ -247,11 +249,11 @@ def test_every_supported_call_fits_shared_memory(head_dim):
             case = dataclasses.replace(SMALL, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype,
                                        k_format=k_format, v_format=v_format)  # fmt: skip
             q, pages, *_ = shapes(case)
-            config = choose_config(q, pages)
             formats_of = pages.k.format, pages.v.format
-            plan = Plan(*heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, None, config)
-            assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
-            assert (config.warpgroups, plan.warpgroups) in mosaic_sm90.REGISTERS
+            for config in (choose_config(q, pages), choose_config(q, pages, len(q))):
+                plan = Plan(*heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, None, config)
+                plan.check()
+                assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
 
 
 def test_registers_that_are_asked_for_are_there():
@@ -293,6 +295,7 @@ def test_what_is_not_supported_says_what_is():
         ({"block_kv": 96}, "block_kv is 96, expected a multiple of 64"),
         ({"heads": 3}, "2 warpgroups cannot share 3 heads"),
         ({"warpgroups": 3}, "alternate needs 2 warpgroups, got 3"),
+        ({"stack": 3}, "stack=3 and converters=1, expected"),
         ({"stages": 0}, "stages=0 and ctas=132 must be positive"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from pallas_kernels.prefill_attention import make_work, prefill_attention, refer
 from pallas_kernels.prefill_attention.cases import Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from tests.kernels.helpers import error, missed, same_bits, swap_entries
-from tests.kernels.test_prefill_attention_mosaic import FEW, HALF, SMALL, interpreted, poisoned, tolerance
+from tests.kernels.test_prefill_attention_mosaic import ALONE, FEW, HALF, SMALL, interpreted, poisoned, tolerance
 
 # Chunks that share a warpgroup by eight, four and two, and one that needs it for itself, out of order: starts of
 # sequences and continued ones, full slots and others, and more than one pack of a kind.
@@ -35,8 +35,8 @@ MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3,
             dataclasses.replace(FEW, heads=2, block_kv=64, stages=1, ctas=1),
         ),
         (
-            dataclasses.replace(PACKED, head_dim=128, page_size=64, window=20),
-            dataclasses.replace(FEW, alternate=False, warpgroups=1, ctas=1),
+            dataclasses.replace(PACKED, heads=(2, 1), head_dim=128, page_size=64, window=20),
+            dataclasses.replace(FEW, **ALONE, stack=2, ctas=1),
         ),
         (
             dataclasses.replace(PACKED, head_dim=128, k_format="int8-g8", v_format="int4-g32"),
@@ -53,8 +53,8 @@ def test_short_chunks_share_a_warpgroup(case, config):
     arguments = poisoned(case)
     q, pages, _, *lengths = arguments
     count = np.asarray(make_work(q, pages, *lengths, window=case.window, config=config).count)
-    short = [0 < n <= 64 and kv <= config.block_kv for n, kv in zip(case.q_lens, case.kv_lens)]
-    assert count[1:].sum() == sum(short) > 3
+    short = [n for n, kv in zip(case.q_lens, case.kv_lens) if n <= 64 and kv <= config.block_kv]
+    assert count[1:].sum() == sum(-(-n // min(config.tile_rows, 64)) for n in short) > 3
     out = interpreted(case, config, *arguments)
     assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
 
@@ -74,9 +74,11 @@ def test_a_short_chunk_is_the_same_alone():
         assert same_bits(interpreted(PACKED, FEW, *alone, kv_lens[i : i + 1])[:count], together[rows]), i
 
 
-def test_a_chunk_is_the_same_packed_and_not():
-    configs = FEW, dataclasses.replace(FEW, pack=False)
-    assert same_bits(*(interpreted(FEW_CHUNKS, config, *FEW_CHUNKS.inputs()) for config in configs))
+def test_a_chunk_is_the_same_packed_and_not_and_stacked_with_another_head():
+    case = dataclasses.replace(FEW_CHUNKS, heads=(2, 1))
+    configs = FEW, dataclasses.replace(FEW, pack=False), dataclasses.replace(FEW, **ALONE, stack=2)
+    first, *others = (interpreted(case, config, *case.inputs()) for config in configs)
+    assert all(same_bits(first, other) for other in others)
 
 
 def test_packing_is_compiled_in_where_chunks_are_short_on_average():
