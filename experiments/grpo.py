@@ -36,6 +36,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.engine import RUNNING, Running
 from jllm.files.load import BUNDLED
 from jllm.files.run_identity import digest
+from jllm.model.adapters import Adapter
 from jllm.model.model import Model
 from jllm.model.params import Params
 from jllm.quant.quantize import quantize
@@ -45,6 +46,8 @@ from pallas_kernels.bench.numbers import positive, positive_number, seed_number
 
 Row = dict[str, Any]
 Options = tuple[tuple[str, Any], ...]  # of token_logprobs
+type Policy = Params | Adapter
+POLICY = "policy"  # the name of the adapter that is trained
 WORDS = ("king", "wood", "house", "wolf", "mother", "bird", "water", "door", "night", "gold", "horse", "bread")
 LOSSES = ("grpo", "dr_grpo", "dapo")
 ASKED = 3  # words of a prompt
@@ -83,6 +86,7 @@ class Recipe:
     quantize: str | None
     deterministic: bool
     seed: int
+    lora: int | None = None  # the rank of the adapter that is trained; None: all weights are
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +128,7 @@ def rollouts(engine: jllm.Engine, model: Model, recipe: Recipe, step: int, lengt
     assert tokenizer is not None, "parse_arguments asks for one"
     asked = [tokenizer.encode(f"A tale of the {', the '.join(each)}. Once upon a time") for each in words]
     options: dict[str, Any] = {"temperature": 1.0, "n": recipe.group, "max_new_tokens": recipe.objective.new_tokens}
+    options["adapter"] = None if recipe.lora is None else POLICY
     ids = [
         engine.submit(ids, jllm.SamplingParams(**options, seed=hash_of(recipe, step, i), logprobs=0, include_end=True))
         for i, ids in enumerate(asked)
@@ -166,39 +171,58 @@ def loss_of(logprobs: jax.Array, batch: Rollouts, objective: Objective) -> jax.A
 
 @partial(jax.jit, static_argnames=("config", "objective", "options"), donate_argnames="state")
 def train(
-    params: Params, state: Any, batch: Rollouts, *, config: LlamaConfig, objective: Objective, options: Options
-) -> tuple[Params, Any, jax.Array]:
-    """Returns params and the optimizer's state after an inner step, and the log-probabilities before it."""
+    policy: Policy,
+    state: Any,
+    batch: Rollouts,
+    base: Params | None = None,
+    *,
+    config: LlamaConfig,
+    objective: Objective,
+    options: Options,
+) -> tuple[Policy, Any, jax.Array]:
+    """Returns the policy and the optimizer's state after an inner step, and the log-probabilities before it. The policy
+    is all weights, or with `base` an adapter of these."""
 
-    def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-        logprobs: Any = jllm.token_logprobs(params, config, batch.tokens, batch.lengths, **dict(options))
+    def loss(policy: Any) -> tuple[jax.Array, jax.Array]:
+        params, more = (policy, {}) if base is None else (base, {"adapters": policy})
+        logprobs: Any = jllm.token_logprobs(params, config, batch.tokens, batch.lengths, **dict(options), **more)
         return loss_of(logprobs, batch, objective), logprobs
 
-    gradient, logprobs = jax.grad(loss, has_aux=True)(params)
+    gradient, logprobs = jax.grad(loss, has_aux=True)(policy)
     with jax.numpy_dtype_promotion("standard"):
-        changes, state = objective.optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, changes), state, logprobs
+        changes, state = objective.optimizer.update(gradient, state, policy)
+    return optax.apply_updates(policy, changes), state, logprobs
 
 
 def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: Row) -> Iterator[Row]:
     """Trains, and yields a row of each step. Rows of an interrupted run come first."""
-    params, state = model.params, recipe.objective.optimizer.init(model.params)
-    before = None if folder is None else kept(folder, about, (params, state))
+    base: Params | None = None
+    policy: Any = model.params
+    if recipe.lora is not None:
+        base = model.params
+        policy = jllm.init_adapter(model.config, jax.random.key(recipe.seed), recipe.lora, alpha=2.0 * recipe.lora)
+    state = recipe.objective.optimizer.init(policy)
+    before = None if folder is None else kept(folder, about, (policy, state))
     rows: list[Row] = []
     if before is not None:
-        (params, state), rows = before.state, before.rows
+        (policy, state), rows = before.state, before.rows
         yield from rows
     length = -(-(PROMPT_TOKENS + recipe.objective.new_tokens) // 16) * 16
-    served = replace(model, params=quantize(model.params, recipe.quantize) if recipe.quantize else params)
+    served = replace(model, params=quantize(model.params, recipe.quantize)) if recipe.quantize else model
     slots = min(64, recipe.prompts * recipe.group)
     sizes: dict[str, Any] = {"max_slots": slots, "max_step_tokens": 2 * slots, "deterministic": recipe.deterministic}
+    if base is not None:
+        sizes["adapters"] = {POLICY: policy}
     engine = jllm.Engine(served, **sizes, executables=None)
     options = engine.token_logprobs_options()
     how: dict[str, Any] = {"objective": recipe.objective, "options": tuple(options.items())}
     refer = jax.jit(partial(jllm.token_logprobs, config=model.config, **options))
     for step in range(len(rows), steps):
         begin = time.perf_counter()
-        engine.update(params, running=recipe.running, quantize=recipe.quantize)
+        if base is None:
+            engine.update(policy, running=recipe.running, quantize=recipe.quantize)
+        else:
+            engine.adapters.update(POLICY, policy, running=recipe.running)
         batch = rollouts(engine, model, recipe, step, length)
         engine.sleep()
         drew = time.perf_counter()
@@ -206,7 +230,7 @@ def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: 
         first = refer(model.params, tokens=batch.tokens, lengths=batch.lengths)
         away = np.where(own, np.asarray(first) - batch.drawn, 0)
         for inner in range(recipe.inner):
-            params, state, logprobs = train(params, state, batch, config=model.config, **how)
+            policy, state, logprobs = train(policy, state, batch, base, config=model.config, **how)
             if inner == 0:
                 gap = float(np.abs(np.where(own, np.asarray(logprobs) - batch.drawn, 0)).max())
         engine.wake()
@@ -221,7 +245,7 @@ def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: 
         }
         rows.append(row)
         if folder is not None:
-            keep(folder, about, Kept((params, state), rows))
+            keep(folder, about, Kept((policy, state), rows))
         yield row
     engine.close()
 
@@ -277,6 +301,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--control", action="store_true", help="shuffle the rewards")
     parser.add_argument("--running", choices=RUNNING, default=RUNNING[0], help="as in Engine.update")
     parser.add_argument("--quantize", help="scheme of the weights that draw")
+    parser.add_argument("--lora", type=positive, metavar="RANK", help="train an adapter of this rank, not the weights")
     parser.add_argument("--not-deterministic", dest="deterministic", action="store_false", help="draw in any order")
     parser.add_argument("--seed", type=seed_number, default=0, help="decides prompts and draws")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="keep the state there, and go on from it")

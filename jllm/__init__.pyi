@@ -36,12 +36,16 @@ from jllm.errors import UnknownParameterError as UnknownParameterError
 from jllm.errors import WeightsError as WeightsError
 from jllm.files.drafters import load_drafter as load_drafter
 from jllm.files.load import load as load
+from jllm.files.peft import load_adapter as load_adapter
+from jllm.files.peft import merge_adapter as merge_adapter
+from jllm.files.peft import save_adapter as save_adapter
 from jllm.files.save import save as save
 from jllm.files.snapshot import load_snapshot as load_snapshot
 from jllm.files.snapshot import save_snapshot as save_snapshot
 from jllm.files.tokenizer import Tokenizer as Tokenizer
 from jllm.files.tokenizer import load_tokenizer as load_tokenizer
 from jllm.guides.guide import Guide as Guide
+from jllm.model.adapters import init_adapter as init_adapter
 from jllm.model.backbone import packed_logits as packed_logits
 from jllm.model.hooks import HookRows as HookRows
 from jllm.model.hooks import Hooks as Hooks

@@ -108,6 +108,24 @@ class Gone(argparse.Action):
         parser.error(f"{self.option_strings[0]} is gone: {self.const}")
 
 
+class _Named(argparse.Action):
+    """Collects NAME=DIR in a dict."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
+        name, path = values
+        given = getattr(namespace, self.dest) or {}
+        if name in given:
+            raise argparse.ArgumentError(self, f"two adapters have the name {name}")
+        setattr(namespace, self.dest, given | {name: path})
+
+
+def _named_path(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=DIR, not {text!r}")
+    return name, Path(path)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line. Ends the process with status 2 and one line if it is wrong."""
     args = make_parser().parse_args(argv)
@@ -137,6 +155,7 @@ def sampling_params(args: argparse.Namespace, max_new_tokens: int = SamplingPara
     """Returns the flags' sampling parameters. `max_new_tokens` is the default of its flag. Raises RequestError, with
     the field's name, for a bad value."""
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+    given["adapter"] = next(iter(args.adapters or ()), None)
     if given["max_new_tokens"] is None:
         given["max_new_tokens"] = max_new_tokens
     return SamplingParams(**given, guide=guide_of(args))
@@ -312,7 +331,7 @@ def add_numbers(group: Group) -> None:
 # Engine options, by the names of their flags.
 ENGINE_FLAGS = (
     *("max_slots", "page_size", "num_pages", "max_step_tokens", "kv_cache"),
-    *("speculate", "drafts", "deterministic", "progress", "compile_processes"),
+    *("adapters", "max_adapters", "speculate", "drafts", "deterministic", "progress", "compile_processes"),
 )
 
 
@@ -345,6 +364,11 @@ def add_engine(group: Group) -> None:
         metavar="N",
         help="most tokens of one step (default: 256, or twice max-slots)",
     )
+    adapter = "low-rank adapter in a PEFT directory; prompts take the first, unless they name another; may be repeated"
+    named: dict[str, Any] = {"action": _Named, "dest": "adapters", "type": _named_path}
+    group.add_argument("--adapter", metavar="NAME=DIR", help=adapter, **named)
+    places = "most adapters that requests use at once (default: all)"
+    group.add_argument("--max-adapters", type=int, metavar="N", help=places)
     group.add_argument(
         "--speculate",
         metavar="NAME",

@@ -31,6 +31,7 @@ def made_with(args: Namespace) -> dict[str, object]:
         numbers[name] = getattr(args, name, None)
     asked |= {name: value for name, value in numbers.items() if value is not None}
     asked |= {} if args.eos_token_id is None else {"eos_token_id": args.eos_token_id}
+    asked |= {} if args.adapters is None else {"adapters": {name: str(path) for name, path in args.adapters.items()}}
     asked |= {} if args.devices is None else {"devices": args.devices}  # a sum over several devices rounds differently
     return asked | ({"chat": True} if getattr(args, "chat", False) else {})
 
@@ -45,11 +46,12 @@ def model_folder(args: Namespace) -> Path:
 
 def run_identity(model: Path, args: Namespace) -> dict[str, str]:
     """Returns the identity of the contents that `made_with` names on this machine."""
-    from jllm.files.run_identity import of_machine, of_model, of_scheme
+    from jllm.files.run_identity import of_adapters, of_machine, of_model, of_scheme
 
     leave_gpus_to_engines(args)
-    scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
-    return of_model(model) | scheme | of_machine()
+    more = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
+    more |= {} if args.adapters is None else {"adapters": of_adapters(args.adapters)}
+    return of_model(model) | more | of_machine()
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class Leaving:
             return self._send(loop, seq, length)
         pages = seq.pages[: loop.scheduler.pool.pages_for(length)]
         value = join(loop.device.read_pages(pages), seq.prompt, length)
-        return replace(value, weights=loop.device.weights)
+        return replace(value, weights=loop.device.weights_with(seq.adapter))
 
     def _send(self, loop: Loop, seq: Sequence, length: int) -> DevicePages:
         assert self.to is not None

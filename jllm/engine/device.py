@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jllm.config import LlamaConfig
+from jllm.engine.adapters import Held
 from jllm.engine.inputs import with_zeros
 from jllm.engine.model_checks import check_model
 from jllm.engine.moved import DevicePages, pack_pages, unpack_pages
@@ -26,6 +28,8 @@ from jllm.engine.weights import Fit, Weights, check_remade, fit_to_round
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
+from jllm.model import adapters
+from jllm.model.adapted import OneAdapter, Slots
 from jllm.model.backbone import Cache
 from jllm.model.cache import distinct, parse_kv_cache, repeated
 from jllm.model.hooks import Hooks
@@ -34,7 +38,7 @@ from jllm.model.paged import NOWHERE
 from jllm.model.params import Params, matrix_modules
 from jllm.parallel.memory import Memory, out_of_memory
 from jllm.parallel.mesh import free_of, has_processes, rank_config
-from jllm.parallel.ranks import HEADS, REPLICATED, place
+from jllm.parallel.ranks import HEADS, REPLICATED, STACKED, place
 from jllm.programs.executables import Executables, jax_cache_is_on
 from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, Layout
 from jllm.programs.programs import Programs
@@ -49,6 +53,9 @@ from jllm.step.buckets import Bucket
 from jllm.step.forward import Logits
 from jllm.step.state import Outputs, State, Variant, init_state, spread_drafter
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
+
+# Options of an engine without adapters
+NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("adapters", "max_adapters", "adapter_rank", "adapter_targets"))
 
 
 @dataclass(frozen=True)
@@ -113,9 +120,19 @@ class Device:
         drafter = drafter_of(options)
         self._drafter = self._put(drafter, spread_drafter(drafter))
         self._hooks = self._put(options.hooks, REPLICATED)
+        self._adapters: dict[str, Slots] | None = None
         self.sizes = sizes_for(options, rank_config(config), params, self._free)
         self._state = self.fresh()
         self._stacked = stack_layers(params, config)  # what steps take, in few arrays
+        if options.adapter_places:
+            self._targets = adapters.choose_targets(config, options.adapter_targets)
+            with jax.default_device(self._home):
+                empty = adapters.empty_slots(self._targets, options.adapter_places, options.rank, params.dtype, config)
+            self._adapters = self._put(empty, STACKED)
+            on = None if config.mesh is None else NamedSharding(config.mesh, STACKED)
+            self._write_adapter = jax.jit(adapters.put, donate_argnums=0, out_shardings=on)
+            if on is None:
+                self._adapter_fit = Fit.to(adapters.taken(self._adapters, np.int32(0)))
         self.shapes = StepShapes(
             config,
             self.sizes,
@@ -128,6 +145,7 @@ class Device:
             always_drafts=options.drafts is not None,
             home=self._home,
             chosen=self._chosen,
+            adapters=jax.eval_shape(lambda adapters: adapters, self._adapters),
         )
         files = None if options.executables is None else make_files(Path(options.executables), params, config)
         self.programs = Programs(self.shapes, files, options.progress, options.compile_processes)
@@ -174,6 +192,31 @@ class Device:
             self._to_round[scheme] = fit_to_round(self._fit, params, scheme, self._config)
         fit, formats = self._to_round[scheme]
         return Weights(fit.take(params, copy), drafter, hooks, formats)
+
+    def fit_adapter(self, name: str, adapter: Any) -> dict[str, OneAdapter]:
+        """Returns an adapter as put_adapter takes it. Raises WeightsError for one that does not fit."""
+        what, rank = f"adapter {name!r}", self._options.rank
+        adapters.check_adapter(adapter, self._targets, rank, what)
+        return adapters.arrays_of(adapter, self._targets, rank, self._params.dtype)
+
+    def put_adapter(self, place: int, adapter: dict[str, OneAdapter]) -> None:
+        """Writes an adapter to its place, for the steps that are dispatched from now on."""
+        assert self._adapters is not None
+        if self._config.mesh is None:
+            adapter = self._adapter_fit.take(adapter)
+        else:
+            adapter = adapters.share_adapter(adapter, self._targets, self._config)
+        self._adapters = self._write_adapter(self._adapters, adapter, np.int32(place))
+
+    @property
+    def reads_adapters(self) -> bool:
+        """Returns whether read_adapter works. The devices of a mesh have parts of an adapter."""
+        return self._config.mesh is None
+
+    def read_adapter(self, place: int) -> dict[str, OneAdapter]:
+        """Returns the adapter at a place, on the host."""
+        assert self._adapters is not None
+        return jax.device_get(adapters.taken(self._adapters, np.int32(place)))
 
     def rebind(self, weights: Weights, version: int) -> None:
         """Takes other weights, for the steps that are dispatched from now on. Where these are gone, or could not be
@@ -232,13 +275,14 @@ class Device:
                 "these weights' codes come from a file or a calibration, and jllm.token_logprobs rounds to nearest: "
                 "quantize 16-bit weights, by load(quantize=), jllm.quant.quantize or update(quantize=)"
             )
+        places = {"adapter_rank": self._options.rank, "adapter_targets": self._options.adapter_targets}
         return {
             "page_size": self._page_size,
             "dtype": self._params.dtype,
             "quantize": scheme_of(formats, matrix_modules(self._params)) if formats else None,
             "kv_cache": self.formats,
             "deterministic": self._options.deterministic,
-        }
+        } | ({} if self._adapters is None else places)
 
     def renew(self) -> None:
         """Makes a fresh state: an empty page pool and empty slots. The old pool is dropped first, since there is room
@@ -267,6 +311,7 @@ class Device:
                 kv_cache=self.formats,
                 dtype=self._params.dtype,
                 drafter=self._drafter,
+                adapters=self._options.adapter_places > 0,
             )
             if self._hooks is not None:
                 own = self._hooks.start(limits.max_slots), self._hooks.no_inputs(limits.max_slots)
@@ -285,7 +330,7 @@ class Device:
 
     def wake(self) -> None:
         """Makes a fresh state. Raises NoRoomError, and goes on sleeping, where there is no room for one."""
-        options = replace(self._options, num_pages=self.sizes.limits.num_pages)
+        options = replace(self._options, num_pages=self.sizes.limits.num_pages, **NO_ADAPTERS)  # these stay
         check_room(options, rank_config(self._config), self._params, self._memory())
         try:
             self._state = self.fresh()
@@ -299,6 +344,7 @@ class Device:
         """Drops everything that holds device memory, and waits for threads that compile."""
         self.programs.close()
         del self._params, self._stacked, self.shapes, self._held, self._holds, self._drafter, self._hooks
+        del self._adapters
         self._state = None
 
     def dispatch(self, plan: StepPlan, need: Variant) -> InFlight:
@@ -362,7 +408,8 @@ class Device:
         assert self._state is not None
         self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
-        self._state, found = self.programs.run(key, self._stacked, self._state, buffer, *more)
+        params = replace(self._stacked, adapters=self._adapters)
+        self._state, found = self.programs.run(key, params, self._state, buffer, *more)
         if part != FORWARD:
             for leaf in jax.tree.leaves(replace(found, taps={})):
                 leaf.copy_to_host_async()
@@ -424,16 +471,27 @@ class Device:
         acting = None if self._hooks is None else (self._hooks.edit, self._hooks.add)
         return f"{found} {fingerprint.of_params(acting)}" if jax.tree.leaves(acting) else found
 
-    def check_snapshot(self, snapshot: Snapshot) -> None:
+    def weights_with(self, adapter: Held | None) -> str:
+        """Returns the fingerprint of the weights together with an adapter."""
+        if adapter is None:
+            return self.weights
+        value = adapter.value
+        if value is None:
+            assert adapter.place is not None, "it is on the host, on the device or on both"
+            value = self.read_adapter(adapter.place)
+        return f"{self.weights}+{fingerprint.of_params(value)}"
+
+    def check_snapshot(self, snapshot: Snapshot, adapter: Held | None) -> None:
         """Raises SnapshotError for other shapes, formats or weights than the engine's, as far as the snapshot has them.
-        Raises it too if its guide does not begin within it."""
+        The request's adapter is a part of the weights. Raises it too if its guide does not begin within it."""
         assert self.shapes.state is not None
         self.check_weights()
         check_guided(snapshot)
         check_fits(snapshot, jax.eval_shape(partial(distinct, config=self._config), self.shapes.state.cache))
-        if snapshot.weights not in (None, self.weights):
+        own = "" if adapter is None else f" with adapter {adapter.name!r}"
+        if snapshot.weights not in (None, self.weights_with(adapter)):
             raise SnapshotError(
-                "the snapshot was made with other weights, or another config, than this engine's: "
+                f"the snapshot was made with other weights, or another config, than this engine's{own}: "
                 "its K and V mean nothing here (to try it all the same: dataclasses.replace(snapshot, weights=None))"
             )
 

@@ -1,7 +1,7 @@
 """Defines the engine: requests go in, events come out, from any thread. loop.py has the steps."""
 
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from copy import deepcopy
 from dataclasses import replace
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 import jax
 
+from jllm.engine.adapters import Given, read, with_adapters
 from jllm.engine.checks import Prompt, check_urgency, checked
 from jllm.engine.device import Device
 from jllm.engine.draft_policy import DraftCounts
@@ -72,7 +73,7 @@ class Engine:
         **options: Unpack[EngineKeywords],
     ):
         self._config, self._tokenizer = model.config, model.tokenizer
-        self._options = make_options(with_drafter(options, model))
+        self._options = make_options(with_adapters(with_drafter(options, model), model))
         self._device = device(model.config, model.params, self._options)
         self._loop = loop(model, self._options, self._device, scheduler, beside)
         self._taps = resolve_taps(self._options.taps or (), model.config.num_layers)
@@ -81,6 +82,8 @@ class Engine:
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
         self._turns = Turns()
+        for name, given in (self._options.adapters or {}).items():
+            self.adapters.load(name, given)
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +135,11 @@ class Engine:
     def guides(self) -> Guides:
         """Returns the object that compiles guides and caches recent ones. Any thread may use it at any time."""
         return self._loop.guides
+
+    @property
+    def adapters(self) -> "Adapters":
+        """Returns the adapters, which requests take by name (SamplingParams.adapter)."""
+        return Adapters(self)
 
     @property
     def last_events(self) -> tuple[Event, ...]:
@@ -228,7 +236,7 @@ class Engine:
         """Continues a request that another engine has handed over; returns its id here."""
         self._check_open()
         if isinstance(given.kv, Snapshot):
-            self._device.check_snapshot(given.kv)
+            self._device.check_snapshot(given.kv, self._loop.adapters.of(given.sampling))
         own = given.prompt, given.sampling, given.seed, self._max_length(given.prompt, given.sampling)
         request_id = self._new_id()
         seqs = [go_on(Sequence(request_id, had.sample, *own, moved=True), had) for had in given.samples]
@@ -242,6 +250,7 @@ class Engine:
         seconds."""
         self._check_open()
         fits = self._scheduler.check_length
+        self._loop.adapters.of(sampling)
         return checked(prompt, sampling, self._config, self._tokenizer, self.most_tokens, fits, self.guides)
 
     def check_inputs(self, inputs: Any) -> Inputs | None:
@@ -258,6 +267,30 @@ class Engine:
         return min(len(ids) + sampling.max_new_tokens, self._config.context)
 
     @in_turn
+    def _take_adapter(self, name: str, value: Any, running: Running | None) -> int:
+        """Takes a fitted adapter: a new one, or with `running` another one in its place. Returns the version."""
+        self._check_open()
+        places = self._loop.adapters
+        if running is None:
+            places.load(name, value)
+            return self.version
+        held = places.find(name)
+        self._newest += 1
+        version = self._newest
+
+        def change() -> None:
+            places.change(held, value)
+            self._device.version = version
+
+        self._loop.update(change, running, name)
+        return version
+
+    @in_turn
+    def _drop_adapter(self, name: str) -> None:
+        self._check_open()
+        self._loop.adapters.unload(name)
+
+    @in_turn
     def fork(self, request_id: int, sample: int = 0) -> int:
         """Continues a running sample as one more sample of its request; returns the new sample's index.
 
@@ -270,7 +303,7 @@ class Engine:
         twin.origin, twin.common, twin.snapshot, twin.private = seq, seq.length, seq.snapshot, seq.private
         twin.priority, twin.guided, twin.inputs = seq.priority, seq.guided, seq.inputs
         twin.taps = None if seq.taps is None else seq.taps.copy()
-        twin.kept = seq.kept and not self._loop.stale  # what begins anew is kept no longer
+        twin.kept = seq.kept and not self._loop.stale(seq)  # what begins anew is kept no longer
         self._loop.add([twin])
         return index
 
@@ -286,10 +319,11 @@ class Engine:
         self._check_open()
         seq = self._ledger.find(request_id, sample)
         self._device.check_ready()
-        length = 0 if seq.slot is None or self._loop.stale else self._scheduler.sharing.whole(known_tokens(seq))
+        begins_anew = seq.slot is None or self._loop.stale(seq)
+        length = 0 if begins_anew else self._scheduler.sharing.whole(known_tokens(seq))
         pages = seq.pages[: self._scheduler.pool.pages_for(length)]
         value = join(self._device.read_pages(pages), seq.tokens, length)
-        weights = SEVERAL if seq.kept and length else self._device.weights
+        weights = SEVERAL if seq.kept and length else self._device.weights_with(seq.adapter)
         inputs = None if seq.inputs is None else seq.inputs.arrays
         return replace(value, weights=weights, guided=seq.guided if seq.params.guide else None, inputs=inputs)
 
@@ -322,7 +356,7 @@ class Engine:
         known, inputs = jax.device_get(snapshot), self.check_inputs(snapshot.inputs)
         with self._turns.turn():  # compiling a large schema above must not hold up steps
             self._check_open()
-            self._device.check_snapshot(snapshot)
+            self._device.check_snapshot(snapshot, self._loop.adapters.of(sampling))
             return self._submit(ids, sampling, priority, deadline, inputs, known, private=not share)
 
     @property
@@ -481,3 +515,35 @@ class Engine:
 
     def _refusal(self) -> EngineClosed:
         return EngineClosed(f"this engine takes no more work: {self._closed}")
+
+
+class Adapters:
+    """Loads and changes the adapters of an engine between its steps, from any thread. No step is compiled anew."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[str]:
+        """Returns the names of the loaded ones."""
+        return iter(tuple(self._engine._loop.adapters.held))
+
+    def load(self, name: str, given: Given) -> None:
+        """Takes a new adapter: a PEFT directory, or a pytree as init_adapter returns it. It goes to the device with its
+        first request. Raises WeightsError for one that does not fit, and CheckpointError for a damaged file."""
+        self._engine._loop.adapters.check_new(name)
+        self._engine._take_adapter(name, self._fit(name, given), None)
+
+    def update(self, name: str, given: Given, *, running: Running = "recompute") -> int:
+        """Gives an adapter other values, and returns the version of the tokens that they draw. `running` is as in
+        Engine.update, for the requests that use the adapter. With "finish" all requests end first."""
+        check_running(running)
+        self._engine._loop.adapters.find(name)
+        return self._engine._take_adapter(name, self._fit(name, given), running)
+
+    def unload(self, name: str) -> None:
+        """Forgets an adapter. Raises WeightsError for one that requests use, or that is not loaded."""
+        self._engine._drop_adapter(name)
+
+    def _fit(self, name: str, given: Given) -> Any:
+        self._engine._check_open()
+        return self._engine._device.fit_adapter(name, read(given, self._engine._config))

@@ -3,6 +3,7 @@
 A request may ask for more than the compiled programs can do (log-probabilities, penalties). It waits outside while its
 programs are compiled in the background, and requests that ask for less overtake it. Then it takes its place by its
 arrival. If nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
+A request whose adapter has no place on the device waits likewise.
 
 On a mesh, steps that draw in fewer ways are separate programs (Draws). Only those compiled ahead are used: programs
 compiled for requests as they come draw in all ways.
@@ -19,6 +20,7 @@ from dataclasses import fields, replace
 from functools import reduce
 from operator import or_
 
+from jllm.engine.adapters import Places
 from jllm.engine.plan import StepPlan
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Scheduler
@@ -35,8 +37,17 @@ PATIENCE = 0.05  # seconds that a step waits for the compiler where there is not
 class Gate:
     """Admits sequences to one scheduler once their steps are compiled."""
 
-    def __init__(self, programs: Programs, scheduler: Scheduler, *, by_draws: bool = False, taps: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        programs: Programs,
+        scheduler: Scheduler,
+        places: Places,
+        *,
+        by_draws: bool = False,
+        taps: tuple[str, ...] = (),
+    ):
         self._programs, self._scheduler, self._by_draws, self._taps = programs, scheduler, by_draws, taps
+        self._places = places
         self._inside: Counter[Variant] = Counter()  # how many unfinished sequences ask for each variant
         self.waiting: dict[Sequence, Variant] = {}  # by sequence, the variant that it asks for, in the order of arrival
         self._since, self._told = 0.0, False  # when the first of them came, and whether it was logged
@@ -84,13 +95,15 @@ class Gate:
         """Adds a new sequence, which goes in at once if its steps can run. Raises RequestError if it could never
         run."""
         self._scheduler.arrive(seq)
+        if seq.adapter is not None:
+            seq.adapter.requests += 1
         wants = self._wanted_by(seq)
         # Forks continue a request that is inside, unless what they continue waits too.
         later = self._later is not None and (seq.origin is None or seq.origin in self._later)
         if later:
             assert self._later is not None
             self._later.add(seq)
-        if not later and self._may_enter(wants):
+        if not later and self._places.has_room(seq) and self._may_enter(wants):
             self._let_in(seq, wants)
         else:
             if not self.waiting:
@@ -105,7 +118,7 @@ class Gate:
         failed, errors = [], self._programs.take_failures()
         refused: dict[Variant, Variant] = {}  # in this pass: the variant asked for, and the one compiled for it
         for seq, wants in list(self.waiting.items()):
-            if self._later is not None and seq in self._later:
+            if (self._later is not None and seq in self._later) or not self._places.has_room(seq):
                 continue
             if wants not in refused:
                 if self._may_enter(wants):
@@ -124,7 +137,8 @@ class Gate:
     def _tell(self) -> None:
         """Logs once that requests have waited long, and once that they wait no longer."""
         seconds = time.perf_counter() - self._since
-        compiling = [wants for seq, wants in self.waiting.items() if seq not in (self._later or ())]
+        held_back = self._later or ()
+        compiling = [w for seq, w in self.waiting.items() if seq not in held_back and self._places.has_room(seq)]
         if compiling and not self._told and seconds > SLOW:
             what = ", ".join(sorted({name for wants in compiling for name in _asked(wants)}))
             LOG.info("requests (%s) wait until their steps are compiled; others go on", what)
@@ -140,11 +154,14 @@ class Gate:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, inside or not."""
+        if seq.adapter is not None:
+            seq.adapter.requests -= 1
         if self.waiting.pop(seq, None) is not None:
             if self._later is not None:
                 self._later.discard(seq)
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None
             return
+        self._places.leave(seq)
         wants = self._wanted_by(seq)
         self._inside[wants] -= 1
         self._inside += Counter()  # drops entries whose count is 0
@@ -162,6 +179,7 @@ class Gate:
 
     def _let_in(self, seq: Sequence, wants: Variant) -> None:
         self._inside[wants] += 1
+        self._places.enter(seq)
         self._scheduler.add(seq)
 
 

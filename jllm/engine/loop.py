@@ -7,11 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
+from jllm.engine.adapters import Places
 from jllm.engine.device import Device, InFlight
 from jllm.engine.draft_policy import drafting_of
 from jllm.engine.gate import Gate
@@ -30,6 +32,9 @@ from jllm.step.state import Outputs
 
 if TYPE_CHECKING:
     from jllm.model.model import Model
+
+
+Of = Callable[[Sequence], bool] | None  # which samples; None: all
 
 
 class DeviceLost(Exception):
@@ -75,16 +80,18 @@ class Loop:
             draft_rows=None if self.drafting is None else self.drafting.rows,
         )
         self.ledger = Ledger(config, model.tokenizer)
-        taps = resolve_taps(options.taps or (), config.num_layers)
-        self.gate = Gate(device.programs, self.scheduler, by_draws=config.mesh is not None, taps=taps)
+        self.adapters = Places(device, options.adapter_places)
+        gated: dict[str, Any] = {"by_draws": config.mesh is not None}
+        gated["taps"] = resolve_taps(options.taps or (), config.num_layers)
+        self.gate = Gate(device.programs, self.scheduler, self.adapters, **gated)
         self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None
         if options.trace is not None:
             self.trace = Recorder(options.trace, sizes.limits, sizes.buckets, options.memory)
         self.beside = beside
         self.in_flight: InFlight | None = None
-        self._stale = False  # whether K and V of what runs are of other weights, and it is to begin anew
-        self._coming: Callable[[], None] | None = None  # takes other weights, once what runs has ended
+        self._stale: list[Of] = []  # whose K and V are of other weights, so that they are to begin anew; None: all
+        self._coming: dict[str | None, Callable[[], None]] = {}  # take other weights, once what runs has ended
         self._proposed: tuple[Any, Any] | None = None  # Outputs.drafts of the step read last, on the host
         self._failures = 0  # device errors since the last step that was read
         self._last_read: float | None = None  # when the step before was read, if the device went on at once
@@ -94,10 +101,9 @@ class Loop:
         """Returns whether there is something to compute, to read or to return."""
         return bool(self.ledger.has_samples or self.in_flight or self.ledger.has_news or self._coming)
 
-    @property
-    def stale(self) -> bool:
-        """Returns whether K and V of what runs are of other weights, and it is to begin anew."""
-        return self._stale
+    def stale(self, seq: Sequence) -> bool:
+        """Returns whether K and V of a sample are of other weights, and it is to begin anew."""
+        return any(of is None or of(seq) for of in self._stale)
 
     def add(self, seqs: Iterable[Sequence]) -> None:
         """Adds samples: all, or none where one fails, since no caller would know of the others."""
@@ -112,7 +118,7 @@ class Loop:
             raise
 
     def _add(self, seq: Sequence) -> None:
-        guide = seq.params.guide
+        guide, seq.adapter = seq.params.guide, self.adapters.of(seq.params)
         seq.matcher = None if guide is None else self.guides.matcher(guide, seq.prompt[seq.guided :])
         self.ledger.add(seq)
         try:
@@ -133,28 +139,32 @@ class Loop:
         for seq in list(request.unfinished.values()):
             self._finish(seq, reason, time.perf_counter())
 
-    def update(self, rebind: Callable[[], None], running: str) -> None:
-        """Calls `rebind`, which makes the device take other weights. `running` is as in Engine.update. It replaces an
-        update that waits."""
-        self._coming = None
+    def update(self, rebind: Callable[[], None], running: str, adapter: str | None = None) -> None:
+        """Calls `rebind`, which makes the device take other weights: the model's, or those of an adapter. `running` is
+        as in Engine.update. It replaces an update of the same weights that waits."""
+        of = None if adapter is None else partial(_takes, adapter)
+        self._coming.pop(adapter, None)
         if running == "finish":
             self.gate.hold()
             if not self.gate.drained:
-                self._coming = rebind
+                self._coming[adapter] = partial(self.update, rebind, "recompute", adapter)
                 return
-        self.gate.release()
+        if not self._coming:
+            self.gate.release()
         rebind()
         self.ledger.counts.updates += 1
-        for seq in (*self.scheduler.waiting, *self.scheduler.running, *self.gate.waiting):
-            seq.snapshot = None
+        outside = [seq for seq in self.gate.waiting if of is None or of(seq)]
+        for seq in (*self.scheduler.waiting, *self.scheduler.running, *outside):
+            if of is None or of(seq):
+                seq.snapshot = None
         if self.beside:
             self.beside.stop()
         if running == "keep" and not self._stale:
-            self.scheduler.keep_on()
-            for seq in self.gate.waiting:
+            self.scheduler.keep_on(of)
+            for seq in outside:
                 seq.origin = None
         else:
-            self._stale = True
+            self._stale.append(of)
 
     def sleep(self) -> None:
         """Frees pages and slots, once the step in flight is read. What ran waits again."""
@@ -168,8 +178,9 @@ class Loop:
     def advance(self) -> None:
         """Takes one turn, and goes on after a device error. Raises DeviceLost, and EngineNotReady where the device
         sleeps or lacks its weights."""
-        if self._coming is not None and self.gate.drained:
-            self.update(self._coming, "recompute")
+        if self._coming and self.gate.drained:
+            for update in list(self._coming.values()):
+                update()
         self.device.check_ready()
         try:
             self.turn()
@@ -190,8 +201,9 @@ class Loop:
         if self._stale:
             if self.in_flight is not None:
                 self._read_last()
-            self.scheduler.start_over()
-            self._stale = False
+            for of in self._stale:
+                self.scheduler.start_over(of)
+            self._stale.clear()
         for request in self.ledger.late():
             self.cut(request, "deadline")
         for seq, error in self.gate.open():
@@ -327,13 +339,18 @@ class Loop:
 
     def close(self) -> None:
         """Drops the device state, and ends what runs beside the loop."""
-        self.in_flight = self._coming = None
+        self.in_flight = None
+        self._coming.clear()
         if self.beside:
             self.beside.stop()
         self.device.close()
         self.ledger.join()
         if self.trace:
             self.trace.stop()
+
+
+def _takes(adapter: str, seq: Sequence) -> bool:
+    return seq.params.adapter == adapter
 
 
 def _forget_moved(sequences: Iterable[Sequence]) -> None:

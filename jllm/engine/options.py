@@ -13,6 +13,7 @@ from jllm.engine.plan import most_deltas
 from jllm.engine.trace import Sink
 from jllm.errors import ConfigError
 from jllm.files.hf_fields import MOST
+from jllm.model.adapters import check_rank
 from jllm.model.cache import KVCache, shared_block
 from jllm.model.hooks import Hooks
 from jllm.model.paged import PAGE_SIZE
@@ -25,6 +26,7 @@ from pallas_kernels.formats.kv_formats import KVFormat
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_SLOTS = 16  # the default
+RANK = 16  # of adapters, by default
 MOST_PROCESSES = 64  # tracing processes: each is a Python with JAX
 MOST_DRAFTS = MOST_NODES // 2  # drafts in a chain
 _POLICY = "it belongs to a KV policy now, so give kv_policy="
@@ -59,13 +61,18 @@ class EngineOptions:
     hooks: Hooks | None = None  # the caller's functions inside the steps
     taps: List[str] | None = None  # names of values (model/taps.py) that requests may ask for; default: none
     tap_rows: int | None = None  # most rows of these in a step, which are device memory; default: max_step_tokens
+    # Adapters (docs/adapters.md): PEFT directories or pytrees by name; later ones by engine.adapters.load.
+    adapters: Mapping[str, Any] | None = None
+    max_adapters: int | None = None  # places on the device; default: as many as `adapters` has
+    adapter_rank: int | None = None  # the largest rank; default: the largest of `adapters`, or 16
+    adapter_targets: tuple[str, ...] | None = None  # modules that adapters may change, e.g. "q_proj"; default: all
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
     compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
     progress: bool | None = None  # whether standard error shows compilation; default: only a terminal does
     trace: Sink | None = None  # the file, or the list, that records the schedule (engine/trace.py)
 
     def __post_init__(self):
-        for name in ("max_slots", "num_pages", "max_step_tokens", "tap_rows"):
+        for name in ("max_slots", "num_pages", "max_step_tokens", "tap_rows", "max_adapters", "adapter_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer >= 1, not {value!r}")
@@ -103,6 +110,12 @@ class EngineOptions:
             raise ConfigError(f"hooks must be jllm.Hooks, not {self.hooks!r}")
         if self.hooks is not None and self.hooks.observe is not None and self.speculate is not None:
             raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
+        if self.adapter_rank is not None:
+            check_rank(int(self.adapter_rank))
+        if self.max_adapters is None:
+            for name in ("adapter_rank", "adapter_targets"):
+                if getattr(self, name) is not None and not self.adapters:
+                    raise ConfigError(f"{name} has no meaning without adapters: give max_adapters")
         if isinstance(self.taps, str) or not all(isinstance(name, str) for name in self.taps or ()):
             raise ConfigError(f"taps must be a list of names, not {self.taps!r}")
         if self.tap_rows is not None and not self.taps:
@@ -116,6 +129,16 @@ class EngineOptions:
     def kernels(self) -> str | None:
         """Returns the backend of all steps."""
         return DETERMINISTIC if self.deterministic else self.backend
+
+    @property
+    def adapter_places(self) -> int:
+        """Returns how many adapters have a place on the device."""
+        return len(self.adapters or ()) if self.max_adapters is None else self.max_adapters
+
+    @property
+    def rank(self) -> int:
+        """Returns the largest rank of an adapter."""
+        return RANK if self.adapter_rank is None else self.adapter_rank
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -161,6 +184,10 @@ class EngineKeywords(TypedDict, total=False):
     hooks: Hooks | None
     taps: List[str] | None
     tap_rows: int | None
+    adapters: Mapping[str, Any] | None
+    max_adapters: int | None
+    adapter_rank: int | None
+    adapter_targets: tuple[str, ...] | None
     executables: str | os.PathLike | None
     compile_processes: int | None
     progress: bool | None

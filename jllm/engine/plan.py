@@ -17,6 +17,7 @@ from jllm.step.batch import PromptChunk, fill_batch
 
 # Fields that users set and the device reads. The host reads the others.
 NAMES = {f.name for f in (*fields(Sampling), *fields(Penalties))} & {f.name for f in fields(SamplingParams)}
+NAMES -= {"adapter"}  # the user gives its name, and the device takes its place
 
 
 def most_deltas(max_slots: int, max_step_tokens: int, page_size: int, short_rows: int = 1) -> int:
@@ -47,6 +48,7 @@ def next_chunk(seq: Sequence, tokens: int, page_size: int) -> Chunk:
         "stop_ids": sorted(seq.stop_ids)[:STOP_IDS],
         "bias_ids": list(bias),
         "bias_values": list(bias.values()),
+        "adapter": -1 if seq.adapter is None else seq.adapter.place,
     }
     return Chunk(
         seq.slot,

@@ -2,7 +2,7 @@
 
 K and V of a token depend only on the tokens before it: an engine has one set of weights and one KV format. So a full
 page is identified by its tokens and by the page before it. The cache is the tree of these chains: a page's key is its
-parent and its tokens. If K and V depend on more (the inputs of a request), each such key has a tree of its own. A dict
+parent and its tokens. If K and V depend on more (inputs or an adapter), each such key has a tree of its own. A dict
 hashes the key and compares it, so different tokens with equal hashes are never confused.
 
 The cache has a reference to each of its pages (PagePool.share). A page without any other reference is idle, and evicted

@@ -46,7 +46,8 @@ class SamplingParams:
     the logits divided by the temperature: of the distribution that tokens are drawn from. include_end adds the end
     token or stop id to the completion's token_ids and logprobs. logit_bias maps token ids to addends. guide restricts
     the form of the text (docs/sampling.md). Only tokens that it allows are drawn, and the text ends by an end token. A
-    stop string that is one special token stops at its id, since no text shows it.
+    stop string that is one special token stops at its id, since no text shows it. adapter is the name of a loaded
+    adapter (docs/adapters.md); None: the model as it is.
     """
 
     temperature: float = 1.0
@@ -68,6 +69,7 @@ class SamplingParams:
     guide: Guide | None = None
     include_end: bool = False
     logprobs_mode: str = "raw"
+    adapter: str | None = None
 
     MAX_LOGPROBS = 20
 
@@ -103,6 +105,8 @@ class SamplingParams:
         self._check("guide", self.guide is None or isinstance(self.guide, Guide), "a Guide, such as Guide.json(schema)")
         if self.guide is not None and self.ignore_eos:
             raise RequestError("ignore_eos has no meaning with a guide, which says where a text may end: leave it out")
+        named = self.adapter is None or (isinstance(self.adapter, str) and bool(self.adapter))
+        self._check("adapter", named, "None or the name of a loaded adapter")
         self._check("logit_bias", good, "a mapping of token ids to numbers below infinity (-inf bans a token)")
         self._check("logprobs_mode", self.logprobs_mode in ("raw", "tempered"), "raw or tempered")
         if self.logprobs_mode == "tempered":

@@ -72,6 +72,7 @@ class Sharing:
     def candidates(self, seq: Sequence, alone: bool) -> Iterator[ReusedPrefix]:
         """Yields prefixes that seq could begin with, best first. If seq is alone, the last one leaves it all pages of
         the pool."""
+        seq.adapted = None if seq.adapter is None else seq.adapter.key
         if seq.snapshot is not None and not self._continues(seq).tokens:
             yield ReusedPrefix(tokens=self.whole(min(seq.snapshot.length, seq.length - 1)), snapshot=True)
             return

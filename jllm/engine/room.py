@@ -12,6 +12,7 @@ from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
 from jllm.files.fit import SCHEMES, page_bytes, step_bytes, would_fit
+from jllm.model.adapters import choose_targets, empty_slots
 from jllm.model.cache import make_tails, parse_kv_cache
 from jllm.model.params import Params, tree_bytes
 from jllm.model.sampling import words
@@ -92,7 +93,11 @@ def _draft_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any) -> int
 
 
 def _slot_bytes(options: EngineOptions, config: LlamaConfig, dtype: Any, max_pages: int) -> int:
+    """Returns the bytes of slots, and of places for adapters."""
     found = tree_bytes(jax.eval_shape(lambda: make_slots(options.max_slots, max_pages)))
+    if options.adapter_places:
+        places = choose_targets(config, options.adapter_targets), options.adapter_places, options.rank, dtype
+        found += tree_bytes(jax.eval_shape(lambda: empty_slots(*places, config)))
     drafter = drafter_of(options)
     if options.hooks is not None:
         hooks, slots = options.hooks, options.max_slots

@@ -397,20 +397,25 @@ class Scheduler(PageTables):
             self.draining.remove(seq)
             self._release(seq)
 
-    def start_over(self) -> None:
-        """Preempts all running sequences, and forgets all prefixes: the weights are others. No step may be unread."""
-        for seq in list(self.running):
+    def start_over(self, of: Callable[[Sequence], bool] | None = None) -> None:
+        """Preempts all running sequences, and forgets all prefixes: the weights are others. No step may be unread. With
+        `of` it preempts these sequences alone, whose prefixes have another key."""
+        for seq in [seq for seq in self.running if of is None or of(seq)]:
             self.counts.preempted_by["update"] += 1
             self._preempt(seq)
-        self.sharing.clear()
+        if of is None:
+            self.sharing.clear()
 
-    def keep_on(self) -> None:
-        """Lets running sequences continue over K and V of older weights. Nothing else uses these."""
+    def keep_on(self, of: Callable[[Sequence], bool] | None = None) -> None:
+        """Lets running sequences continue over K and V of older weights. Nothing else uses these. `of` is as in
+        start_over."""
         for seq in (*self.running, *self.draining):
-            seq.kept = True
+            seq.kept = seq.kept or of is None or of(seq)
         for seq in self.waiting:
-            seq.origin = None
-        self.sharing.clear()
+            if of is None or of(seq):
+                seq.origin = None
+        if of is None:
+            self.sharing.clear()
 
     def reset(self) -> None:
         """Makes a new pool after a device error or for sleep: the old one and steps in flight are lost. All running

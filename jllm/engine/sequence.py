@@ -9,6 +9,7 @@ from jllm.engine.output import OutputText
 from jllm.engine.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from jllm.engine.adapters import Held
     from jllm.engine.inputs import Inputs
     from jllm.engine.moved import DevicePages
     from jllm.engine.tapped import Tapped
@@ -39,6 +40,7 @@ class Sequence:
     seed: int
     max_length: int  # most tokens that prompt and output may come to
     output: list[int] = field(default_factory=list)  # tokens read so far
+    adapter: Optional["Held"] = None  # that the params name
     # The scheduler's half
     slot: int | None = None
     pages: list[int] = field(default_factory=list)  # all that it holds
@@ -61,6 +63,7 @@ class Sequence:
     snapshot: "Snapshot | DevicePages | None" = None  # K and V of its first tokens, which are used as they are
     moved: bool = False  # from another engine: its snapshot is loaded once, and lost with its pages
     private: bool = False  # its K and V may be edited, so no other request shares its pages
+    adapted: Hashable = None  # its adapter's key as of its admission
     kept: bool = False  # its K and V are partly of older weights, so no other request shares its pages either
     preemptions: int = 0
     last_step: int = -1  # the newest dispatched step that includes it
@@ -94,7 +97,8 @@ class Sequence:
     @property
     def key(self) -> Hashable:
         """Returns what its K and V depend on besides its tokens and the weights. None: nothing."""
-        return None if self.inputs is None else self.inputs.key
+        own = None if self.inputs is None else self.inputs.key
+        return own if self.adapted is None else (own, self.adapted)
 
     @property
     def length(self) -> int:

@@ -54,6 +54,12 @@ def of_scheme(scheme: "str | Path | Scheme") -> str:
     return digest([json.dumps(found.rules).encode(), *([] if found.rotate is None else [found.rotate.encode()])])
 
 
+def of_adapters(adapters: Mapping[str, Path]) -> str:
+    """Returns the identity of adapters by their names and the content of their files."""
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    return digest(part.encode() for name, path in adapters.items() for part in (name, _of_files(path, files)))
+
+
 def differing(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     """Returns the keys that only one of the two has, or whose values differ."""
     return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]

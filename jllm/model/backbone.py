@@ -16,6 +16,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import EvaluationError
 from jllm.model import experts as _experts  # noqa: F401  (registers its block)
 from jllm.model import norm_after as _norm_after  # noqa: F401  (likewise)
+from jllm.model.adapters import with_adapters
 from jllm.model.attention import AttentionInputs, attention_block, attention_inputs
 from jllm.model.cache import Cache
 from jllm.model.fused_linear import norm_linear
@@ -88,7 +89,12 @@ def tapped_backbone(
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     x = x if edits is None else edits.apply("embedding", x, backend)
     found = {"embedding": x} if "embedding" in taps else {}
-    x, cache, inside = run_layers(params.layers, config, x, batch, cache, taps, backend=backend, edits=edits)
+    layers = params.layers
+    if params.adapters is not None:
+        assert isinstance(batch, Paged), "params with adapters take a step's rows"
+        assert batch.adapter is not None, "its rows say which adapter they take"
+        layers = with_adapters(params, config, batch.adapter)
+    x, cache, inside = run_layers(layers, config, x, batch, cache, taps, backend=backend, edits=edits)
     return x, cache, found | inside
 
 

@@ -1,7 +1,7 @@
 """Fuses linear with the operations before it: a norm, SiLU, or both.
 
 The rows have the form that the weight takes. For quantized activations, the norm or SiLU quantizes its rows to eight
-bits in the same pass (`norm`, `silu_mul`).
+bits in the same pass (`norm`, `silu_mul`). A weight with adapters takes plain rows, and nothing is fused with it.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jllm.model.adapted import Adapted
 from jllm.model.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
@@ -46,7 +47,7 @@ def silu_mul(
 def norm_linear(
     x: Float[Array, "T E"],
     weight: Float[Array, " E"],
-    w: Weight,
+    w: Weight | Adapted,
     bias: Float[Array, " outputs"] | None = None,
     *,
     eps: float,
@@ -56,6 +57,9 @@ def norm_linear(
     """Returns linear of norm of x in out_dtype (default: x's). It is differentiable also where codes lie between the
     norm and the product."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
+    if isinstance(w, Adapted):
+        rows = norm_quant(x, weight, eps=eps, backend=backend)[0]
+        return linear(rows, w, bias, out_dtype=out_dtype, backend=backend)
     if not isinstance(w, QuantizedWeight):
         return matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=where_faster(backend))
 
@@ -78,7 +82,7 @@ def norm_linear(
 @shaped
 def silu_linear(
     gate_up: Float[Array, "T G"],
-    w: Weight,
+    w: Weight | Adapted,
     bias: Float[Array, " outputs"] | None = None,
     *,
     residual: Float[Array, "T outputs"],
@@ -87,6 +91,10 @@ def silu_linear(
     parts: int = 1,
 ) -> Float[Array, "T outputs"]:
     """Returns linear of silu_mul of gate_up in the residual's dtype. `axis` and `parts` are as in linear."""
+    if isinstance(w, Adapted):
+        plain = silu_mul_quant(gate_up, backend=where_faster(backend))
+        added: dict[str, Any] = {"residual": residual, "out_dtype": residual.dtype}
+        return linear(plain, w, bias, **added, backend=backend, axis=axis, parts=parts)
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         gates, ups = (jnp.split(half, parts, axis=-1) for half in jnp.split(gate_up, 2, axis=-1))
         cut = [jnp.concatenate(pair, axis=-1) for pair in zip(gates, ups)]
@@ -109,10 +117,14 @@ def silu_linear(
     return (with_gradient(run, straight) if isinstance(w, QuantizedWeight) else run)(gate_up, w, bias, residual)
 
 
-def fuses_swiglu(x: jax.Array, w: Weight, bias: jax.Array | None, reader: Weight, *, backend: str | None) -> bool:
+def fuses_swiglu(
+    x: jax.Array, w: Weight | Adapted, bias: jax.Array | None, reader: Weight | Adapted, *, backend: str | None
+) -> bool:
     """Returns whether the gate and up projections of x [T, E], SiLU and the product are one operation. For plain and
     weight-only weights they are, if the reader takes plain rows. For int8 codes they are, if the reader quantizes its
-    inputs likewise and one kernel does all of it. A bias prevents both."""
+    inputs likewise and one kernel does all of it. A bias prevents both, and so do adapters of w."""
+    if isinstance(w, Adapted):
+        return False
     if bias is not None or not isinstance(w, QuantizedWeight) or is_weight_only(w):
         return bias is None and rows_kind(reader) is None
     if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jllm.model.adapted import Adapted, with_addend
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
 from jllm.model.weight_inputs import input_blocks, part_outliers, rounded_inputs, row_codes, takes_plain_rows
@@ -43,7 +44,7 @@ Inputs = jax.Array | QuantizedRows
 @shaped
 def linear(
     x: Float[Array, "*rows inputs"] | QuantizedRows,
-    w: Weight,
+    w: Weight | Adapted,
     bias: Float[Array, " outputs"] | None = None,
     *,
     residual: Float[Array, "*rows outputs"] | None = None,
@@ -57,19 +58,36 @@ def linear(
     out_dtype defaults to x's dtype; QuantizedRows need one. With `axis` the inputs are sharded over the devices of that
     mesh axis, and their products are summed. Each device quantizes its part with its own scales. If the backend is
     deterministic it takes the scales of whole rows. `parts` quantizes the inputs on one device as that number of
-    devices would. It is differentiable except for QuantizedRows.
+    devices would. It is differentiable except for QuantizedRows. Adapters of w take plain rows, and add in the
+    residual's place. With `axis` they add to each device's part of the product.
     """
+    if isinstance(w, Adapted):
+        assert not isinstance(x, QuantizedRows), "adapters take plain rows"
+        kind = x.dtype if out_dtype is None else out_dtype
+        how: dict[str, Any] = {"out_dtype": kind, "backend": backend}
+        if axis is None:
+            added = with_addend(x, w, residual, **how)
+            return linear(x, w.base, bias, residual=added, parts=parts, **how)
+        part = _part(x, w.base, with_addend(x, w, None, **how), axis=axis, **how)
+        return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         assert not isinstance(x, QuantizedRows), "parts take inputs that are not quantized yet"
         each = zip(jnp.split(x, parts, axis=-1), column_parts(w, parts))
         return sum_parts([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
-        name = axis.name if backend == DETERMINISTIC else None
-        if isinstance(w, QuantizedWeight) and w.columns is not None:
-            x, w = _in_order(x, w, axis, name, backend)
-        part = _product(x, w, None, None, out_dtype=out_dtype, backend=backend, axis=name)
+        part = _part(x, w, None, axis=axis, out_dtype=out_dtype, backend=backend)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
+
+
+def _part(
+    x: Inputs, w: Weight, added: jax.Array | None, *, axis: MeshAxis, out_dtype, backend: str | None
+) -> jax.Array:
+    """Returns a device's part of the product, plus `added`, which is its own."""
+    name = axis.name if backend == DETERMINISTIC else None
+    if isinstance(w, QuantizedWeight) and w.columns is not None:
+        x, w = _in_order(x, w, axis, name, backend)
+    return _product(x, w, None, added, out_dtype=out_dtype, backend=backend, axis=name)
 
 
 @shaped

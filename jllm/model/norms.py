@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import LlamaConfig
+from jllm.model.adapted import Adapted
 from jllm.model.linear import linear
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
@@ -43,7 +44,7 @@ def norm_rows(
 def add_linear(
     x: Float[Array, "T E"],
     rows: Float[Array, "T inputs"],
-    w: Weight,
+    w: Weight | Adapted,
     bias: Float[Array, " E"] | None = None,
     norm: Float[Array, " E"] | None = None,
     *,

@@ -79,6 +79,7 @@ class Paged:
     segments: Segments | None = None  # the used rows of each segment and their masks, if Q > 1
     width: int = field(default=1, metadata={"static": True})  # Q
     row_map: RowMap | None = None  # of the T rows, if the cache has tails
+    adapter: jax.Array | None = None  # i32[T], the adapter of each row, if the params have adapters; -1: none
 
     @property
     def short_rows(self) -> int:

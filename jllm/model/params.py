@@ -241,6 +241,7 @@ class Params:
     layers: Sequence[LayerParams]
     norm: jax.Array = field(metadata=norm_weight("model.norm", "embed"))  # [E]
     head: Weight | None = field(metadata=matrix({HEAD: "vocab"}, "embed"))  # [V, E]; None when tied to embed
+    adapters: Any = None  # of a step's requests: adapted.Slots by field of a layer's matrices; files hold none
 
     @property
     def dtype(self) -> np.dtype:

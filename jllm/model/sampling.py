@@ -67,6 +67,7 @@ class Sampling:
     stop_ids: AnyArray  # i32[R, STOP_IDS], -1 pads; tokens that end the sequence
     max_length: AnyArray  # i32[R]; prompt and output tokens at which the sequence ends
     penalties: Penalties | None = None
+    adapter: AnyArray | None = None  # i32[R], the sequence's place among the params' adapters; -1: none
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +79,9 @@ class TokenCounts:
     counts: Array  # i32[S, V]; occurrences in the output
 
 
-def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
+def neutral_sampling(rows: int, bias: int = 0, adapters: bool = False) -> Sampling:
     """Returns parameters that change nothing: greedy, without end, in numpy. `bias` is X; 0 leaves the penalties
-    out."""
+    out. `adapters` is whether the params have some."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full((rows, *shape), value, np.int32)
@@ -99,16 +100,17 @@ def neutral_sampling(rows: int, bias: int = 0) -> Sampling:
         stop_ids=ints(-1, STOP_IDS),
         max_length=ints(0),
         penalties=penalties,
+        adapter=ints(-1) if adapters else None,
     )
 
 
 def write_row(sampling: Sampling, row: int, values: Mapping[str, Any]) -> None:
     """Writes values by name of their field into one row of numpy arrays. stop_ids, bias_ids and bias_values take as
-    many values as there are. If the struct has no penalties (neutral_sampling's bias 0), they must be neutral."""
+    many values as there are. Where the struct has no penalties or adapters, the values must be neutral."""
     structs = (sampling,) if sampling.penalties is None else (sampling, sampling.penalties)
     for struct in structs:
         for each in fields(struct):
-            if each.name in values:
+            if each.name in values and getattr(struct, each.name) is not None:
                 array, value = getattr(struct, each.name), values[each.name]
                 if array.ndim == 1:
                     array[row] = value

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jllm.model.adapted import Adapted
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
 from pallas_kernels.formats.block_floats import KINDS, round_blocks
@@ -86,7 +87,7 @@ def is_weight_only(w: QuantizedWeight) -> bool:
     return w.format.activations is None
 
 
-def rows_kind(reader: Weight) -> str | None:
+def rows_kind(reader: Weight | Adapted) -> str | None:
     """Returns the code that a norm or SiLU quantizes to for this weight, or None. A scale that all
     tokens share takes a pass of its own. So does one that is known before (input_scale), and so do outliers and scales
     of groups."""

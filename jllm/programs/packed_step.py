@@ -32,12 +32,13 @@ class Layout:
     bias: int = 0  # logit bias entries a sequence; 0 leaves out penalties
     wanted: bool = True  # whether a later step may verify drafts
     tapped: int = 0  # rows whose tapped values it returns
+    adapters: bool = False  # whether the params have some
 
     def empty(self) -> RaggedBatch:
         """Returns an empty batch of this size."""
         bucket = self.bucket
         sizes = {"deltas": self.deltas, "bias": self.bias, "width": bucket.rows, "tapped": self.tapped}
-        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes)
+        return empty_batch(bucket.decodes, bucket.tokens, bucket.chunks, **sizes, adapters=self.adapters)
 
     @property
     def size(self) -> int:

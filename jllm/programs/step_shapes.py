@@ -1,7 +1,7 @@
 """Describes the arguments of an engine's steps by shape, as its compiled programs need them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +13,7 @@ from jllm.config import MAX_LOGIT_BIAS, LlamaConfig
 from jllm.model.cache import COPIES, cache_bytes, jit_copy_pages
 from jllm.model.hooks import Hooks
 from jllm.model.params import Params
-from jllm.parallel.ranks import HEADS, REPLICATED, placed_shapes
+from jllm.parallel.ranks import HEADS, REPLICATED, STACKED, placed_shapes
 from jllm.programs.compiler import Recipe
 from jllm.programs.packed_step import FORWARD, WHOLE_STEP, Layout, packed_step
 from jllm.programs.sizes import EngineSizes
@@ -29,9 +29,9 @@ from jllm.step.state import SPREAD, State, Variant
 class StepShapes:
     """Describes the arguments of all programs of an engine.
 
-    Weights, drafter and hooks are the arrays that steps take. The other arguments are known by shape. `home` is the
-    device of the weights, if it is a single one. `chosen` means that the caller placed them there, not JAX; programs
-    are then compiled for that device.
+    Weights, drafter and hooks are the arrays that steps take. The other arguments are known by shape, adapters too.
+    `home` is the device of the weights, if it is a single one. `chosen` means that the caller placed them there, not
+    JAX; programs are then compiled for that device.
     """
 
     config: LlamaConfig
@@ -45,6 +45,7 @@ class StepShapes:
     always_drafts: bool = False  # the caller chose the number of drafts
     home: jax.Device | None = None
     chosen: bool = False
+    adapters: Any = None  # Params.adapters
 
     def layout(self, bucket: Bucket, variant: Variant) -> Layout:
         """Returns the layout of a step. A step wants drafts if it verifies some. If few sequences decode, steps that
@@ -53,7 +54,7 @@ class StepShapes:
         wanted = bucket.rows > 1 or (bucket.tokens > 0 and bucket.decodes <= limits.most_short)
         bias = MAX_LOGIT_BIAS if variant.penalties else 0
         tapped = min(limits.tap_rows or 0, bucket.size) if variant.taps else 0
-        return Layout(bucket, limits.max_deltas, bias, wanted, tapped)
+        return Layout(bucket, limits.max_deltas, bias, wanted, tapped, self.adapters is not None)
 
     def tree(self, bucket: Bucket | None = None) -> Tree:
         """Returns the tree of each sequence's drafts in a step of this size (default: the largest)."""
@@ -79,7 +80,8 @@ class StepShapes:
         """Returns a program's arguments, by shape where only the shape matters."""
         state = self._placed(self._state_of(variant), SPREAD)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
-        first = self.params, state, buffer
+        adapters = None if self.adapters is None else self._placed(self.adapters, STACKED)
+        first = replace(self.params, adapters=adapters), state, buffer
         if part == FORWARD:
             return *first, None, self.hooks
         if part == WHOLE_STEP:

@@ -31,7 +31,7 @@ class Answer:
             "id": ("chatcmpl-" if wanted.chat else "cmpl-") + secrets.token_hex(12),
             "object": kind,
             "created": int(time.time()),
-            "model": served.name,
+            "model": served.name_with(wanted.sampling.adapter),
         }
         self._done: dict[tuple[int, int], Completion] = {}
         self._begun: dict[tuple[int, int], Offsets] = {}  # samples with at least one chunk

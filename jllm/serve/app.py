@@ -38,8 +38,7 @@ def make_app(
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
         "/v1/chat/completions": Generate(engine, served, chat, deadline, limits),
         "/v1/responses": Generate(engine, served, response, deadline, limits),
-        "/v1/models": Get(lambda: {"object": "list", "data": [_model(served)]}),
-        f"{MODEL}{served.name}": Get(lambda: _model(served)),
+        "/v1/models": Get(lambda: {"object": "list", "data": [_model(name, served) for name in served.models]}),
         "/tokenize": Post(lambda body: _tokens(tokenize(body, served), served), limits),
         "/detokenize": Post(lambda body: {"prompt": detokenize(body, served)}, limits),
         "/tokenizer_info": Get(lambda: _tokenizer_info(served)),
@@ -48,8 +47,10 @@ def make_app(
     }
     if updates is not None:
         endpoints["/v1/update"] = Post(updates, limits)
-    routes = [Route(f"{MODEL}{{name:path}}" if path.startswith(MODEL) else path, it) for path, it in endpoints.items()]
-    return Guard(Router(routes, redirect_slashes=False), key, limits, frozenset(endpoints), exporter.count)
+    routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+    routes.append(Route(f"{MODEL}{{name:path}}", OneModel(served)))
+    paths = frozenset([*endpoints, *(f"{MODEL}{name}" for name in served.models)])
+    return Guard(Router(routes, redirect_slashes=False), key, limits, paths, exporter.count)
 
 
 class Generate:
@@ -128,6 +129,17 @@ class Get:
         await send_json(send, self._value())
 
 
+class OneModel:
+    """Is the GET endpoint of each model by its name, which may hold slashes."""
+
+    def __init__(self, served: Served):
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_get(scope)
+        await send_json(send, _model(scope["path_params"]["name"], self._served))
+
+
 class Post:
     """Is a POST endpoint that answers a JSON object with a function's result."""
 
@@ -162,8 +174,9 @@ def _event(chunk: Mapping[str, object]) -> bytes:
     return kind.encode() + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-def _model(served: Served) -> dict[str, object]:
-    return {"id": served.name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
+def _model(name: str, served: Served) -> dict[str, object]:
+    found = {"id": name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
+    return found if name == served.name else found | {"parent": served.name}
 
 
 def _health(engine: AsyncEngine) -> dict[str, object]:

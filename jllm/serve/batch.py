@@ -162,7 +162,7 @@ def _prepare(
         return ids
 
     name, context, parser = served_name(args), model.config.context, args.tool_call_parser
-    served = Served(name, model.tokenizer, context, MOST_SAMPLES, check, parser)
+    served = Served(name, model.tokenizer, context, MOST_SAMPLES, check, parser, adapters=tuple(args.adapters or ()))
     parsed, wrong = _try(lambda task: parse(task, served), todo)
     requests = [(len(ids), one.sampling) for one in parsed.values() for ids in one.prompts]
     options = options_for_run(requests, {name: getattr(args, name) for name in ENGINE_FLAGS})

@@ -55,7 +55,9 @@ class Worker:
         self._model = model
         self._engine: Engine | None = None
         name, context, parser = served_name(args), model.config.context, args.tool_call_parser
-        self._served = Served(name, model.tokenizer, context, MOST_SAMPLES, self._check, parser)
+        self._served = Served(
+            name, model.tokenizer, context, MOST_SAMPLES, self._check, parser, adapters=tuple(args.adapters or ())
+        )
 
     def do(self, shard: Shard) -> int:
         """Writes a shard's file, whole and under its own name. Returns how many of its rows were wrong. Raises

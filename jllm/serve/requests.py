@@ -36,6 +36,16 @@ class Served:
     check: Check  # returns a prompt's ids, or raises if the engine refuses it
     tool_parser: str | None = None  # the format of tool calls (tool_formats.py); None: read from the template
     inputs: Callable[[str], Inputs | None] | None = None  # returns the arrays of a name; None: requests have none
+    adapters: tuple[str, ...] = ()  # names of loaded ones: a request takes one as the model "name:adapter"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Returns the names that requests can have for a model."""
+        return self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)
+
+    def name_with(self, adapter: str | None) -> str:
+        """Returns the name of the model with an adapter."""
+        return self.name if adapter is None else f"{self.name}:{adapter}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ def parse_json(data: bytes) -> dict[str, object]:
 def completion(body: Mapping[str, object], served: Served) -> Wanted:
     """Parses the body of POST /v1/completions."""
     check_fields(body, COMPLETION, fields.COMPLETION)
-    _check_model(body, served)
+    adapter = _adapter(body, served)
     stream, usage, each = _streaming(body)
     n, echo, logprobs = _take(body, "n", int, 1), _take(body, "echo", bool, False), _take(body, "logprobs", int, None)
     if (best := _take(body, "best_of", int, n)) != n:
@@ -128,7 +138,7 @@ def completion(body: Mapping[str, object], served: Served) -> Wanted:
         raise bad("logprobs", f"must be 0 or 1 with echo, not {logprobs}: prompts only have their likeliest token")
     tokens = _take(body, "max_tokens", int, COMPLETION_TOKENS)
     keep = not (echo and tokens == 0)
-    more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": echo and logprobs is not None}
+    more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": echo and logprobs is not None, "adapter": adapter}
     sampling = _sampling(body, max_new_tokens=tokens if keep else 1, **more)
     if sampling.prompt_logprobs and tokens == 1:
         # Clients that score prompts expect one entry for the new token, even for an end token, which has no text.
@@ -147,7 +157,7 @@ def completion(body: Mapping[str, object], served: Served) -> Wanted:
 def chat(body: Mapping[str, object], served: Served) -> Wanted:
     """Parses the body of POST /v1/chat/completions."""
     check_fields(body, CHAT, fields.CHAT)
-    _check_model(body, served)
+    adapter = _adapter(body, served)
     stream, usage, each = _streaming(body)
     wants, top = _take(body, "logprobs", bool, False), _take(body, "top_logprobs", int, None)
     if top and not wants:
@@ -164,7 +174,8 @@ def chat(body: Mapping[str, object], served: Served) -> Wanted:
     given = {name: _take(body, name, int, None) for name in ("max_tokens", "max_completion_tokens")}
     tokens = next((tokens for tokens in given.values() if tokens is not None), None)
     most = served.context if tokens is None else tokens
-    sampling = _sampling(body, tools, max_new_tokens=most, logprobs=(top or 0) if wants else None)
+    asked: dict[str, Any] = {"logprobs": (top or 0) if wants else None, "adapter": adapter}
+    sampling = _sampling(body, tools, max_new_tokens=most, **asked)
     if sampling.n > served.most_samples:
         raise bad("n", f"must be at most {served.most_samples}, the number of samples that may run and wait")
     token_ids, priority = _take(body, "return_token_ids", bool, False), _take(body, "priority", int, 0)
@@ -232,11 +243,14 @@ def _take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     return value
 
 
-def _check_model(body: Mapping[str, object], served: Served) -> None:
+def _adapter(body: Mapping[str, object], served: Served) -> str | None:
+    """Returns the adapter in the model's name, or None for the model alone."""
     name = _take(body, "model", str, served.name)
-    if name != served.name:
-        text = f"the model {shown(name)} is not served here, but {shown(served.name)} is"
+    if name not in served.models:
+        rest = "is" if not served.adapters else f"is, with adapters {', '.join(served.adapters)} after a colon"
+        text = f"the model {shown(name)} is not served here, but {shown(served.name)} {rest}"
         raise HttpError(404, text, param="model", code="model_not_found")
+    return None if name == served.name else name.removeprefix(f"{served.name}:")
 
 
 def _streaming(body: Mapping[str, object]) -> tuple[bool, bool, bool]:

@@ -163,7 +163,7 @@ class Response(Answer):
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "model": served.name,
+            "model": self._head["model"],
             "output": [],
             "previous_response_id": None,
             "background": False,

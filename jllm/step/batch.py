@@ -75,11 +75,18 @@ class PromptChunk:
 
 
 def empty_batch(
-    decodes: int, tokens: int, chunks: int, *, deltas: int, bias: int = 0, width: int = 1, tapped: int = 0
+    decodes: int,
+    tokens: int,
+    chunks: int,
+    *,
+    deltas: int,
+    bias: int = 0,
+    width: int = 1,
+    tapped: int = 0,
+    adapters: bool = False,
 ) -> RaggedBatch:
     """Returns a batch of nothing but padding, in numpy. It has room for R decodes of Q rows (`width`), C tokens in B
-    chunks, L page table changes, and N tapped rows. `bias` is X, the logit bias entries of a sequence; 0 leaves out
-    penalties."""
+    chunks, L page table changes, and N tapped rows. `bias` and `adapters` are as in neutral_sampling."""
 
     def ints(value: int, *shape: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
@@ -98,7 +105,7 @@ def empty_batch(
         chunk_room=ints(NOWHERE, chunks),
         prompt_len=ints(0, chunks),
         tapped=ints(NOWHERE, tapped),
-        sampling=neutral_sampling(chunks, bias),
+        sampling=neutral_sampling(chunks, bias, adapters),
         width=width,
     )
 
@@ -131,15 +138,17 @@ def ragged_batch(
     decodes: Sequence[int] = (),
     deltas: Sequence[tuple[int, int, int]] = (),
     rows: int = 1,
+    adapters: bool = False,
 ) -> RaggedBatch:
     """Returns a step as a batch without padding, for callers without an engine. It holds prompt chunks, decoding slots,
     and page table changes (slot, index, page) besides those of the chunks. Each decode has Q = `rows` rows: its newest
-    token and its drafts. Sequences end only where `sampling` has a limit."""
+    token and its drafts. Sequences end only where `sampling` has a limit. `adapters` is whether the params have
+    some; a chunk's `sampling` then has its place among them as "adapter"."""
     tokens, changes = sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.pages) for chunk in chunks)
     bias = max((len(chunk.sampling.get("bias_ids", ())) for chunk in chunks), default=0)
     penalized = any(name.endswith("_penalty") for chunk in chunks for name in chunk.sampling)
     sizes = {"deltas": len(deltas) + changes, "bias": max(bias, int(penalized)), "width": rows}
-    batch = empty_batch(len(decodes), tokens, len(chunks), **sizes)
+    batch = empty_batch(len(decodes), tokens, len(chunks), **sizes, adapters=adapters)
     batch.sampling.max_length[:], batch.decode_rows[:] = NOWHERE, rows
     fill_batch(batch, chunks, decodes, deltas)
     return batch

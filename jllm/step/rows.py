@@ -5,13 +5,13 @@ the newest token at its root. W = 1 + the tree's depth is the most tokens that a
 and W are 1.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.model.paged import Chunks, Paged, ShortSegments, paged_batch
+from jllm.model.paged import Chunks, Paged, ShortSegments, chunk_of_row, paged_batch
 from jllm.speculative.accept import accept, drafts_before
 from jllm.speculative.drafter import Drafts
 from jllm.speculative.tree import Tree, chain
@@ -138,6 +138,11 @@ def lay_out(
         page_size=page_size,
         slots=(decode_slot, chunk_slot) if tails else None,
     )
+    if slots.sampling.adapter is not None:
+        own = jnp.repeat(jnp.where(live, slots.sampling.adapter[decode_slot], -1), Q)
+        chunk = chunk_of_row(paged.chunk_cu[1:], batch.tokens.shape[0])
+        of_chunk = jnp.take(slots.sampling.adapter[chunk_slot], chunk, mode="fill", fill_value=-1)
+        paged = replace(paged, adapter=jnp.concatenate([own, of_chunk]))
     valid = jnp.concatenate([live, batch.chunk_final == 1])
     slot = jnp.concatenate([decode_slot, chunk_slot])
     rows = HeadRows(

@@ -140,14 +140,13 @@ class Variant:
         return sum(getattr(self, name) for name in WANTS) + bool(self.taps)
 
 
-def make_slots(slots: int, max_pages: int, bias: int = 0) -> Slots:
-    """Returns S empty slots of M page table entries each. `bias` is X, the logit bias entries of a slot; 0 leaves out
-    penalties."""
+def make_slots(slots: int, max_pages: int, bias: int = 0, adapters: bool = False) -> Slots:
+    """Returns S empty slots of M page table entries each. `bias` and `adapters` are as in neutral_sampling."""
 
     def ints(*shape: int) -> jax.Array:  # a buffer for each field, since all are donated
         return jnp.zeros((slots, *shape), jnp.int32)
 
-    sampling = jax.tree.map(jnp.array, neutral_sampling(slots, bias))
+    sampling = jax.tree.map(jnp.array, neutral_sampling(slots, bias, adapters))
     return Slots(token=ints(), length=ints(), done=jnp.ones(slots, bool), pages=ints(max_pages), sampling=sampling)
 
 
@@ -161,16 +160,18 @@ def init_state(
     kv_cache: KVCache | None = None,
     dtype: Any = None,
     drafter: Drafter | None = None,
+    adapters: bool = False,
 ) -> State:
     """Returns a state of S empty slots and N empty KV pages of P tokens. A slot may hold max_pages pages, by default
     its share of the pool. kv_cache is the format of K and V or its name, by default that of dtype. dtype defaults to
-    the config's. Raises ConfigError for an unknown format, and for a drafter that does not fit the config."""
+    the config's. `adapters` is whether steps take params with adapters. Raises ConfigError for an unknown format, and
+    for a drafter that does not fit the config."""
     dtype = config.dtype if dtype is None else dtype
     formats = parse_kv_cache(kv_cache, config, dtype)
     table = max(1, num_pages // slots) if max_pages is None else max_pages
     tails = make_tails(config, formats, dtype, slots, page_size, 1 if drafter is None else drafter.tree.size)
     cache = make_cache(config, num_pages, page_size, formats)
-    state = place_state(State(cache, make_slots(slots, table), tails=tails), config)
+    state = place_state(State(cache, make_slots(slots, table, adapters=adapters), tails=tails), config)
     return replace(state, drafts=None if drafter is None else init_drafts(drafter, state, config, dtype))
 
 

@@ -4,7 +4,8 @@ The forward pass is the engine's: each sequence is one prompt chunk over a paged
 the same tiles of rows as in a step. The backward pass goes through the layers from the last to the first. Each layer
 is differentiated without a cache, at the input that it had in the forward pass. Activations, K and V are rounded as
 they were there, and the rounding passes gradients straight through (Bengio et al., arXiv 1308.3432). The gradient of a
-quantized weight is that of the weight from which it was made.
+quantized weight is that of the weight from which it was made. An adapter is served in a place of its own, as an
+engine has it. Its gradient is that of plain products.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +18,17 @@ import numpy as np
 
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.model.adapted import Slots
+from jllm.model.adapters import (
+    MOST_RANK,
+    Adapter,
+    LowRank,
+    all_targets,
+    arrays_of,
+    check_adapter,
+    choose_targets,
+    layer_with,
+)
 from jllm.model.backbone import head, run_layers, tapped_backbone
 from jllm.model.cache import KVCache, make_cache, parse_kv_cache
 from jllm.model.linear import decoded, embed
@@ -65,6 +77,8 @@ class Served:
     backend: str | None
     tempered: bool
     entropy: bool
+    rank: int | None = None  # of the engine's places for adapters; None: it has none
+    targets: tuple[str, ...] | None = None  # the modules that its adapters may change
 
 
 def token_logprobs(
@@ -80,6 +94,9 @@ def token_logprobs(
     temperature: float | jax.Array | None = None,
     entropy: bool = False,
     deterministic: bool = True,
+    adapters: Adapter | None = None,
+    adapter_rank: int | None = None,
+    adapter_targets: tuple[str, ...] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns float32 [B, L] (float64 in that dtype). Entry [b, t] is the log-probability of tokens[b, t + 1] after
     tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on. A length beyond L counts as L.
@@ -90,8 +107,11 @@ def token_logprobs(
     have the dtypes of `params`. With a temperature the values are those of logits / temperature
     (logprobs_mode="tempered"). With `entropy` it returns the entropies [B, L] too.
 
-    It is differentiable once, by params: under jit, grad and remat. Raises EvaluationError under vmap, for second
-    derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has, and
+    With `adapters`, a pytree as init_adapter returns it, all sequences take that adapter. The engine's places for it
+    have adapter_rank (default: its own) and adapter_targets.
+
+    It is differentiable once, by params and adapters: under jit, grad and remat. Raises EvaluationError under vmap, for
+    second derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has, and
     QuantizationError for a scheme that does not fit.
     """
     if config.mesh is not None:
@@ -116,6 +136,8 @@ def token_logprobs(
         backend=DETERMINISTIC if deterministic else None,
         tempered=temperature is not None,
         entropy=entropy,
+        rank=_rank(config, adapters, adapter_rank, adapter_targets),
+        targets=adapter_targets,
     )
     if temperature is not None and not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ConfigError(f"temperature must be above 0, not {temperature}")
@@ -126,8 +148,20 @@ def token_logprobs(
     # Through float32, in which an engine keeps it.
     heat = _constant(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32).astype(wide))
     ints = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
-    logprobs, entropies = _jitted(how, params, *ints, heat)
+    logprobs, entropies = _jitted(how, params, adapters, *ints, heat)
     return (logprobs, entropies) if entropy else logprobs
+
+
+def _rank(
+    config: LlamaConfig, adapter: Adapter | None, rank: int | None, targets: tuple[str, ...] | None
+) -> int | None:
+    """Returns the rank of the engine's places for adapters, or None. Raises ConfigError and WeightsError for arguments
+    that do not fit."""
+    if adapter is None:
+        return rank
+    known = choose_targets(config, targets)
+    check_adapter(adapter, known, MOST_RANK if rank is None else rank, "the adapter")
+    return max((each.rank for each in adapter.values()), default=1) if rank is None else rank
 
 
 def _formats(params: Params, quantize: str | Scheme, deterministic: bool) -> dict[str, Formats]:
@@ -149,24 +183,40 @@ def _formats(params: Params, quantize: str | Scheme, deterministic: bool) -> dic
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scored(how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array) -> Scored:
-    return _forward(how, params, tokens, lengths, temperature)[0]
+def _scored(
+    how: Served,
+    params: Params,
+    adapter: Adapter | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+) -> Scored:
+    return _forward(how, params, adapter, tokens, lengths, temperature)[0]
 
 
 _jitted = partial(jax.jit, static_argnums=0)(_scored)
 
 
 def _forward(
-    how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array, keep: bool = False
+    how: Served,
+    params: Params,
+    adapter: Adapter | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+    keep: bool = False,
 ) -> tuple[Scored, tuple[jax.Array, ...]]:
     """Returns the engine's log-probabilities and, to keep, the input of each layer [B L, E] and of the head."""
-    params, tokens, lengths, temperature = _alone((params, tokens, lengths, temperature))
-    served = jax.lax.optimization_barrier(_served(how, params))  # else XLA may leave out how these are rounded
+    params, adapter, tokens, lengths, temperature = _alone((params, adapter, tokens, lengths, temperature))
+    served = replace(_served(how, params), adapters=_in_a_place(how, adapter))
+    served = jax.lax.optimization_barrier(served)  # else XLA may leave out how these are rounded
     (B, L), config = tokens.shape, how.config
     M = -(-L // how.page_size)
     table = jnp.arange(B * M, dtype=jnp.int32).reshape(B, M)
     chunks = Chunks(tokens.reshape(-1), jnp.zeros(B, jnp.int32), jnp.full(B, L, jnp.int32), table)
     batch = paged_batch(no_segments(M), chunks, num_pages=B * M, page_size=how.page_size)
+    if how.rank is not None:
+        batch = replace(batch, adapter=jnp.full(B * L, -1 if adapter is None else 0, jnp.int32))
     cache = make_cache(config, B * M, how.page_size, how.stored)
     taps = tuple(f"layers.{i}.input" for i in range(config.num_layers)) if keep else ()
     hidden, _, found = tapped_backbone(served, config, batch, cache, taps, backend=how.backend)
@@ -186,17 +236,24 @@ def _forward(
     return scored, (*(found[name] for name in taps), hidden)
 
 
-def _keep(how: Served, params: Params, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array) -> tuple:
+def _keep(
+    how: Served,
+    params: Params,
+    adapter: Adapter | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+) -> tuple:
     if how.config.logit_softcap is not None:
         raise EvaluationError("token_logprobs has no gradient for a model that caps its logits; packed_logits has one")
-    scored, kept = _forward(how, params, tokens, lengths, temperature, keep=True)
-    return scored, (params, tokens, lengths, temperature, kept)
+    scored, kept = _forward(how, params, adapter, tokens, lengths, temperature, keep=True)
+    return scored, (params, adapter, tokens, lengths, temperature, kept)
 
 
 def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
-    """Returns the gradients of _scored's arguments by params, tokens, lengths and temperature."""
-    masters, tokens, lengths, temperature, (*inputs, hidden) = residuals
-    params, of = _alone((_cast(how, masters), of))
+    """Returns the gradients of _scored's arguments by params, adapter, tokens, lengths and temperature."""
+    masters, adapter, tokens, lengths, temperature, (*inputs, hidden) = residuals
+    params, low, of = _alone((_cast(how, masters), None if adapter is None else _cast(how, adapter), of))
     (B, L), config, formats = tokens.shape, how.config, dict(how.formats)
     of_logprobs, of_entropies = (_masked(each, lengths).reshape(-1) for each in of)
 
@@ -210,21 +267,36 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
     _, pull = jax.vjp(top, params.norm, own, hidden)
     dnorm, dhead, dx = pull((of_logprobs, of_entropies))
     dx, layers = dx.reshape(B, L, -1), []
+    of_low: dict[str, list[LowRank]] = {name: [] for name in low or {}}
+    targets = all_targets(config)
     for i in reversed(range(config.num_layers)):
         named = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(params.layers[i]).items()}
         wanted = tuple((field, formats.get(name, ())) for field, name in named.items())
         x = inputs[i].reshape(B, L, -1)
         # A layer waits for the gradient of the one after it, so that memory holds one layer's inner values.
-        dlayer, dx = _pull_layer(config.one_layer(i), _differing(how), wanted, params.layers[i], x, dx)
+        here = {
+            name: each.of_layer(targets[name], i) for name, each in (low or {}).items() if i in targets[name].layers
+        }
+        dlayer, dlow, dx = _pull_layer(config.one_layer(i), _differing(how), wanted, params.layers[i], here, x, dx)
         layers.append(dlayer)
+        for name, each in dlow.items():
+            of_low[name].append(each)
     _, pull = jax.vjp(lambda w: embed(w, tokens.reshape(-1), how.dtype), params.embed)
     dx = dx if config.embedding_multiplier == 1 else dx * jnp.asarray(config.embedding_multiplier, dx.dtype)
     (dembed,) = pull(dx.reshape(B * L, -1))
     if params.head is None:
         dembed, dhead = jax.tree.map(_sum, dembed, dhead), None
     found = Params(dembed, tuple(reversed(layers)), dnorm, dhead)
+    dadapter = None
+    if adapter is not None:
+        stacked = {
+            name: (jnp.concatenate([one.a for one in each[::-1]]), jnp.concatenate([one.b for one in each[::-1]]))
+            for name, each in of_low.items()
+        }
+        dadapter = {name: replace(adapter[name], a=a, b=b) for name, (a, b) in stacked.items()}
+        dadapter = jax.tree.map(_as_master, dadapter, adapter)
     zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in (tokens, lengths))
-    return jax.tree.map(_as_master, found, masters), *zeros, jnp.zeros_like(temperature)
+    return jax.tree.map(_as_master, found, masters), dadapter, *zeros, jnp.zeros_like(temperature)
 
 
 _scored.defvjp(_keep, _pull)
@@ -236,14 +308,16 @@ def _pull_layer(
     stored: tuple[KVFormat, KVFormat] | None,
     formats: tuple[tuple[str, Formats], ...],
     layer: LayerParams,
+    adapter: Adapter,
     x: jax.Array,
     dx: jax.Array,
-) -> tuple[LayerParams, jax.Array]:
-    """Returns the gradients by one layer's weights and by its input x [B, L, E], for that of its output."""
+) -> tuple[LayerParams, Adapter, jax.Array]:
+    """Returns the gradients by one layer's weights, by its part of an adapter, and by its input x [B, L, E], for that
+    of its output."""
 
-    def unpaged(layer: LayerParams, x: jax.Array) -> jax.Array:
+    def unpaged(layer: LayerParams, adapter: Adapter, x: jax.Array) -> jax.Array:
         changed = {field: _straight(matrices(layer)[field], some) for field, some in formats if some}
-        coded = with_matrices(layer, changed)
+        coded = layer_with(with_matrices(layer, changed), adapter, config)
 
         def one(x: jax.Array) -> jax.Array:
             position = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -252,7 +326,7 @@ def _pull_layer(
 
         return jax.vmap(one)(x)
 
-    return jax.vjp(unpaged, layer, x)[1](dx)
+    return jax.vjp(unpaged, layer, adapter, x)[1](dx)
 
 
 def _unpaged_head(x: jax.Array, w: Weight, tokens: jax.Array, temperature: jax.Array) -> Scored:
@@ -273,6 +347,16 @@ def _served(how: Served, params: Params) -> Params:
     return map_weights(convert, _cast(how, params), formats)
 
 
+def _in_a_place(how: Served, adapter: Adapter | None) -> dict[str, Slots] | None:
+    """Returns an engine's one place for adapters, with this one in it."""
+    if how.rank is None:
+        return None
+    arrays = arrays_of(_cast(how, adapter or {}), choose_targets(how.config, how.targets), how.rank, how.dtype)
+    return {
+        name: Slots(*(jnp.asarray(leaf)[:, None] for leaf in jax.tree.leaves(each))) for name, each in arrays.items()
+    }
+
+
 def _straight(w: Weight, wanted: Formats) -> Weight:
     """Returns the weight in its format, with itself as the original that its gradient goes to."""
     if not wanted:
@@ -281,8 +365,8 @@ def _straight(w: Weight, wanted: Formats) -> Weight:
     return replace(encode(jax.lax.stop_gradient(w), wanted[0]), original=w)
 
 
-def _cast(how: Served, params: Params) -> Params:
-    """Returns params with plain weights in the dtype that the engine serves."""
+def _cast[T](how: Served, params: T) -> T:
+    """Returns params or an adapter with plain weights in the dtype that the engine serves."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedWeight) or leaf.dtype == how.dtype:

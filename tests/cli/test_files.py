@@ -7,10 +7,14 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jllm
 from jllm.cli import jsonl
 from jllm.engine.engine import Engine
 from jllm.errors import OutputError
@@ -227,6 +231,27 @@ def test_broken_line_before_anything_runs(run, tmp_path, line, message):
     assert err.startswith(f"error: {path}, line 3: ")
     assert message in err
     assert not out.exists()
+
+
+def test_lines_take_adapters_by_name(run, folder, model, tmp_path):
+    """Prompts take the first one, and a line may take another or none. A file is not resumed with other adapters."""
+    adapter = jllm.init_adapter(model.config, jax.random.key(0), 2)
+    for name, value in (("loud", 1.0), ("soft", 0.5)):
+        changed = {field: replace(each, b=jnp.full_like(each.b, value)) for field, each in adapter.items()}
+        jllm.save_adapter(tmp_path / name, changed, model.config)
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"prompt": [5, 6]}\n{"prompt": [5, 6], "adapter": "soft"}\n{"prompt": [5, 6], "adapter": null}\n')
+    flags = ["--adapter", f"loud={tmp_path / 'loud'}", "--adapter", f"soft={tmp_path / 'soft'}"]
+    asked = ["--input", path, "--output", out, *FLAGS]
+    assert run(*asked, *flags)[0] == 0
+    texts = [found["token_ids"] for found in results(out).values()]
+    assert len({tuple(ids) for ids in texts}) == 3
+    jllm.save_adapter(tmp_path / "soft", adapter, model.config)
+    status, _, err = run(*asked, *flags)
+    assert status == 2
+    assert "adapters" in err
+    status, _, err = run("--adapter", "loud", "a")
+    assert (status, err) == (2, "error: argument --adapter: must be NAME=DIR, not 'loud' (see --help)\n")
 
 
 def test_chat_takes_no_token_ids(run, tmp_path):

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from jllm.engine.adapters import Places
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.request import SamplingParams
@@ -62,7 +63,7 @@ class FakePrograms:
 
 def make_gate(*there: Variant, ahead: bool = True) -> Gate:
     limits = Limits(4, 16, 12, 4, page_size=8, num_pages=32, max_deltas=16)
-    return Gate(FakePrograms(*there, ahead=ahead), Scheduler(limits))
+    return Gate(FakePrograms(*there, ahead=ahead), Scheduler(limits), Places(None, 0))
 
 
 def newcomer(gate: Gate, id: int, **asks) -> Sequence:

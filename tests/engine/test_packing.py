@@ -47,6 +47,7 @@ def test_a_plan_as_the_device_reads_it():
         "max_length": [50, 9, 0],
         "top_k": [NOWHERE, 0, 0],
         "seed": [2**32 - 1, 5, 0],
+        "adapter": None,
         "sample": [0, 1, 0],
         "stop_ids": [list(range(40, 40 + STOP_IDS)), [2, 9] + [-1] * (STOP_IDS - 2), [-1] * STOP_IDS],
         "temperature": [0.5, 0, 0],

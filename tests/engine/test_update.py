@@ -286,7 +286,7 @@ def count_versions_late(patch) -> None:
 
 def go_on(patch) -> None:
     """Plants a fault: running samples are not computed again."""
-    patch.setattr("jllm.engine.scheduler.Scheduler.start_over", lambda self: self.sharing.clear())
+    patch.setattr("jllm.engine.scheduler.Scheduler.start_over", lambda self, of=None: self.sharing.clear())
 
 
 FAULTS = [keep_prefixes, leave_a_layer, count_versions_late, go_on] + [update_between_halves] * (GUIDE is not None)

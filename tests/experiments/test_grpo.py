@@ -47,6 +47,19 @@ def test_losses_are_their_formulas_where_ratios_leave_the_band(loss):
     assert found == pytest.approx(wanted[loss], rel=1e-5)
 
 
+def test_an_adapter_of_quantized_weights_has_no_gap_and_is_what_trains(monkeypatch):
+    bundled = jllm.load(dtype="float32")
+    small = tiny_model(vocab_size=bundled.config.vocab_size, num_layers=1, context=256, hidden_size=64)
+    monkeypatch.setattr(grpo.jllm, "load", lambda *args, **options: replace(small, tokenizer=bundled.tokenizer))
+    monkeypatch.setattr(grpo, "reward_of", lambda text, words, ended: len(text) % 7 / 7)
+    asked = ["--steps", "2", "--prompts", "2", "--group", "2", "--new-tokens", "6", "--lr", "0.1"]
+    args = grpo.parse_arguments([*asked, "--lora", "2", "--quantize", "w8a16"])
+    recipe = grpo.Recipe(Objective(**grpo.of(Objective, args)), **grpo.of(grpo.Recipe, args))
+    rows = list(grpo.curve(grpo.jllm.load(), recipe, 2, None, {}))
+    assert [row["gap"] for row in rows] == [0, 0]
+    assert rows[0]["kl"] == 0 < rows[1]["kl"]
+
+
 def test_a_run_has_no_gap_and_goes_on_with_the_same_curve(tmp_path, monkeypatch):
     """With two inner steps, samples that are cut, and rewards of a tiny model."""
     bundled = jllm.load(dtype="float32")

@@ -15,6 +15,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import DrafterError, SnapshotError
 from jllm.files import fingerprint
 from jllm.guides.guide import Guide
+from jllm.model.adapters import init_adapter
 from jllm.model.shards import share_params
 from jllm.parallel.mesh import spread
 from jllm.quant.quantize import quantize
@@ -100,6 +101,30 @@ def test_preemption_prefixes_and_speculation():
     assert engine.metrics()["prefix_hit_tokens"] > 0
     drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
     assert tokens(two, greedy, **drafted, kv_cache=KIVI) == wanted
+
+
+def test_adapters():
+    """Ranks share KV heads here, so that several have the same rows of b. Places are fewer than adapters."""
+    model = meshes.model_of(num_layers=1)
+    rng, found = np.random.default_rng(0), {}
+    for i, targets in enumerate((None, ["k_proj", "down_proj"], ["o_proj", "up_proj"])):
+        start = init_adapter(model.config, jax.random.key(i), 2, targets=targets)
+        found[f"a{i}"] = {
+            name: replace(each, b=jnp.asarray(rng.normal(size=each.b.shape))) for name, each in start.items()
+        }
+    options = SIZES | {"max_adapters": 2, "adapter_rank": 3, "adapters": found, "executables": None}
+    sampling = [SamplingParams(max_new_tokens=5, ignore_eos=True, seed=1, adapter=name) for name in (*found, None)]
+
+    def tokens(engine):
+        engine.adapters.update("a0", found["a0"])
+        for each in sampling:
+            engine.submit([5, 6, 7, 8, 9], each)
+        done = {event.id: event.completion for event in engine.run() if event.completion}
+        return [done[id].token_ids for id in sorted(done)]
+
+    want = tokens(Engine(model, **options))
+    assert len(set(want)) == 4
+    assert tokens(Engine(on_mesh(model, 4), **options)) == want
 
 
 def test_guides():

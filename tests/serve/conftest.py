@@ -80,7 +80,9 @@ async def serving(model, *, max_waiting=256, grace=0.0, options=None, inputs=Non
 
     engine = AsyncEngine(Engine(model, **(OPTIONS | (options or {}))), max_waiting=max_waiting)
     arrays = None if inputs is None else lambda name: engine.check_inputs(read_input_file(inputs, name))
-    served = Served("small", model.tokenizer, engine.most_tokens, engine.limit, engine.check, inputs=arrays)
+    limits = engine.most_tokens, engine.limit, engine.check
+    more_served = {"inputs": arrays, "adapters": tuple((options or {}).get("adapters", ()))}
+    served = Served("small", model.tokenizer, *limits, **more_served)
     more.setdefault("limits", Limits())
     try:
         yield engine, make_app(engine, served, **more)

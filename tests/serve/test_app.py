@@ -10,9 +10,11 @@ import threading
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jllm
 from jllm.engine.request import Completion, Event, SamplingParams, Timings, TokenLogprob
 from jllm.files.load import load
 from jllm.files.safetensors_io import write_file
@@ -686,6 +688,28 @@ def test_what_is_too_long_has_the_code_that_clients_look_for(model, cases, optio
         assert engine.unfinished == 0
 
     run(model, work, options=options)
+
+
+def test_adapters_are_models_of_their_own_name(model):
+    adapter = jllm.init_adapter(model.config, jax.random.key(0), 2)
+    adapter = {name: replace(each, b=jnp.ones_like(each.b)) for name, each in adapter.items()}
+
+    async def work(engine, app):
+        listed = (await answer(app, "/v1/models"))[1]["data"]
+        assert [(each["id"], each.get("parent")) for each in listed] == [("small", None), ("small:loud", "small")]
+        assert await answer(app, "/v1/models/small:loud") == (200, listed[1])
+        texts = {}
+        for name in ("small", "small:loud"):
+            body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True, **GREEDY}
+            status, found = await answer(app, COMPLETIONS, body)
+            assert (status, found["model"]) == (200, name)
+            texts[name] = found["choices"][0]["token_ids"]
+        assert texts["small"] != texts["small:loud"]
+        status, found = await answer(app, COMPLETIONS, {"model": "small:soft", "prompt": [5]})
+        assert (status, found["error"]["code"]) == (404, "model_not_found")
+        assert "with adapters loud after a colon" in found["error"]["message"]
+
+    run(model, work, options={"adapters": {"loud": adapter}})
 
 
 @pytest.mark.parametrize("policy", ["paged", "reserve"])

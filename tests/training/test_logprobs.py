@@ -12,6 +12,7 @@ import jllm
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.model.adapters import init_adapter, merge_params
 from jllm.model.backbone import packed_logits
 from jllm.model.cache import parse_kv_cache
 from jllm.model.hooks import Hooks
@@ -184,6 +185,38 @@ def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
     for pick in (lambda p: (p.embed, p.norm), lambda p: p.layers[0].attention.norm, lambda p: p.layers[0].mlp.norm):
         check_equal(pick(got), pick(reference), 1e-9)
     assert np.abs(got.layers[0].attention.qkv).max() > 0
+
+
+def test_an_adapters_values_are_the_engines_and_its_gradients_those_of_merged_weights(batch):
+    for scheme in (None, "w8a8"):
+        model = tiny_model("float32", num_layers=1, **WIDE)
+        adapter = init_adapter(model.config, jax.random.key(0), 2, alpha=3, targets=["q_proj", "down_proj"])
+        adapter = {name: replace(each, b=each.a.mean() + jnp.ones_like(each.b) / 20) for name, each in adapter.items()}
+        coded = model if scheme is None else replace(model, params=quantize(model.params, scheme))
+        engine = Engine(coded, **one_size(2, 8, 12), deterministic=True, adapters={"one": adapter}, adapter_rank=3)
+        sampling = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0, seed=1)
+        ids = [engine.submit([5, 6, 7, 8], replace(sampling, adapter=name)) for name in ("one", None)]
+        done = {event.id: event.completion for event in engine.run() if event.completion}
+        options = engine.token_logprobs_options() | {"quantize": scheme}
+        for id, own in zip(ids, ({"adapters": adapter}, {})):
+            tokens = jnp.asarray([[5, 6, 7, 8, *done[id].token_ids]], jnp.int32)
+            got = jllm.token_logprobs(model.params, model.config, tokens, jnp.asarray([13]), **options, **own)
+            assert np.asarray(got)[0, 3:12].tolist() == [each.logprob for each in done[id].logprobs]
+
+    model = tiny_model("float64", **WIDE)
+
+    def loss(adapter, merged):
+        if merged:
+            return plain(merge_params(model.params, model.config, adapter), *batch, config=model.config)[0]
+        options = {"tokens": batch[0], "lengths": batch[1], "entropy": True, "adapters": adapter}
+        found, entropies = jllm.token_logprobs(model.params, model.config, **options)
+        return ((found + entropies / 2) * batch[2]).sum()
+
+    adapter = init_adapter(model.config, jax.random.key(0), 2, alpha=3, targets=["q_proj", "down_proj"])
+    adapter = {name: replace(each, b=each.a.mean() + jnp.ones_like(each.b) / 20) for name, each in adapter.items()}
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(adapter, merged) for merged in (False, True))
+    check_equal(got, want, 1e-11)
+    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(got)) > 0
 
 
 def test_temperature_is_the_engines_and_lengths_end_with_the_tokens(batch):

@@ -1,0 +1,163 @@
+"""Keeps an engine's adapters: all on the host, and those in use in places on the device.
+
+A request names its adapter. It goes in once its adapter has a place (gate.py). If all places are taken, the least
+recently used one is given away whose adapter no request inside uses. If there is none, the request waits, and others
+overtake it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jllm.engine.request import SamplingParams
+from jllm.errors import ConfigError, RequestError, WeightsError
+from jllm.files.peft import load_adapter
+from jllm.model.adapted import OneAdapter
+from jllm.model.adapters import Adapter
+
+if TYPE_CHECKING:
+    from jllm.engine.device import Device
+    from jllm.engine.sequence import Sequence
+    from jllm.model.model import Model
+
+Given = Adapter | str | PathLike
+
+
+@dataclass(eq=False)
+class Held:
+    """Holds one adapter of an engine."""
+
+    name: str
+    generation: int  # another one for each load and update, of all adapters
+    value: dict[str, OneAdapter] | None  # on the host; None: the device alone has it
+    place: int | None = None  # on the device
+    requests: int = 0  # unfinished samples that name it
+    inside: int = 0  # those of them that the gate has let in
+    used: int = 0  # when the last one went in
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Returns what K and V of its requests depend on besides tokens and weights."""
+        return self.name, self.generation
+
+
+class Places:
+    """Gives adapters their places on the device. It takes one caller at a time."""
+
+    def __init__(self, device: "Device", count: int):
+        self._device, self._free = device, list(reversed(range(count)))
+        self.count = count
+        self.held: dict[str, Held] = {}
+        self._clock = self._generation = 0
+
+    def of(self, sampling: SamplingParams) -> Held | None:
+        """Returns the adapter that a request names. Raises RequestError for an unknown one."""
+        if sampling.adapter is None:
+            return None
+        if (held := self.held.get(sampling.adapter)) is None:
+            known = f"loaded are {', '.join(self.held)}" if self.held else "none is loaded"
+            raise RequestError(f"adapter {sampling.adapter!r} is unknown: {known}")
+        return held
+
+    def load(self, name: str, value: dict[str, OneAdapter]) -> None:
+        self.check_new(name)
+        self.held[name] = Held(name, self._next(), jax.device_get(value))
+
+    def check_new(self, name: str) -> None:
+        """Raises WeightsError for a name that is taken or is none."""
+        if not self.count:
+            raise WeightsError("this engine has no places for adapters: make it with max_adapters=")
+        if not isinstance(name, str) or not name:
+            raise WeightsError(f"an adapter's name must be text, not {name!r}")
+        if name in self.held:
+            raise WeightsError(f"adapter {name!r} is loaded already: update() gives it other values")
+
+    def find(self, name: str) -> Held:
+        """Returns a loaded adapter. Raises WeightsError for an unknown one."""
+        if (held := self.held.get(name)) is None:
+            raise WeightsError(f"adapter {name!r} is not loaded: loaded are {', '.join(self.held) or 'none'}")
+        return held
+
+    def unload(self, name: str) -> None:
+        held = self.find(name)
+        if held.requests:
+            raise WeightsError(f"adapter {name!r} is in use by {held.requests} samples: unload it once they have ended")
+        if held.place is not None:
+            self._free.append(held.place)
+        del self.held[name]
+
+    def change(self, held: Held, value: dict[str, OneAdapter]) -> None:
+        """Gives an adapter other values: in its place, if it has one."""
+        held.generation, held.value = self._next(), None
+        if held.place is not None:
+            self._device.put_adapter(held.place, value)
+        if held.place is None or not self._device.reads_adapters:
+            held.value = jax.device_get(value)
+
+    def has_room(self, seq: "Sequence") -> bool:
+        """Returns whether a sample's adapter has a place, or can have one now."""
+        held = seq.adapter
+        return held is None or held.place is not None or bool(self._free) or self._idle() is not None
+
+    def enter(self, seq: "Sequence") -> None:
+        """Gives a sample's adapter a place, for which there is room."""
+        held = seq.adapter
+        if held is None:
+            return
+        self._clock += 1
+        held.used, held.inside = self._clock, held.inside + 1
+        if held.place is None:
+            held.place = self._take()
+            assert held.value is not None
+            self._device.put_adapter(held.place, held.value)
+
+    def leave(self, seq: "Sequence") -> None:
+        """Takes note that a sample that went in has ended."""
+        if seq.adapter is not None:
+            seq.adapter.inside -= 1
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = self._idle()
+        assert idle is not None, "has_room was asked"
+        assert idle.place is not None, "it is idle in a place"
+        if idle.value is None:
+            idle.value = self._device.read_adapter(idle.place)
+        place, idle.place = idle.place, None
+        return place
+
+    def _idle(self) -> Held | None:
+        """Returns the least recently used adapter in a place that no request inside uses."""
+        found = [held for held in self.held.values() if held.place is not None and not held.inside]
+        return min(found, key=lambda held: held.used, default=None)
+
+    def _next(self) -> int:
+        self._generation += 1
+        return self._generation
+
+
+def read(given: Given, model_config: Any) -> Adapter:
+    """Returns an adapter as it is, or from a PEFT directory."""
+    return load_adapter(given, model_config) if isinstance(given, str | PathLike) else given
+
+
+def with_adapters(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
+    """Returns engine options in which the paths of adapters are replaced by adapters, with as many places and as large
+    a rank as these need, unless the options say so."""
+    given = options.get("adapters")
+    if given is None:
+        return dict(options)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"adapters must be a mapping of names to PEFT directories or adapters, not {given!r}")
+    found = {name: read(one, model.config) for name, one in given.items()}
+    ranks = [each.rank for one in found.values() if isinstance(one, dict) for each in one.values()]
+    more: dict[str, Any] = {"adapters": found}
+    if options.get("max_adapters") is None and found:
+        more["max_adapters"] = len(found)
+    if options.get("adapter_rank") is None and ranks:
+        more["adapter_rank"] = max(ranks)
+    return {**options, **more}

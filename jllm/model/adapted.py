@@ -1,0 +1,97 @@
+"""Adds low-rank adapters to linear layers (LoRA, arXiv 2106.09685): scale * b (a x) joins a weight's product with x.
+
+The weight stays as it is, in any format. A merged weight has its parts' a's one below the other, and each of its rows
+reads its own part's. So no block of zeros is stored or read.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jllm.model.params import Weight
+from jllm.model.shapes import Array, Float, shaped
+from pallas_kernels.backends import where_faster
+from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.one_order import fenced
+from pallas_kernels.row_matmul import row_matmul
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Holds the adapters of one matrix in all layers that have it. P is the number of merged parts, r the rank."""
+
+    a: jax.Array  # [L, A, P r, in]
+    b: jax.Array  # [L, A, out, r]
+    scale: jax.Array  # [L, A, P], float32 at least
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OneAdapter:
+    """Holds the adapter of one matrix of one layer, which all rows take."""
+
+    a: jax.Array  # [P r, in]
+    b: jax.Array  # [out, r]
+    scale: jax.Array  # [P]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """Is a weight with adapters, while a layer is traced. linear and the functions of fused_linear.py take it."""
+
+    base: Weight
+    adapters: Slots | OneAdapter
+    layer: jax.Array | None  # i32[], the layer's place in Slots
+    rows: jax.Array | None  # i32[T], the adapter of each row; another number than 0 .. A - 1: none
+    parts: tuple[int, ...] = field(metadata={"static": True})  # rows of each merged part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+
+@shaped
+def with_addend(
+    x: Float[Array, "T inputs"],
+    w: Adapted,
+    residual: Float[Array, "T outputs"] | None,
+    *,
+    out_dtype,
+    backend: str | None,
+) -> Float[Array, "T outputs"]:
+    """Returns what the adapters add to the product of x and w, plus the residual, in out_dtype. It takes the residual's
+    place in the product."""
+    wide, P = compute_dtype(x.dtype), len(w.parts)
+    if isinstance(w.adapters, OneAdapter):
+        added = _of_one(x, w.adapters, w.parts)
+    else:
+        assert w.layer is not None, "adapters in slots are those of all layers"
+        assert w.rows is not None, "rows choose among adapters in slots"
+        slots, where = w.adapters, (w.layer, w.rows)
+        scale = slots.scale.at[w.layer, w.rows].get(mode="clip")
+        how: dict[str, Any] = {"out_dtype": wide, "backend": where_faster(backend)}
+        low = row_matmul(x, slots.a, *where, **how).reshape(x.shape[0], P, -1)
+        low = fenced(backend, lambda low, scale: (low * scale[:, :, None].astype(wide)).astype(x.dtype), low, scale)
+        added = row_matmul(low, slots.b, *where, parts=w.parts, **how)
+
+    def add(added: jax.Array, residual: jax.Array | None) -> jax.Array:
+        return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)
+
+    return fenced(backend, add, added, residual)
+
+
+def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Array:
+    """Returns the addend of one adapter for all rows by plain products, whose gradients take no memory by row."""
+    wide, found, start = compute_dtype(x.dtype), [], 0
+    low = jnp.einsum("tk,rk->tr", x.astype(wide), adapter.a.astype(wide), precision="highest")
+    low = low.reshape(x.shape[0], len(parts), -1) * adapter.scale[None, :, None].astype(wide)
+    low = low.astype(x.dtype).astype(wide)
+    for part, size in enumerate(parts):
+        b = adapter.b[start : start + size].astype(wide)
+        found.append(jnp.einsum("tr,nr->tn", low[:, part], b, precision="highest"))
+        start += size
+    return jnp.concatenate(found, axis=1)

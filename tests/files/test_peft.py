@@ -1,0 +1,100 @@
+"""Adapters in PEFT's directories: what PEFT wrote, and what it reads (tests/data/make_peft.py)."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jllm
+from jllm.errors import CheckpointError
+from jllm.files.safetensors_io import read_as_stored, read_header, write_file
+from tests.parity import PARITY
+from tests.tiny import full_logits
+
+DATA = Path(__file__).parents[1] / "data" / "peft"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model():
+    with jax.enable_x64(True):
+        return jllm.load(PARITY / "llama3.2", dtype="float64")
+
+
+@pytest.mark.parametrize("name", ["patterns", "dora"])
+def test_logits_are_pefts(model, name):
+    """Of ranks and scales by pattern with use_rslora, and of DoRA, which only merging can serve."""
+    data = np.load(DATA / name / "expected.npz")
+    with jax.enable_x64(True):
+        got = full_logits(jllm.merge_adapter(model, DATA / name), data["prompt"], pad=32)
+    assert np.abs(got - data["logits"]).max() < 1e-12 * np.abs(data["logits"]).max() * 100
+
+
+def test_what_is_saved_has_pefts_names_and_the_same_values(model, tmp_path):
+    adapter = jllm.load_adapter(DATA / "patterns", model.config)
+    jllm.save_adapter(tmp_path, adapter, model.config, "llama3.2")
+    theirs, ours = (read_header(folder / WEIGHTS) for folder in (DATA / "patterns", tmp_path))
+    assert theirs.keys() == ours.keys()
+    again = jllm.load_adapter(tmp_path, model.config)
+    assert again.keys() == adapter.keys() == {"qkv", "gate_up", "down"}
+    for name, each in adapter.items():
+        assert (again[name].a == each.a).all()
+        assert (again[name].b == each.b).all()
+        np.testing.assert_allclose(again[name].scale, each.scale, rtol=1e-15)
+    assert adapter["qkv"].scale[0][1] == 0, "k_proj has no adapter"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(DATA / "patterns", tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+UNKNOWN = {
+    "DoRA": ({"use_dora": True}, "use_dora scales whole weights: merge it by jllm.merge_adapter"),
+    "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
+    "biases": ({"bias": "all"}, "bias='all' is not supported"),
+    "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3', and LORA alone is supported"),
+    "another rank": ({"r": 8}, "q_proj has rank 4, and r=8"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_configuration_that_asks_for_more_is_refused_by_name(model, folder, case):
+    changes, why = UNKNOWN[case]
+    raw = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(raw | changes))
+    if case == "DoRA":
+        shutil.copy(DATA / "dora" / WEIGHTS, folder)
+        (folder / CONFIG).write_text((DATA / "dora" / CONFIG).read_text())
+    with pytest.raises(CheckpointError, match=why):
+        jllm.load_adapter(folder, model.config)
+
+
+def test_tensors_that_are_no_factors_of_the_model_are_refused_by_name(model, folder):
+    stored = {name: read_as_stored(tensor) for name, tensor in read_header(folder / WEIGHTS).items()}
+    first = next(iter(stored))
+    layer = "base_model.model.model.layers"
+    for changed, why in (
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": stored[first]}, "is no low-rank factor of a layer"),
+        ({f"{layer}.2.mlp.up_proj.lora_A.weight": stored[first]}, "the model has 2 layers"),
+        (
+            {f"{layer}.0.mlp.c_fc.lora_A.weight": stored[first]},
+            "changes model.layers.0.mlp.c_fc, which this model lacks",
+        ),
+        ({f"{layer}.0.mlp.gate_proj.lora_A.weight": stored[first]}, "gate_proj lacks lora_B"),
+        ({first: stored[first][:, :-1].copy()}, "and this model takes"),
+    ):
+        write_file(folder / WEIGHTS, stored | changed)
+        with pytest.raises(CheckpointError, match=why):
+            jllm.load_adapter(folder, model.config)
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        jllm.load_adapter(folder, model.config)
+    (folder / CONFIG).unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        jllm.load_adapter(folder, replace(model.config))
