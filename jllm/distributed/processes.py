@@ -30,7 +30,7 @@ from jllm.distributed.child import Answer, Ended, Ready, from_shares, main
 from jllm.distributed.crossing import Packed
 from jllm.distributed.replica import News, Refused, Request
 from jllm.distributed.routing import Load
-from jllm.engine.checks import Prompt, checked
+from jllm.engine.checks import Prompt, check_named, checked
 from jllm.engine.engine import Engine, Running
 from jllm.engine.inputs import Inputs, read_inputs
 from jllm.engine.kv_policy import Policy, policy_of
@@ -81,7 +81,8 @@ def start_processes(
     values = {"the model": given, "make": make, **options, "JAX's settings": settings(), "compared": compared}
     packed = Packed(values)
     policy, hooks = policy_of(options.get("kv_policy") or "paged"), options.get("hooks")
-    own = hooks.inputs if isinstance(hooks, Hooks) else None, options.get("taps") or ()
+    inputs = hooks.inputs if isinstance(hooks, Hooks) else None
+    own = inputs, options.get("taps") or (), tuple(options.get("adapters") or ())
     with packed.file:
         for place, gpus in enumerate(shares):
             started.append(EngineProcess(place, gpus, size, packed, policy, own, news))
@@ -192,10 +193,11 @@ class EngineProcess:
         mesh: int | None,
         packed: Packed,
         policy: Policy,
-        own: tuple[InputShapes | None, Sequence[str]],
+        own: tuple[InputShapes | None, Sequence[str], Sequence[str]],
         news: "queue.SimpleQueue[News]",
     ):
-        """Starts the process, and does not wait for it. `own` are the inputs that its hooks declare, and its taps."""
+        """Starts the process, and does not wait for it. `own` are the inputs that its hooks declare, its taps, and the
+        names of its adapters."""
         self.name = f"engine {place} ({', '.join(gpus) or 'CPU'})"
         self.failed, self.closed = False, False
         self.stands = False  # whether its engine has work, and sleeps
@@ -321,6 +323,7 @@ class EngineProcess:
         if self.closed:
             raise EngineClosed(f"{self.name} takes no more work")
         config, tokenizer = self.head
+        check_named(sampling, self._own[2])
         return checked(prompt, sampling, config, tokenizer, self.most_tokens, self._policy.check, self.guides)
 
     def check_inputs(self, inputs: Any) -> Inputs | None:

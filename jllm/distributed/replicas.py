@@ -494,7 +494,8 @@ class Replicas:
         alive = self._alive()
         prompt = request.prompt if request.snapshot is None else ()
         output = request.sampling.n * request.sampling.max_new_tokens
-        key = None if request.inputs is None else request.inputs.key
+        inputs, adapter = request.inputs, request.sampling.adapter
+        key = None if inputs is None and adapter is None else (inputs and inputs.key, adapter)
         index, request.tokens = route([replica.load for replica in alive], prompt, output, key)
         best = alive[index]
         request.weights = best.weights

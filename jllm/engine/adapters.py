@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jllm.engine.checks import check_named
 from jllm.engine.request import SamplingParams
-from jllm.errors import ConfigError, RequestError, WeightsError
+from jllm.errors import ConfigError, WeightsError
 from jllm.files.peft import load_adapter
 from jllm.model.adapted import OneAdapter
 from jllm.model.adapters import Adapter
@@ -55,12 +56,8 @@ class Places:
 
     def of(self, sampling: SamplingParams) -> Held | None:
         """Returns the adapter that a request names. Raises RequestError for an unknown one."""
-        if sampling.adapter is None:
-            return None
-        if (held := self.held.get(sampling.adapter)) is None:
-            known = f"loaded are {', '.join(self.held)}" if self.held else "none is loaded"
-            raise RequestError(f"adapter {sampling.adapter!r} is unknown: {known}")
-        return held
+        check_named(sampling, self.held)
+        return None if sampling.adapter is None else self.held[sampling.adapter]
 
     def load(self, name: str, value: dict[str, OneAdapter]) -> None:
         self.check_new(name)

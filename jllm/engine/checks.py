@@ -96,6 +96,13 @@ def checked(
     return ids
 
 
+def check_named(sampling: SamplingParams, adapters: Collection[str]) -> None:
+    """Raises RequestError for an adapter that is not loaded. `adapters` are the names of those that are."""
+    if sampling.adapter is not None and sampling.adapter not in adapters:
+        known = f"loaded are {', '.join(adapters)}" if adapters else "none is loaded"
+        raise RequestError(f"adapter {sampling.adapter!r} is unknown: {known}")
+
+
 def _are_ints(tokens: Collection[object]) -> bool:
     """Returns whether there are tokens and all have the type int, as nearly all prompts' do. It runs no Python code for
     each."""
