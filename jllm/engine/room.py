@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.engine.options import EngineOptions, drafter_of, resolve
 from jllm.errors import ConfigError, NoRoomError, QuantizationError
-from jllm.files.fit import SCHEMES, page_bytes, step_bytes, would_fit
+from jllm.files.fit import SCHEMES, page_bytes, step_bytes, trial_bytes, would_fit
 from jllm.model.adapters import choose_targets, empty_slots
 from jllm.model.cache import make_tails, parse_kv_cache
 from jllm.model.params import Params, tree_bytes
@@ -27,7 +27,8 @@ from jllm.step.buckets import Bucket
 from jllm.step.state import make_slots
 
 CPU_CACHE_BYTES = 1 << 30  # default bytes of pages if other programs share the memory, or its size is unknown
-SHARE = 0.95  # the share of free memory for pages, slots and a step; the rest is for uses not counted here
+SHARE = 0.05  # the most of free memory that is left beside pages, slots and a step
+SLACK = 1 << 30  # bytes for uses not counted here, where less than the share is enough
 KV_FORMATS = ("int8-g8", "int4-g32")  # proposed formats, the more accurate one first
 
 
@@ -76,7 +77,8 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
     step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
     pages = CPU_CACHE_BYTES // page
     if free is not None:
-        fits = _affordable(options, config, dtype, page, int(SHARE * free) - step)
+        spare = min(int(SHARE * free), SLACK + trial_bytes(config, dtype, largest(buckets)))
+        fits = _affordable(options, config, dtype, page, free - spare - step)
         pages = min(pages, fits) if is_host() else fits
     sizes = resolve(options, config, pages)
     slots = _slot_bytes(options, config, dtype, sizes.max_pages)

@@ -43,6 +43,13 @@ def step_bytes(config: LlamaConfig, dtype: DTypeLike, bucket: Bucket) -> int:
     return bucket.size * (2 * E + widest) * size + logits
 
 
+def trial_bytes(config: LlamaConfig, dtype: DTypeLike, bucket: Bucket) -> int:
+    """Estimates the bytes that compiling a step needs beside all that it computes with. XLA tries ways of a product on
+    operands of its own: the largest weight and its results."""
+    matrices = (spec.shape for spec in weight_specs(config).values() if len(spec.shape) == 2)
+    return max((inputs + bucket.size) * outputs for outputs, inputs in matrices) * jnp.dtype(dtype).itemsize
+
+
 def page_bytes(config: LlamaConfig, dtype: DTypeLike, kv_cache: KVCache | None, page_size: int) -> int:
     """Counts the bytes of one KV page in all layers. Raises ConfigError for an unknown format."""
     formats, one = parse_kv_cache(kv_cache, config, dtype), config.one_layer(0)

@@ -183,6 +183,18 @@ def test_pages_by_default_leave_room_for_the_largest_step():
     assert [e.completion.token_ids for e in few.run() if e.completion] == [want.token_ids]
 
 
+def test_what_compiling_takes_is_left_and_no_more_than_a_share(monkeypatch):
+    """Of a 7B the largest product to try is the head's."""
+    monkeypatch.setattr(room, "is_host", lambda: False)
+    config, params = CONFIGS["llama-2-7b"], PARAMS["llama-2-7b"]
+    options = make_options({"max_slots": 512, "max_step_tokens": 2048})
+    page = page_bytes(config, jnp.bfloat16, None, 16) + 4 * 512  # with its entries of page tables
+    for free, spare in ((60 * GIB, room.SLACK + 2 * 32000 * (4096 + 2048)), (8 * GIB, 0.05 * 8 * GIB)):
+        pages = sizes_for(options, config, params, free).limits.num_pages
+        need = room._reckon(replace(options, num_pages=pages), config, params.dtype, free)[1]
+        assert spare <= free - need.total < spare + page
+
+
 def test_recovery_does_not_ask_the_device_again(monkeypatch):
     """What was lost may still be counted as in use."""
     free = iter([1 << 30])
