@@ -84,7 +84,7 @@ def pages_of_h200(
     model: Model, page_size: int, kv_cache: str | None, least: int, memory: float = MEMORY_SHARE * DEVICE_BYTES
 ) -> int:
     """Returns the pages that an H200, or other memory (bytes), holds beside the weights, but at least `least`."""
-    free = SHARE * (memory - tree_bytes(model.params))
+    free = (1 - SHARE) * (memory - tree_bytes(model.params))
     return max(least, int(free / (page_size * token_bytes(model, kv_cache))))
 
 
