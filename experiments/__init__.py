@@ -34,6 +34,7 @@ NEED_GPU = {
     "experiments.measure_all": ("--list",),
     "experiments.qps": ("--config", "--model", "--url", "--host-only"),
     "experiments.quant_steps": SMALLER,
+    "experiments.rollout_bits": ("--config", "--model"),
     "experiments.sanitizer": (),
     "experiments.speculation steps": SMALLER,
     "experiments.start_up": ("--config", "--model"),

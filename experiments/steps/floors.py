@@ -10,7 +10,7 @@ summed, as if nothing else cost anything.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -94,7 +94,11 @@ def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings, devices:
     """Returns the floor of these weights on a device with these ceilings. Shapes (jax.eval_shape) are enough. On a
     mesh, or on `devices`, it is that of the whole weights, with the devices' sum. Raises KeyError for weights whose
     arithmetic the device lacks."""
-    n, params = devices or ranks_of(config), whole_params(jax.eval_shape(lambda given: given, params), config)
+    n, apart = (
+        devices or ranks_of(config),
+        jax.eval_shape(lambda given: replace(given, layers=tuple(given.layers)), params),
+    )
+    params = whole_params(apart, config)
     peaks = {kind: n * peak for kind, peak in ceilings.peaks.items()}
     layers = (matrix(w, peaks, config.experts if ".experts." in name else None) for name, w in linears(params).items())
     head = matrix(params.embed if params.head is None else params.head, peaks)

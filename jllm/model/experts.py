@@ -131,10 +131,8 @@ def run_experts(
     rank = jnp.sum(routes[:, None, :] < routes[:, :, None], axis=2)
 
     def by_number(values: jax.Array) -> jax.Array:
-        values = values.reshape(T, k, 1)
-        return jnp.sum(
-            jnp.where(rank[:, :, None] == jnp.arange(k)[None, None, :], values, 0), axis=1, dtype=values.dtype
-        )
+        values, ranks = jnp.asarray(values).reshape(T, k, 1), jnp.arange(k)[None, None, :]
+        return jnp.sum(jnp.where(rank[:, :, None] == ranks, values, 0), axis=1, dtype=values.dtype)
 
     def add(place: jax.Array, shares: jax.Array) -> jax.Array:
         total = jnp.zeros((place.shape[0], out.shape[1]), shares.dtype)

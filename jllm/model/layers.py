@@ -32,8 +32,9 @@ def stack_layers(params: Params, config: LlamaConfig) -> Params:
     for layer in params.layers:
         vectors = jax.tree.map(lambda leaf: leaf if is_stacked(leaf) else None, layer)
         leaves, tree = jax.tree.flatten(vectors)
-        of_kind = alike.setdefault((tree, *((leaf.shape, leaf.dtype) for leaf in leaves)), [])
-        places.append((list(alike.values()).index(of_kind), len(of_kind)))
+        kind = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        of_kind = alike.setdefault(kind, [])
+        places.append((list(alike).index(kind), len(of_kind)))
         of_kind.append(vectors)
     return replace(params, layers=Layers(own, tuple(map(_stacked, alike.values())), tuple(places)))
 

@@ -34,8 +34,10 @@ def check_supported(
         raise NotImplementedError(f"the mosaic kernel has no {kind} product; supported: bfloat16, float16")
     n, k = (w.values if isinstance(w, QuantizedWeight) else w).shape
     n = n // groups // (2 if gated else 1)
-    if n % 32 or k % 32 or not n or not k:
-        raise NotImplementedError(f"weights are [{n}, {k}]; the mosaic kernel supports multiples of 32")
+    if n % PIECE or k % 32 or not n or not k:
+        raise NotImplementedError(
+            f"weights are [{n}, {k}]; the mosaic kernel supports N % {PIECE} == 0 and K % 32 == 0"
+        )
 
 
 def choose_config(m: int, groups: int, n: int, k: int, itemsize: int, gated: bool) -> Config:
