@@ -84,6 +84,7 @@ class Places:
             raise WeightsError(f"adapter {name!r} is in use by {held.requests} samples: unload it once they have ended")
         if held.place is not None:
             self._free.append(held.place)
+            held.place = None  # an update that waits must not write there
         del self.held[name]
 
     def change(self, held: Held, value: dict[str, OneAdapter]) -> None:

@@ -275,12 +275,14 @@ class Engine:
             places.load(name, value)
             return self.version
         held = places.find(name)
+        if running == "finish":  # it may wait, and the caller may donate its arrays meanwhile
+            value = jax.device_get(value)
         self._newest += 1
         version = self._newest
 
         def change() -> None:
             places.change(held, value)
-            self._device.version = version
+            self._device.version = max(self._device.version, version)  # a later update may have come first
 
         self._loop.update(change, running, name)
         return version

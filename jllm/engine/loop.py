@@ -159,7 +159,7 @@ class Loop:
                 seq.snapshot = None
         if self.beside:
             self.beside.stop()
-        if running == "keep" and not self._stale:
+        if running == "keep" and None not in self._stale:
             self.scheduler.keep_on(of)
             for seq in outside:
                 seq.origin = None

@@ -239,6 +239,43 @@ def test_an_update_that_waits_lets_all_requests_end_first(engine, oracle):
     assert max(first) < min(second) == max(second)
 
 
+def test_an_update_that_waits_outlives_what_happens_meanwhile(engine, oracle):
+    run = Run(engine, oracle)
+    first, _ = run.submit(PROMPTS[0], 4, "all"), run.submit(PROMPTS[1], 12, "two")
+    waiting = run.submit(PROMPTS[2], 9, "out")  # for the place of "all"
+    run.step()
+    given = jax.tree.map(jnp.copy, oracle.values["all"][1])
+    engine.adapters.update("all", given, running="finish")
+    jax.tree.map(lambda leaf: leaf.delete(), given)  # as an optimizer that donates does
+    newest = engine.adapters.update("two", oracle.values["two"][0])
+    while (first, 0) not in run.done:
+        run.step()
+    engine.adapters.unload("all")
+    try:
+        assert (waiting, 0) not in run.done
+        run.check()
+        again = run.submit(PROMPTS[2], 3, "out")
+        run.check()
+        assert run.done[again, 0].versions == (newest,) * 3, "versions never fall"
+    finally:
+        for name in ("two", "out"):  # in the order that other tests expect
+            engine.adapters.unload(name)
+        for name, values in oracle.values.items():
+            engine.adapters.load(name, values[0])
+
+
+def test_running_requests_are_kept_beside_others_that_begin_anew(engine, oracle):
+    run = Run(engine, oracle)
+    for name in ("all", "two"):
+        run.submit(PROMPTS[3], 8, name)
+    run.step(3)
+    before = engine.metrics()["preemptions"]
+    run.update("all")
+    run.update("two", "keep")
+    run.check()
+    assert engine.metrics()["preemptions"] == before + 1
+
+
 def test_other_values_compile_nothing(engine, oracle):
     scripted(engine, oracle)
     compiled = packed_step._cache_size()
