@@ -18,7 +18,7 @@ import numpy as np
 from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, OutputError
 from jllm.files.safetensors_io import DTYPES, StoredTensor, read_as_stored, read_header, write_file
-from jllm.model.adapters import Adapter, LowRank, Target, all_targets, merge_params
+from jllm.model.adapters import MOST_RANK, Adapter, LowRank, Target, all_targets, check_adapter, merge_params
 from jllm.model.model import Model
 from jllm.model.params import layer_prefix
 
@@ -41,6 +41,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "kasa_config": (None,),
 }
+MOVES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initial values by which PEFT changes the base too
 
 
 def load_adapter(path: str | PathLike, config: LlamaConfig) -> Adapter:
@@ -65,8 +66,9 @@ def merge_adapter(model: Model, given: str | PathLike | Adapter) -> Model:
 
 def save_adapter(path: str | PathLike, adapter: Adapter, config: LlamaConfig, base: str | None = None) -> None:
     """Writes an adapter as a PEFT directory. `base` is the name of its model. Modules that it does not scale are left
-    out. Raises OutputError if a file cannot be written."""
+    out. Raises OutputError if a file cannot be written, and WeightsError for an adapter of another model."""
     folder, targets = Path(path), all_targets(config)
+    check_adapter(adapter, targets, MOST_RANK, "the adapter")
     tensors: dict[str, np.ndarray] = {}
     ranks, alphas = dict[str, int](), dict[str, float]()
     for field, each in adapter.items():
@@ -146,6 +148,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name, plain in OTHERS.items():
         if raw.get(name, plain[0]) not in plain:
             raise CheckpointError(f"{path}: {name}={raw[name]!r} is not supported: low-rank factors alone are")
+    start = raw.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(MOVES_BASE):
+        why = "PEFT changes the base by it too, so convert the adapter to plain LoRA first"
+        raise CheckpointError(f"{path}: init_lora_weights={start!r} is not supported: {why}")
     return raw
 
 

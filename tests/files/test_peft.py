@@ -59,6 +59,7 @@ UNKNOWN = {
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not supported"),
     "biases": ({"bias": "all"}, "bias='all' is not supported"),
     "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3', and LORA alone is supported"),
+    "another base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported"),
     "another rank": ({"r": 8}, "q_proj has rank 4, and r=8"),
 }
 
