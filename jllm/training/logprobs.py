@@ -137,7 +137,7 @@ def token_logprobs(
         tempered=temperature is not None,
         entropy=entropy,
         rank=_rank(config, adapters, adapter_rank, adapter_targets),
-        targets=adapter_targets,
+        targets=None if adapter_targets is None else tuple(adapter_targets),
     )
     if temperature is not None and not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ConfigError(f"temperature must be above 0, not {temperature}")
