@@ -37,9 +37,9 @@ input file: each line is a JSON object. It has "prompt" (text, or a list of toke
 output file: one JSON object per completion, written when it ends. It has index (of the input line, from 0), id, prompt
   or messages, text, token_ids, finish_reason, seed, settings, run and timings. It has sample if n > 1, and logprobs on
   request (null: not finite). settings has the model, its options, and sampling parameters that are not the default.
-  run has digests of config, weights, tokenizer and the scheme's rules, and the device and versions. The same command
-  resumes: it keeps the file's results and adds the missing ones. Results of other settings, seeds or runs are an
-  error. So is a second command that writes to the same file.
+  run has digests of config, weights, tokenizer, the scheme's rules, adapters and inputs, and the device and versions.
+  The same command resumes: it keeps the file's results and adds the missing ones. Results of other settings, seeds or
+  runs are an error. So is a second command that writes to the same file.
 
 seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a seed. Without --seed, each prompt draws
   a random seed, which its result reports. Equal seeds give equal text, whatever else runs at the same time.
@@ -123,7 +123,7 @@ def _named_path(text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"must be NAME=DIR, not {text!r}")
-    return name, Path(path)
+    return name, Path(path).expanduser()
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -68,8 +68,8 @@ def _run(args: Namespace, started: float, interrupt: Interrupt) -> int:
         model = model_folder(args)
         warn_of_ignored(model, sampling_params(args))
         if args.json or file is not None:
-            run = run_identity(model, args)
-            jobs = [replace(job, run=run) for job in jobs]
+            run, brought = run_identity(model, args), _inputs_identity(args.inputs, jobs)
+            jobs = [replace(job, run=run | brought.get(job.given.get("inputs"), {})) for job in jobs]
         done = Done({}, 0) if file is None else read_results(args.output, jobs)
         todo = done.missing(jobs)
         if not todo:
@@ -102,6 +102,14 @@ def _jobs(args: Namespace, base: SamplingParams) -> list[Job]:
         where = "" if len(prompts) == 1 else f"prompt {i + 1}"
         jobs.append(Job(i, {"prompt": prompt}, sampling, where, asked, open_ended=args.max_new_tokens is None))
     return jobs
+
+
+def _inputs_identity(folder: Path | None, jobs: Sequence[Job]) -> dict[object, dict[str, str]]:
+    """Returns by name the identity of the arrays that jobs bring."""
+    from jllm.files.run_identity import of_inputs
+
+    names = {str(job.given["inputs"]) for job in jobs if "inputs" in job.given}
+    return {} if folder is None else {name: {"inputs": of_inputs(folder, name)} for name in names}
 
 
 def _stdin_prompt() -> str:

@@ -60,6 +60,11 @@ def of_adapters(adapters: Mapping[str, Path]) -> str:
     return digest(part.encode() for name, path in adapters.items() for part in (name, _of_files(path, files)))
 
 
+def of_inputs(folder: Path, name: str) -> str:
+    """Returns the identity of arrays that requests bring by a name."""
+    return _of_files(folder, [f"{name}.safetensors"])
+
+
 def differing(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     """Returns the keys that only one of the two has, or whose values differ."""
     return [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]

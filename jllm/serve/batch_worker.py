@@ -29,13 +29,14 @@ Prompts = list[tuple[list[int], SamplingParams]]
 
 
 def identify(args: Namespace) -> dict[str, str]:
-    """Returns the identity of the model, and the versions of packages. Raises CheckpointError if this machine lacks the
-    model's files."""
+    """Returns the identity of the model and its adapters, and the versions of packages. Raises CheckpointError if this
+    machine lacks the model's files."""
     from jllm.cli.run import model_folder
-    from jllm.files.run_identity import PACKAGES, of_model, of_scheme, version_of
+    from jllm.files.run_identity import PACKAGES, of_adapters, of_model, of_scheme, version_of
 
-    scheme = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
-    return of_model(model_folder(args)) | scheme | {name: version_of(name) for name in PACKAGES}
+    more = {} if args.quantize is None else {"scheme": of_scheme(args.quantize)}
+    more |= {} if args.adapters is None else {"adapters": of_adapters(args.adapters)}
+    return of_model(model_folder(args)) | more | {name: version_of(name) for name in PACKAGES}
 
 
 class Worker:

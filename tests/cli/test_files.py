@@ -83,6 +83,11 @@ def test_lines_name_their_arrays(run, tmp_path, model):
         status, _, err = told(given, flags=more)
         assert status == 2
         assert re.search(why, err.splitlines()[-1])
+    assert told({"inputs": "a"}, flags=(*flags, "--output", tmp_path / "out.jsonl"))[0] == 0
+    write_file(tmp_path / "a.safetensors", {"token": np.asarray(0, np.int32)})
+    status, _, err = told({"inputs": "a"}, flags=(*flags, "--output", tmp_path / "out.jsonl"))
+    assert status == 2
+    assert "was made with inputs" in err
 
 
 def test_lines_of_standard_input(run, lines, tmp_path, monkeypatch):

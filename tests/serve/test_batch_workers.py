@@ -115,6 +115,11 @@ def test_a_worker_that_has_another_model_under_the_path_is_refused(job, tmp_path
     run = identify(args)
     with pytest.raises(CheckpointError, match="has another weights here than where the job was started"):
         Worker(args, {**run, "weights": "of another file"}, tmp_path / "out")
+    args, _, _ = job(ROWS, "--adapter", f"loud={tmp_path}")
+    run = identify(args)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has another adapters here"):
+        Worker(args, run, tmp_path / "out")
 
 
 def test_requests_of_a_lower_priority_go_first(job, monkeypatch):
