@@ -98,9 +98,10 @@ def choose_targets(config: LlamaConfig, names: Collection[str] | None) -> dict[s
     if names is None:
         return every
     fields = {module.rpartition(".")[2]: name for name, target in every.items() for module in target.modules}
-    if isinstance(names, str) or (unknown := [name for name in names if name not in fields]):
-        wrong = names if isinstance(names, str) else unknown[0]
-        raise ConfigError(f"adapter target {wrong!r}: the model has {', '.join(fields)}")
+    if isinstance(names, str):
+        raise ConfigError(f"adapter targets are a list of modules, not the string {names!r}")
+    if unknown := [name for name in names if name not in fields]:
+        raise ConfigError(f"adapter target {unknown[0]!r}: the model has {', '.join(fields)}")
     return {name: every[name] for name in every if name in {fields[each] for each in names}}
 
 
