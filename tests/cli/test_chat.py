@@ -13,6 +13,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jllm
@@ -51,12 +53,16 @@ def chat(folder, capsys, monkeypatch):
 
 @pytest.fixture(params=[None, "ngram"])
 def session(model, request):
-    """An engine, a template that repeats answers as they were, and letters drawn as a tokenizer would not cut them."""
-    engine = jllm.Engine(model, max_slots=1, page_size=8, max_step_tokens=32, num_pages=32, speculate=request.param)
+    """An engine, a template that repeats answers as they were, and letters drawn as a tokenizer would not cut them. The
+    one with drafts also has an adapter."""
+    start = jllm.init_adapter(model.config, jax.random.key(0), 2, targets=["q_proj"])
+    own = {name: replace(each, b=jnp.ones_like(each.b)) for name, each in start.items()}
+    options = {"speculate": "ngram", "adapters": {"loud": own}} if request.param else {}
+    engine = jllm.Engine(model, max_slots=1, page_size=8, max_step_tokens=32, num_pages=32, **options)
     tokenizer = replace(model.tokenizer, chat_template=EXACT)
     pieces = [model.tokenizer.vocabulary.piece(id) for id in range(model.config.vocab_size)]
     banned = {id: float("-inf") for id, piece in enumerate(pieces) if not (piece.isascii() and piece.isalpha())}
-    drawn = params(max_new_tokens=12, temperature=2.0, logit_bias=banned)
+    drawn = params(max_new_tokens=12, temperature=2.0, logit_bias=banned, adapter="loud" if request.param else None)
     with contextlib.closing(engine):
         yield Session(engine, tokenizer, drawn, model.config.context)
 

@@ -59,7 +59,8 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
     if not ids:
         raise RequestError("there is nothing to save yet")
     engine, most = session.engine, len(ids) - 1  # loading computes the last one's
-    sampling = fitted(SamplingParams(ignore_eos=True), len(ids), engine.most_tokens)
+    sampling = SamplingParams(ignore_eos=True, adapter=session.sampling.adapter)
+    sampling = fitted(sampling, len(ids), engine.most_tokens)
     request = engine.submit(ids, sampling)  # most of its K and V is in the prefix cache
     try:
         engine.step()
@@ -74,7 +75,7 @@ def save(session: Session, conversation: Conversation, path: Path) -> int:
 
 def load(session: Session, path: Path) -> Conversation:
     """Returns a saved conversation, and puts its K and V into the prefix cache. Raises SnapshotError for a file of
-    another kind, model or KV format."""
+    another kind, model, adapter or KV format."""
     try:
         text = read_metadata(path).get(KEY)
     except CheckpointError as error:
@@ -86,7 +87,8 @@ def load(session: Session, path: Path) -> Conversation:
         conversation = from_json(text, value.tokens.tolist())
     except SnapshotError as error:
         raise SnapshotError(f"{path}: {error}") from None
-    session.engine.resume(value, SamplingParams(max_new_tokens=1), share=True)
+    sampling = SamplingParams(max_new_tokens=1, adapter=session.sampling.adapter)
+    session.engine.resume(value, sampling, share=True)
     _finish(session.engine)
     return conversation
 
