@@ -163,7 +163,7 @@ def _newest_states(memory: jax.Array, advance: Advance) -> jax.Array:
 def eagle_config(config: LlamaConfig, layer: LayerParams | None = None) -> LlamaConfig:
     """Returns the config of the head's layer. The layer is whole on every device of a mesh. Beside a share of the
     target, its heads and MLP columns are counted from its weights."""
-    own = replace(config, num_layers=1, windows=(), mesh=None, axis=None)
+    own = replace(config.one_layer(0), windows=(), unrotated=(), mesh=None, axis=None)
     if config.axis is None or layer is None:
         return own
     heads = layer.attention.o.shape[1] // config.head_dim
