@@ -183,12 +183,13 @@ class LlamaConfig:
         return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
 
     def one_layer(self, layer: int) -> "LlamaConfig":
-        """Returns the config of a model that has this layer alone."""
+        """Returns the config of a model that has this layer alone. Its embedding is the stream before the layer."""
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=()) if self.has_experts(layer) else None
         own = slice(layer, layer + 1)
-        return replace(self, num_layers=1, windows=self.windows[own], unrotated=self.unrotated[own], experts=experts)
+        kinds: dict[str, Any] = {"windows": self.windows[own], "unrotated": self.unrotated[own], "experts": experts}
+        return replace(self, num_layers=1, embedding_multiplier=1.0, **kinds)
 
     @property
     def rotated_dims(self) -> int:

@@ -24,7 +24,7 @@ def x64():
 
 @pytest.mark.parametrize("windows", [(), (4, None)])
 def test_residuals_are_those_of_models_cut_off(windows):
-    model = tiny_model("float64", windows=windows)
+    model = tiny_model("float64", windows=windows, embedding_multiplier=3.0)
     got = list(residuals(model, IDS))
     positions = jnp.arange(len(IDS), dtype=jnp.int32)
     batch = Packed(jnp.asarray(IDS, jnp.int32), positions, jnp.zeros_like(positions))

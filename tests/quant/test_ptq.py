@@ -39,7 +39,7 @@ def x64():
 def model():
     """One layer with biases where they matter, and inputs of quite different sizes, as real ones are."""
     with jax.enable_x64(True):
-        m = tiny_model("float64", num_layers=2, intermediate_size=64)
+        m = tiny_model("float64", num_layers=2, intermediate_size=64, embedding_multiplier=3.0)
         rng = np.random.default_rng(1)
 
         def uneven(layer):
@@ -177,7 +177,7 @@ def test_gptq_goes_through_quantized_layers(model, tmp_path):
     narrow = replace(
         narrow, layers=tuple(with_fields(layer, {"qkv_bias": None}, {"gate_up_bias": None}) for layer in narrow.layers)
     )
-    config = replace(model.config, dtype="float32")
+    config = replace(model.config, dtype="float32", embedding_multiplier=1.0)  # as files of LLaMA have it
     save(tmp_path, narrow, config)
     for a, b in zip(jax.tree.leaves(load_params(tmp_path, config)), jax.tree.leaves(narrow), strict=True):
         np.testing.assert_array_equal(a, b)

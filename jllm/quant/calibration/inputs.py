@@ -93,7 +93,8 @@ def rotate_gram(gram: jax.Array, fmt: WeightFormat) -> jax.Array:
 
 def embed_tokens(model: Model, tokens: np.ndarray) -> jax.Array:
     """Returns the first layer's inputs [B, T, E]."""
-    return embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
+    x = embed(model.params.embed, jnp.asarray(tokens), model.params.dtype)
+    return x * jnp.asarray(model.config.embedding_multiplier, x.dtype)
 
 
 def run_layer(
