@@ -17,7 +17,7 @@ from jllm.model.mlp import mlp_block
 from jllm.model.params import BiasedExpertsParams, ExpertsParams, SharedExpertParams, Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
 from jllm.model.taps import Tap
-from jllm.model.weight_inputs import rounded_inputs, row_codes
+from jllm.model.weight_inputs import part_outliers, rounded_inputs, row_codes
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.backends import DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.block_floats import KINDS
@@ -186,12 +186,27 @@ def ragged_linear(
 
 def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool, backend: str | None) -> jax.Array:
     how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": None}
+    if w.format.outliers is not None:
+        wide: dict[str, Any] = {"out_dtype": compute_dtype(x.dtype), "backend": where_faster(backend)}
+        rest, large = fenced(backend, partial(part_outliers, threshold=w.format.outliers), x)
+        rows = fenced(backend, partial(row_codes, **how), rest), large
+        products = (ragged_matmul(each, w, sizes, **wide) for each in rows)
+        return fenced(backend, partial(_added, gated=gated, dtype=x.dtype), *products)
     if w.format.activations in KINDS:
         x = fenced(backend, partial(rounded_inputs, fmt=w.format, scale=w.input_scale), x)
     elif w.format.row_codes is not None:
         codes = fenced(backend, partial(row_codes, **how), x)
         return ragged_matmul(codes, w, sizes, gated=gated, out_dtype=x.dtype, backend=where_faster(backend))
     return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
+
+
+def _added(codes: jax.Array, large: jax.Array, *, gated: bool, dtype: Any) -> jax.Array:
+    """Returns the product of codes plus that of outliers, gated if so."""
+    y = codes + large
+    if gated:
+        gate, up = jnp.split(y, 2, axis=1)
+        y = jax.nn.silu(gate) * up
+    return y.astype(dtype)
 
 
 def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool) -> jax.Array:

@@ -13,12 +13,14 @@ from jllm.errors import ConfigError, EvaluationError
 from jllm.model import experts as experts_module
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.experts import choose_experts, places, ragged_linear, run_experts, shares_of
+from jllm.model.linear import linear
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
 from jllm.model.param_specs import param_specs
 from jllm.model.params import ExpertsParams, MLPParams, matrix_modules
 from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
+from jllm.speculative.eagle import eagle_shapes
 from pallas_kernels.formats.quantized_weights import decode
 from tests.tiny import CONFIG, EXPERTS, experts_model, full_logits, greedy, one_size, serve
 
@@ -92,6 +94,7 @@ def test_the_table_names_each_expert_and_each_layer_has_its_kind(model):
     assert (specs.gate_up.shape, specs.down.shape) == ((5 * 64, 32), (5 * 32, 32))
     assert model.config.one_layer(0).experts is None
     assert model.config.one_layer(1).experts == replace(EXPERTS, layers=())
+    assert isinstance(eagle_shapes(replace(model.config, unrotated=(False, True)), "float32").layer.mlp, MLPParams)
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "fp8-b128"])
@@ -122,6 +125,9 @@ def test_quantized_experts_are_their_decoded_weights(model):
     gradient = jax.grad(lambda x: ragged_linear(x, mlp.down, jnp.asarray([4, 4, 4, 4, 4], jnp.int32)).sum())
     wanted = jax.grad(lambda x: ragged_linear(x, plain.down, jnp.asarray([4, 4, 4, 4, 4], jnp.int32)).sum())
     np.testing.assert_allclose(gradient(x), wanted(x), rtol=1e-4, atol=1e-5)
+    outliers = quantize(model.params, "llm-int8-t1").layers[1].mlp.down  # of which most inputs here have some
+    got = ragged_linear(x, outliers, jnp.asarray([20, 0, 0, 0, 0], jnp.int32), backend="xla")
+    np.testing.assert_allclose(got, linear(x, outliers, backend="xla")[:, :32], rtol=1e-5, atol=1e-5)
 
 
 def test_routes_are_values(model):
