@@ -180,7 +180,7 @@ def _parsed(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], dict
         if kind not in TYPES:
             raise CheckpointError(f"{path}: tensor {name} is of type {kind}; supported are {', '.join(TYPES)}")
         values, octets, _ = TYPES[kind]
-        if name in tensors or not shape or shape[-1] % values:
+        if name in tensors or not math.prod(shape) or not shape or shape[-1] % values:
             problem = "is there twice" if name in tensors else f"of type {kind} cannot have shape {list(shape)}"
             raise ValueError(f"tensor {name} {problem}")
         nbytes = math.prod(shape) // values * octets
