@@ -157,8 +157,8 @@ class LlamaConfig:
             raise ConfigError(f"norms {self.norms!r} are for models without experts, sinks and biases of the MLP")
         if self.experts is not None and self.residual_multiplier != 1:
             raise ConfigError("residual_multiplier is for models without experts")
-        if self.activation != "silu" and not self.norm_after:
-            raise ConfigError(f"activation {self.activation!r} is for models with norms after their blocks")
+        if (self.activation != "silu" or self.norm_offset) and not self.norm_after:
+            raise ConfigError("norm_offset, and activations other than silu, are for norms after blocks")
         if self.unrotated and len(self.unrotated) != self.num_layers:
             raise ConfigError(f"unrotated has {len(self.unrotated)} entries for {self.num_layers} layers")
         if not any(self.unrotated):

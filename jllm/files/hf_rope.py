@@ -85,6 +85,8 @@ def read_rope_by_window(
     kinds = raw.get("rope_parameters") or {}
     if not isinstance(kinds, dict) or not all(isinstance(kinds.get(kind, {}), dict) for kind in _BY_WINDOW):
         raise ConfigError("rope_parameters must be a JSON object with one for each type of layer, or null")
+    if odd := sorted(kinds.keys() - set(_BY_WINDOW)):
+        raise ConfigError(f"rope_parameters has {odd[0]} beside its types of layers, {' and '.join(_BY_WINDOW)}")
     full, local = (kinds.get(kind, {}) for kind in _BY_WINDOW)
     if local.get("rope_type", "default") != "default":
         raise ConfigError(f"rope type {local['rope_type']!r} is not supported for layers with a window")
