@@ -36,6 +36,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         ("Phi3", {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}, {"rotary_dim": 12}),
         ("Granite", {"logits_scaling": 8.0}, {"logit_divisor": 8.0, "attention_scale": 1.0, "embedding_multiplier": 1}),
         ("GptOss", {}, {"windows": (128, None, 128, None), "qkv_bias": True, "sinks": True, "rope_theta": 150000.0}),
+        ("Qwen3Moe", {"use_sliding_window": True, "max_window_layers": 2}, {"windows": (4096,) * 4, "qk_norm": True}),
         ("Qwen2Moe", {"use_sliding_window": True}, {"windows": (4096, None, 4096, None), "qkv_bias": True}),
         ("Olmoe", {}, {"qk_norm_whole": True, "norms": "before"}),
     ],

@@ -87,6 +87,14 @@ def read_windows(raw: Fields, layers: int, window: int | None, kinds: list[str])
     return tuple(window if kind == "sliding_attention" else None for kind in found)
 
 
+def read_one_window(raw: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Returns the window of each layer, where all have this one. Raises ConfigError if layer_types says otherwise."""
+    kind, kinds = KINDS[window is not None], raw.get("layer_types")
+    if kinds is not None and kinds != [kind] * layers:
+        raise ConfigError(f"layer_types = {kinds!r} is not supported; all layers of this family are of type {kind}")
+    return (window,) * layers if window is not None else ()
+
+
 def one_window(config: LlamaConfig) -> int | None:
     """Returns the window of the first layer that has one."""
     return next((window for window in config.windows if window is not None), None)

@@ -4,19 +4,14 @@ from functools import partial
 from typing import Any
 
 from jllm.config import LlamaConfig
-from jllm.errors import ConfigError
-from jllm.files.families.family import KINDS, Family, Fields, one_window, read_window, words
+from jllm.files.families.family import Family, Fields, one_window, read_one_window, read_window, words
 from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 
 _EXPERTS = ExpertFields("num_local_experts", 8, 2, "intermediate_size", 14336, normalize=True)
 
 
 def _read(raw: Fields, layers: int, *, default: int | None) -> dict[str, Any]:
-    window = read_window(raw, default)
-    kind, kinds = KINDS[window is not None], raw.get("layer_types")
-    if kinds is not None and kinds != [kind] * layers:
-        raise ConfigError(f"layer_types = {kinds!r} is not supported; all layers of this family are of type {kind}")
-    return {"windows": (window,) * layers if window is not None else ()}
+    return {"windows": read_one_window(raw, layers, read_window(raw, default))}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jllm.files.families.family import (
     layer_types,
     one_window,
     read_biases,
+    read_one_window,
     read_window,
     read_windows,
     words,
@@ -84,7 +85,12 @@ def _write_qwen2_moe(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(raw: Fields, layers: int) -> dict[str, Any]:
-    return _read_qwen3(raw, layers) | {"experts": read_experts(raw, _EXPERTS, layers)}
+    window = read_window(raw, 4096) if read_boolean(raw, "use_sliding_window") else None
+    return read_biases(raw) | {
+        "qk_norm": True,
+        "windows": read_one_window(raw, layers, window),  # transformers reads no max_window_layers here
+        "experts": read_experts(raw, _EXPERTS, layers),
+    }
 
 
 def _write_qwen3_moe(config: LlamaConfig) -> dict[str, Any]:
