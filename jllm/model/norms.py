@@ -67,6 +67,7 @@ def add_linear(
         added = norm_rows(added, norm, config, backend)
 
     def add(x: jax.Array, added: jax.Array) -> jax.Array:
-        return x + added * jnp.asarray(config.residual_multiplier, x.dtype)
+        wide = compute_dtype(x.dtype)
+        return (x.astype(wide) + added.astype(wide) * config.residual_multiplier).astype(x.dtype)
 
     return fenced(backend, add, x, added)

@@ -1,5 +1,7 @@
 """The same numbers as transformers in float64, for families that differ from LLaMA in their blocks."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import jllm
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
+from jllm.model.norms import add_linear
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.calibration.migration import scale_keys
 from jllm.quant.rotation import rotate
@@ -46,6 +49,14 @@ def test_every_family_is_there():
         "qwen2-moe",
         "gpt-oss",
     }
+
+
+def test_a_residual_multiplier_is_not_rounded_to_the_dtype():
+    config = replace(jllm.load(PARITY / "granite").config, residual_multiplier=0.22)  # no number of bfloat16
+    rows = jnp.arange(128, 256, dtype=jnp.bfloat16)[:, None]
+    x = jnp.zeros_like(rows)
+    got = add_linear(x, rows, jnp.ones((1, 1), x.dtype), config=config, backend="xla")
+    np.testing.assert_array_equal(got, (rows.astype(jnp.float32) * 0.22).astype(jnp.bfloat16))
 
 
 def test_what_a_family_cannot_do_is_refused_by_name():
