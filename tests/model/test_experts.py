@@ -1,6 +1,7 @@
 """A Mixture of Experts: the formula, its routes as values, its formats, and the engine that serves it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,16 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.config import Experts
 from jllm.errors import ConfigError, EvaluationError
+from jllm.files.importers import stored_weights
+from jllm.files.safetensors_io import StoredTensor
 from jllm.model import experts as experts_module
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.experts import choose_experts, places, ragged_linear, run_experts, shares_of
 from jllm.model.linear import linear
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
-from jllm.model.param_specs import param_specs
-from jllm.model.params import ExpertsParams, MLPParams, matrix_modules
+from jllm.model.param_specs import param_specs, weight_specs
+from jllm.model.params import EMBED, ExpertsParams, MLPParams, matrix_modules
 from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.speculative.eagle import eagle_shapes
@@ -111,6 +114,13 @@ def test_the_engine_serves_what_a_forward_without_a_cache_gives(model, scheme):
         assert each.token_ids == tuple(logits[len(prompt) - 1 : -1].argmax(axis=1).tolist())
     alone = serve(m, prompts[:1], [greedy(8)], **one_size(3, tokens=12), deterministic=True)
     assert alone[0].token_ids == done[0].token_ids
+
+
+def test_a_router_needs_no_exception_of_a_quantized_file(model):
+    specs, block = weight_specs(model.config), {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    at = {f"{part.removesuffix('.weight')}.weight_scale_inv" for spec in specs.values() for part, _ in spec.parts}
+    stored = {name: StoredTensor(name, Path("m"), "F32", (1, 1), 0, 4) for name in at if ".mlp.gate." not in name}
+    assert specs.keys() - stored_weights(block, specs, stored).keys() == {EMBED, "model.layers.1.mlp.gate"}
 
 
 def test_quantized_experts_are_their_decoded_weights(model):

@@ -62,6 +62,8 @@ def stored_weights(
     for name, spec in specs.items():
         if name == EMBED or (name == HEAD and f"{HEAD}.weight" not in stored and f"{HEAD}.{layout.mark}" not in stored):
             continue  # embeddings are never quantized in these layouts; a tied head is not stored
+        if spec.entry.modules[0][1] == "experts" and f"{name}.{layout.mark}" not in stored:
+            continue  # a router, which is no linear layer to transformers, so that no list of exceptions names it
         parts = {tensor.removesuffix(".weight"): rows for tensor, rows in spec.parts}
         plain = [module for module in parts if not _is_quantized(layout, module, stored)]
         if plain and len(plain) < len(parts):
