@@ -11,6 +11,7 @@ import jllm
 from jllm.errors import CheckpointError, JllmError, QuantizationError
 from jllm.files.fingerprint import of_files
 from jllm.files.gguf.blocks import TYPES, decode
+from jllm.files.gguf.config import raw_config
 from jllm.files.run_identity import of_model
 from jllm.model.param_specs import param_specs
 from jllm.model.rope import inverse_frequencies
@@ -77,6 +78,7 @@ def test_experts_are_kept_as_codes(tmp_path):
     model = replace(model, config=replace(model.config, architecture="MixtralForCausalLM", intermediate_size=32))
     written = write(tmp_path / "m.gguf", model, lambda name: "F32" if ".mlp.gate." in name else "Q8_0")
     loaded = jllm.load(written.path, dtype="float32")
+    assert raw_config(written.path)["torch_dtype"] == "bfloat16"
     mlp, specs = loaded.params.layers[0].mlp, param_specs(loaded.config).layers[0].mlp
     np.testing.assert_array_equal(mlp.router, model.params.layers[0].mlp.router)
     for leaf, spec in ((mlp.gate_up, specs.gate_up), (mlp.down, specs.down)):

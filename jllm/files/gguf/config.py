@@ -107,8 +107,9 @@ def _rope_scaling(own: Mapping[str, Any], file: GGUFFile, path: str | Path) -> d
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Returns the dtype of the matrices that are not quantized, or that quantized ones become: the widest stored."""
+    """Returns the dtype of the matrices that are not quantized, or that quantized ones become. Routers are always
+    F32."""
     kinds = {tensor.dtype for tensor in file.tensors.values() if len(tensor.shape) == 2}
-    if "BF16" in kinds or not kinds & {"F32", "F16"}:
-        return "bfloat16"
-    return "float32" if kinds == {"F32"} else "float16"
+    if "F16" in kinds and "BF16" not in kinds:
+        return "float16"
+    return "float32" if kinds == {"F32"} else "bfloat16"
