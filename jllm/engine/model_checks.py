@@ -9,7 +9,7 @@ from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError, EvaluationError
 from jllm.model.linear import linear
 from jllm.model.params import HEAD, Params, linears
-from jllm.model.taps import SEAMS, resolve_taps, tap_numbers
+from jllm.model.taps import EXPERTS, SEAMS, resolve_taps, tap_numbers
 from jllm.parallel.mesh import has_processes
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -36,12 +36,22 @@ def _check_taps(options: EngineOptions, config: LlamaConfig) -> None:
         names = resolve_taps(options.taps or (), config.num_layers)
         for name in names:
             tap_numbers(name, config)
+            _check_kind(name, config)
     except EvaluationError as error:
         raise ConfigError(f"taps: {error}") from None
     inner = [name for name in names if name.startswith("layers.") and name.rpartition(".")[2] not in SEAMS]
     if options.deterministic and inner:
         seams = ", ".join(f"layers.*.{name}" for name in SEAMS)
         raise ConfigError(f"taps: a step that keeps {inner[0]} may round otherwise, and deterministic takes {seams}")
+
+
+def _check_kind(name: str, config: LlamaConfig) -> None:
+    """Raises EvaluationError for a value that a layer's kind of MLP lacks."""
+    layer, value = name.removeprefix("layers.").partition(".")[::2]
+    if type(config) is not LlamaConfig or not value:  # other configs have layers of their own
+        return
+    if value in (("gate_up", "silu_mul") if config.has_experts(int(layer)) else EXPERTS):
+        raise EvaluationError(f"tap {name}: this kind of layer has no such value")
 
 
 def _check_alike(options: EngineOptions) -> None:

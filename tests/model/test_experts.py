@@ -10,6 +10,7 @@ import pytest
 
 from jllm.analysis.activations import tap
 from jllm.config import Experts
+from jllm.engine.engine import Engine
 from jllm.errors import ConfigError, EvaluationError
 from jllm.files.importers import stored_weights
 from jllm.files.safetensors_io import StoredTensor
@@ -198,7 +199,10 @@ def test_faults_are_caught(model, fault):
     assert np.linalg.norm(got - want) / np.linalg.norm(want - x) > 1e-2
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(model):
+    for name in ("layers.1.gate_up", "layers.0.router"):  # of the dense layer and of the experts'
+        with pytest.raises(ConfigError, match=f"taps: tap {name}: this kind of layer has no such value"):
+            Engine(model, taps=(name,), **one_size(3, tokens=12))
     for wrong in ({"chosen": 6}, {"ffn": 0}, {"count": 0}):
         with pytest.raises(ConfigError, match="must be at least 1 and at most"):
             replace(EXPERTS, **wrong)
