@@ -222,7 +222,7 @@ def with_plain_logits(check: Callable[..., None], name: str) -> Callable[..., No
     def checked(*args: Any) -> None:
         *rest, plain = args
         if not plain:
-            raise NotImplementedError(f"softcap and sinks are not supported by backend {name}, only by xla")
+            raise NotImplementedError(f"softcap and sinks are not supported by backend {name}")
         check(*rest)
 
     return checked

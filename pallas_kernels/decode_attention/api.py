@@ -140,10 +140,11 @@ def _mosaic_plan(
     return make_work(lengths, *sizes, width=_rows_each(q, lengths), segments=segments, **options)
 
 
-def _triton(q, pages, page_table, lengths, scale, window, segments, _, rows) -> jax.Array:
+def _triton(q, pages, page_table, lengths, scale, window, segments, _, rows, **logits) -> jax.Array:
     from pallas_kernels.decode_attention import triton  # imports Triton
 
-    return _of_own_rows(triton.decode_attention, q, pages, page_table, lengths, scale, window, segments, rows)
+    attend = partial(triton.decode_attention, **logits)
+    return _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments, rows)
 
 
 def _xla(q, pages, page_table, lengths, scale, window, segments, _, rows, **logits) -> jax.Array:
@@ -165,7 +166,9 @@ def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments,
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=_mosaic_plan),
-    "triton": Backend(_triton, with_plain_logits(check_triton, "triton")),
+    "triton": Backend(
+        _triton, lambda q, pages, rows, plain: check_triton(q, pages, rows), with_plain_logits(check_triton, "triton")
+    ),
     "xla": Backend(_xla, lambda q, pages, rows, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

@@ -2,6 +2,7 @@
 It serves all rows and query heads that share them. A second kernel merges a row's splits, always in the same order. How
 a sequence is split depends on its own length and window alone, so that results are batch-invariant."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.triton import pages_triton, triton_call
 from pallas_kernels.triton.triton_call import Launch
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "config"))
+@partial(jax.jit, static_argnames=("scale", "window", "config", "softcap"))
 def decode_attention(
     q: jax.Array,
     pages: KVPages,
@@ -26,6 +27,8 @@ def decode_attention(
     window: int | None,
     segments: Segments | None = None,
     config: TritonConfig | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns [R Q, H, D] of q [R Q, H, D], page_table i32[R, M] and lengths i32[R]; see api.py. `config`: other than
     the one for these arguments, to tune it."""
@@ -43,8 +46,12 @@ def decode_attention(
         trees = seen, depths(segments.ancestors)
     pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
     arrays = q, *pools, page_table, lengths, rows, *trees
-    split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths, config)
-    return triton_call.call(merge, *triton_call.call(split, *arrays), lengths, rows)[0]
+    split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths, config, softcap)
+    partials = triton_call.call(split, *arrays)
+    if sinks is None:
+        return triton_call.call(merge, *partials, lengths, rows)[0]
+    merge = replace(merge, kernel=_merge_with_sinks)
+    return triton_call.call(merge, *partials, lengths, rows, sinks)[0]
 
 
 def launches(
@@ -56,6 +63,7 @@ def launches(
     window: int | None,
     trees: bool,
     config: TritonConfig | None = None,
+    softcap: float | None = None,
 ) -> tuple[Launch, Launch]:
     """Returns the launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first
     takes q, K's values and scales, V's, the layer, the page table, lengths, rows, and of trees masks and depths. The
@@ -77,7 +85,7 @@ def launches(
         "N": pages.k.num_pages, "PAGES": page_table.shape[1], "WORDS": triton.cdiv(Q, 32) if trees else 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
-        "FLOAT8": pages_triton.reads_float8(),
+        "FLOAT8": pages_triton.reads_float8(), "SOFTCAP": (softcap or 0.0) * pages_triton.LOG2_E,
         "BLOCK_Q": config.queries, "BLOCK_KV": config.keys,
     }  # fmt: skip
     split = Launch(
@@ -106,8 +114,8 @@ def _split(
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
     PAGE: tl.constexpr, N: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, K_GROUP: tl.constexpr,
-    K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
+    K_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0) // (HEADS * CHUNKS)
     head = tl.program_id(0) // CHUNKS % HEADS
@@ -154,7 +162,9 @@ def _split(
                 visible &= ((node < 0)[None, :] & in_window) | (own & (related == 1))
             else:
                 visible &= in_window & (key[None, :] <= position[:, None])
-            peak, total, out = pages_triton.attend(queries, keys, values, visible, peak, total, out, factor * SCALE)
+            peak, total, out = pages_triton.attend(
+                queries, keys, values, visible, peak, total, out, factor * SCALE, SOFTCAP
+            )
         place = at * SLOTS + split
         tl.store(peaks + place, peak, mask=in_use)
         tl.store(totals + place, total, mask=in_use)
@@ -167,6 +177,24 @@ def _merge(
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
+    _merge_splits(partial, peaks, totals, lengths, rows, lengths, merged, Q, H, D, WINDOW, SPLIT, SPLITS, SLOTS, False)
+
+
+@triton.jit
+def _merge_with_sinks(
+    partial, peaks, totals, lengths, rows, sinks, merged,
+    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    _merge_splits(partial, peaks, totals, lengths, rows, sinks, merged, Q, H, D, WINDOW, SPLIT, SPLITS, SLOTS, True)
+
+
+@triton.jit
+def _merge_splits(
+    partial, peaks, totals, lengths, rows, sinks, merged,
+    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(0) // (Q * H)
     length, used = tl.load(lengths + segment), tl.load(rows + segment)
@@ -178,7 +206,13 @@ def _merge(
     peak = tl.load(peaks + at * SLOTS + split, mask=given, other=pages_triton.LOWEST)
     total = tl.load(totals + at * SLOTS + split, mask=given, other=0.0)
     outs = tl.load(partial + (at * SLOTS + split)[:, None] * D + column[None, :], mask=given[:, None], other=0.0)
-    weight = tl.exp2(peak - tl.max(peak, axis=0))
+    top = tl.max(peak, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(0) % H).to(tl.float32) * pages_triton.LOG2_OF_E
+        top = tl.maximum(top, sink)
+    weight = tl.exp2(peak - top)
     total = tl.sum(total * weight, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - top)
     out = tl.sum(outs * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
     tl.store(merged + at * D + column, out.to(merged.dtype.element_ty))

@@ -107,10 +107,10 @@ def _mosaic(*args) -> jax.Array:
     return mosaic_sm90.prefill_attention(*rest, into=into, first=first)
 
 
-def _triton(*args) -> jax.Array:
+def _triton(*args, **logits) -> jax.Array:
     from pallas_kernels.prefill_attention import triton  # imports Triton
 
-    return _placed(triton.prefill_attention, *args)
+    return _placed(partial(triton.prefill_attention, **logits), *args)
 
 
 def _triton_plan(*args, **options) -> Work:
@@ -136,7 +136,12 @@ def _placed(attend, q, *args) -> jax.Array:
 
 BACKENDS = {
     "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=make_work),
-    "triton": Backend(_triton, with_plain_logits(check_triton, "triton"), plan=_triton_plan),
+    "triton": Backend(
+        _triton,
+        lambda q, pages, scale, plain: check_triton(q, pages, scale),
+        with_plain_logits(check_triton, "triton"),
+        plan=_triton_plan,
+    ),
     "xla": Backend(_xla, lambda q, pages, scale, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

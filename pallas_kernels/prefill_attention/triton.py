@@ -1,6 +1,7 @@
 """Runs prefill_attention on Ampere, Ada and Hopper. A program has a tile of query rows of one head, and reads the keys
 that these see, block by block."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.triton import pages_triton, triton_call
 from pallas_kernels.triton.triton_call import Launch
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))
+@partial(jax.jit, static_argnames=("scale", "window", "softcap"))
 def prefill_attention(
     q: jax.Array,
     pages: KVPages,
@@ -26,6 +27,8 @@ def prefill_attention(
     scale: float,
     window: int | None,
     work: Work | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py."""
     if q.shape[0] == 0 or page_table.shape[0] == 0:
@@ -35,8 +38,11 @@ def prefill_attention(
         raise ValueError(f"work was made for window {work.window}, not {window}")
     q, scale = pages_triton.upright(q, scale)
     pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
-    made = launch(q, pages, page_table, work, scale)
-    return triton_call.call(made, q, *pools, page_table, work.tiles, work.count)[0]
+    made = launch(q, pages, page_table, work, scale, softcap)
+    arrays = q, *pools, page_table, work.tiles, work.count
+    if sinks is None:
+        return triton_call.call(made, *arrays)[0]
+    return triton_call.call(replace(made, kernel=_tile_with_sinks), *arrays, sinks)[0]
 
 
 def plan(
@@ -58,6 +64,7 @@ def launch(
     page_table: jax.Array | jax.ShapeDtypeStruct,
     work: Work,
     scale: float,
+    softcap: float | None = None,
 ) -> Launch:
     """Returns the launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the layer,
     the page table, and the tiles and the count of the work list."""
@@ -69,7 +76,7 @@ def launch(
         "N": pages.k.num_pages, "PAGES": page_table.shape[1], "WINDOW": work.window or 0,
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
-        "FLOAT8": pages_triton.reads_float8(),
+        "FLOAT8": pages_triton.reads_float8(), "SOFTCAP": (softcap or 0.0) * pages_triton.LOG2_E,
         "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv,
     }  # fmt: skip
     return Launch(
@@ -87,7 +94,36 @@ def _tile(
     q, k, k_scales, v, v_scales, layer, table, tiles, count, out,
     SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    _attend_tile(
+        q, k, k_scales, v, v_scales, layer, table, tiles, count, count, out, SCALE, H, D, HEADS, PAGE, N, PAGES, WINDOW,
+        K_GROUP, K_ZEROS, V_GROUP, V_ZEROS, FLOAT8, SOFTCAP, BLOCK_Q, BLOCK_KV, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_with_sinks(
+    q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out,
+    SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    _attend_tile(
+        q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out, SCALE, H, D, HEADS, PAGE, N, PAGES, WINDOW,
+        K_GROUP, K_ZEROS, V_GROUP, V_ZEROS, FLOAT8, SOFTCAP, BLOCK_Q, BLOCK_KV, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_tile(
+    q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out,
+    SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.load(count) - 1 - tl.program_id(1)  # a chunk's last tiles, the longest, first
     if tile >= 0:
@@ -107,6 +143,9 @@ def _tile(
         whole = before if WINDOW > 0 else tl.maximum(begin + 1, 0) // BLOCK_KV * BLOCK_KV
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
+        if SINKS:
+            peak = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * pages_triton.LOG2_OF_E
+            total += 1.0
         sums = pages_triton.zeros(v, V_GROUP, BLOCK_Q, D)
         for masked in tl.static_range(2):
             for block in range(whole if masked else before, end if masked else whole, BLOCK_KV):
@@ -128,6 +167,6 @@ def _tile(
                     if WINDOW > 0:
                         visible &= key[None, :] > position[:, None] - WINDOW
                 peak, total, sums = pages_triton.attend(
-                    queries, keys, values, visible, peak, total, sums, factor * SCALE
+                    queries, keys, values, visible, peak, total, sums, factor * SCALE, SOFTCAP
                 )
         pages_triton.store(out + at, sums, tl.where(total == 0, 1.0, total), row < rows)

@@ -18,6 +18,7 @@ from pallas_kernels.formats.kv_pages import Pages
 from pallas_kernels.triton.codes_triton import decoded
 
 LOG2_E = 1.4426950408889634
+LOG2_OF_E = tl.constexpr(LOG2_E)  # for kernels
 # What a row's largest logit is before it has seen a key: finite, so that a block without keys has no effect.
 LOWEST = tl.constexpr(-1e30)
 
@@ -151,13 +152,18 @@ def store(at, x, divisor, in_use):
 
 
 @triton.jit
-def attend(queries, k, v, visible, peak, total, out, scale):
+def attend(queries, k, v, visible, peak, total, out, scale, SOFTCAP: tl.constexpr):
     """Runs one step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over keys k and values v [T,
     D]. Takes queries [M, D], visible [M, T], peak, total and scale float32 [M], out float32 [M, D]. Queries have the
-    planes of keys, and out those of values. Logits, which are products times a positive scale, are in base 2."""
+    planes of keys, and out those of values. Logits, which are products times a positive scale, are in base 2. They are
+    capped by SOFTCAP, in base 2, unless it is 0."""
     products = tl.dot(queries[0], tl.trans(k[0]))
     for i in tl.static_range(1, len(k)):
         products = tl.dot(queries[i], tl.trans(k[i]), products)
+    if SOFTCAP > 0:
+        turns = tl.exp2(products * (scale * (2.0 * LOG2_OF_E / SOFTCAP))[:, None])
+        products = SOFTCAP - 2.0 * SOFTCAP / (turns + 1.0)  # tanh, also where turns overflow
+        scale = tl.zeros_like(scale) + 1.0
     products = tl.where(visible, products, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(products, axis=1) * scale)
     weights = tl.exp2(products * scale[:, None] - new_peak[:, None])
