@@ -84,8 +84,8 @@ def lowered_for_cuda(shape: str, scheme: str, *rest, **changes) -> str:
 KERNELS = 4 + 2 + 2
 SHAPES = ["llama-2-7b", "llama-3-8b", "mistral-7b-v0.1", "qwen3-8b"]
 SCHEMES = list(PRESETS)
-# Each shape, and a scheme of each kernel. The rest are of the same kernels in other sizes and with other tables.
-LOWERED = list(zip(SHAPES, ["w8a8", "w4a16-g128", "fp8", "nf4-dq"]))
+# Each shape, and a scheme of each kernel and kind of table. The rest are of the same kernels in other sizes.
+LOWERED = list(zip(SHAPES * 2, ["w8a8", "w4a16-g128", "fp8", "nf4-dq", "w8a16", "uint8-zp", "w4a16-g64-zp"]))
 REST = [pair for pair in product(SHAPES, SCHEMES) if pair not in LOWERED]
 
 
