@@ -62,7 +62,7 @@ class Oracle:
         self.known: dict = {}
 
     def continued(self, value: str | None, tokens, sampling: SamplingParams, sample: int):
-        """The tokens and log-probabilities of a sample that continues `tokens`."""
+        """Returns the tokens and log-probabilities of a sample that continues `tokens`."""
         key = value, tokens, sampling, sample
         if key not in self.known:
             start = replace(self.nothing, tokens=np.asarray(tokens, np.int32), weights=None)

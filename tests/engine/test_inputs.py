@@ -113,7 +113,7 @@ def tokens_of(engine, given) -> list[tuple[int, ...]]:
 
 
 def apart(model, given, hooks=HOOKS) -> list[tuple[int, ...]]:
-    """What each request gets alone, without a prefix of another."""
+    """Returns what each request gets alone, without a prefix of another."""
     engine = Engine(model, **SIZES, prefix_cache=False, hooks=hooks)
     return [tokens_of(engine, [(asked, seed, 0)])[0] for asked, seed, _ in given if not engine.reset_metrics()]
 
@@ -236,7 +236,7 @@ def never(logits, rows):
 
 
 def test_observe_reads_them(model):
-    """Of the tokens that a prefix has, too. Each request that asks for it has no token twice."""
+    """Tests tokens that a prefix has, too. No request gets a value twice."""
     hooks = Hooks(
         logits_processor=never,
         observe=seen,
@@ -278,7 +278,7 @@ def onwards(value, rows):
 
 
 def test_edits_by_request_are_those_of_transformers_with_forward_hooks():
-    """In float64: tests/data/make_hooked.py wrote the logits."""
+    """Compares in float64 with logits that tests/data/make_hooked.py wrote."""
     data = np.load(PARITY.parent / "hooked.npz")
     llama = load(PARITY / "llama3")
     llama = replace(llama, params=jax.tree.map(lambda x: x.astype(jnp.float64), llama.params))
@@ -335,7 +335,7 @@ def test_bad_addends(model, add, why):
 
 
 def test_an_addend_is_what_a_merged_weight_would_be(model):
-    """Of each linear layer, in the engine as over whole sequences."""
+    """Tests each linear layer, in the engine and over whole sequences."""
     rng = np.random.default_rng(0)
     layers = [asdict_of(layer) for layer in model.params.layers]
     deltas = {name: 0.02 * rng.normal(size=layers[0][name].shape) for name in LINEAR}

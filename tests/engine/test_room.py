@@ -184,7 +184,7 @@ def test_pages_by_default_leave_room_for_the_largest_step():
 
 
 def test_what_compiling_takes_is_left_and_no_more_than_a_share(monkeypatch):
-    """Of a 7B the largest product to try is the head's."""
+    """Expects that the head's product is the largest of a 7B."""
     monkeypatch.setattr(room, "is_host", lambda: False)
     config, params = CONFIGS["llama-2-7b"], PARAMS["llama-2-7b"]
     options = make_options({"max_slots": 512, "max_step_tokens": 2048})

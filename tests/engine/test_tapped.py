@@ -79,7 +79,7 @@ def play(model, options):
 
 
 def test_values_of_each_request_in_any_company(model):
-    """In chunks that the budget of rows cuts, with preemption, and with prefixes of others."""
+    """Runs in chunks that the budget of rows cuts, with preemption, and with prefixes of others."""
     found = play(model, OPTIONS)
     assert found["preemptions"] > 0
     assert found["prefix_hits"] > 0

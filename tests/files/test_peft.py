@@ -27,7 +27,7 @@ def model():
 
 @pytest.mark.parametrize("name", ["patterns", "dora"])
 def test_logits_are_pefts(model, name):
-    """Of ranks and scales by pattern with use_rslora, and of DoRA, which only merging can serve."""
+    """Tests ranks and scales by pattern with use_rslora, and DoRA, which only merging can serve."""
     data = np.load(DATA / name / "expected.npz")
     with jax.enable_x64(True):
         got = full_logits(jllm.merge_adapter(model, DATA / name), data["prompt"], pad=32)

@@ -189,7 +189,7 @@ def test_the_work_list_covers_every_row_once_longest_first():
 
 def test_heads_are_computed_together_whose_keys_the_cache_holds():
     def together(lengths, heads, formats=("bf16", "bf16"), before=0):
-        """How many KV heads the first tile has before the next one has its first."""
+        """Returns how many KV heads the first tile has before the next one has its first."""
         longer = tuple(length + before for length in lengths)
         case = Case(lengths, longer, 0, heads, 128, 16, *formats, "bfloat16")
         q, pages, *_ = shapes(case)

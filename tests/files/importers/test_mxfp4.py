@@ -28,7 +28,7 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model with blocks, and one with their values."""
+    """Returns a model with blocks, and one with their values."""
     rng, found = np.random.default_rng(0), []
     tensors = safetensors.numpy.load_file(PARITY / "gpt-oss" / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if "layers.1" not in name}
@@ -77,7 +77,7 @@ def test_blocks_without_scales_are_refused(folders, tmp_path):
 
 
 def test_the_block_is_the_formula(folders):
-    """In numpy, one token and one expert at a time, with gates and ups beyond the clamp."""
+    """Computes one token and one expert at a time in numpy, with gates and ups beyond the clamp."""
     p = jllm.load(folders[1]).params.layers[0].mlp
     x = 9 * np.asarray(jax.random.normal(jax.random.key(0), (9, E)))
     routes = np.asarray([[i % X, (i + 1) % X] for i in range(9)], np.int32)
