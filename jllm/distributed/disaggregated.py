@@ -135,6 +135,13 @@ class Disaggregated(Replicas):
             raise ConfigError('running="finish" is not there for prefill and decode apart: give "recompute" or "keep"')
         return super().update(params, running=running, **more)
 
+    def _alive(self) -> list[AnyReplica]:
+        """Returns the engines that take work. Raises EngineClosed if none of them decodes."""
+        alive = super()._alive()
+        if all(isinstance(replica.engine, RemotePrefill) for replica in alive):
+            raise EngineClosed("these engines take no more work: the one that decodes has failed (see step())")
+        return alive
+
     def _call(self, method: str, request_id: int, sample: int) -> Any:
         try:
             return super()._call(method, request_id, sample)

@@ -56,7 +56,7 @@ def test_an_edit_of_each_value(first):
     assert not np.allclose(found[0], packed_logits(model.params, model.config, BATCH))
 
 
-def seen_before(user, slot, index, token):
+def seen_before(user, slot, index, token, inputs):
     return user.at[slot, token].set(True, mode="drop")
 
 
