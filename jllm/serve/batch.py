@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, started: float, interrupt: Interrupt) -> int:
 def _prepare(
     args: argparse.Namespace, folder: Path, todo: "Mapping[str, Task]"
 ) -> "tuple[Engine | Replicas, Served, dict[str, Wanted], dict[str, HttpError]]":
-    """Returns an engine with compiled steps, the valid requests, and the errors of all others."""
+    """Returns an engine that can begin, the valid requests, and the errors of all others."""
     cache = compile_cache(args)
     from jllm.engine.checks import check_request, token_ids
     from jllm.engine.one_run import options_for_run
@@ -181,7 +181,7 @@ def _prepare(
 
     wanted, too_large = _try(fitting, {id: id for id in parsed})
     if wanted:
-        engine.compile_ahead(one.sampling for one in wanted.values())
+        engine.compile_ahead((one.sampling for one in wanted.values()), wait=False)
     return engine, served, wanted, wrong | too_large
 
 

@@ -155,7 +155,7 @@ class Worker:
             given = {name: getattr(self._args, name) for name in ENGINE_FLAGS}
             options = options_for_run([(len(ids), sampling) for ids, sampling in prompts], given)
             self._engine = Engine(self._model, **options, executables=self._cache)
-            self._engine.compile_ahead(sampling for _, sampling in prompts)
+            self._engine.compile_ahead((sampling for _, sampling in prompts), wait=False)
         return self._engine
 
     def _result_lines(self, row: Row, ends: list[Event], wanted: "Wanted | None") -> list[str]:

@@ -47,7 +47,7 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
     lines, start = Lines(interrupt), Conversation()
     if args.system is not None:
         start = Conversation((Message("system", args.system),))
-    session = _open(args, sampling_params(args, MAX_NEW_TOKENS), start, wait=not lines.terminal)
+    session = _open(args, sampling_params(args, MAX_NEW_TOKENS), start)
     if lines.terminal:
         note("/help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
     try:
@@ -57,9 +57,9 @@ def _main(args: Namespace, interrupt: Interrupt, closed: Sequence[str]) -> int:
         session.engine.close()
 
 
-def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: bool) -> "Session":
-    """Returns a session whose engine has compiled steps. Without `wait`, it compiles only the first step's programs;
-    the others compile while the user types. All flags are checked; nothing has run."""
+def _open(args: Namespace, sampling: SamplingParams, start: Conversation) -> "Session":
+    """Returns a session whose engine has compiled what the first step needs. The other steps are compiled while the
+    user types. All flags are checked; nothing has run."""
     cache = compile_cache(args)
     from jllm.cli.chat.session import Session
     from jllm.engine.engine import Engine
@@ -77,7 +77,7 @@ def _open(args: Namespace, sampling: SamplingParams, start: Conversation, wait: 
     prompt_ids(start.ask("?"), model.tokenizer)  # a template may refuse system messages
     given = {name: getattr(args, name) for name in ENGINE_FLAGS}
     engine = Engine(model, **_sizes(given, sampling), executables=cache)
-    engine.compile_ahead([sampling], wait=wait)
+    engine.compile_ahead([sampling], wait=False)
     return Session(engine, model.tokenizer, sampling, args.max_new_tokens is None)
 
 
