@@ -385,7 +385,7 @@ def add_engine(group: Group) -> None:
         "--compile-cache", type=Path, metavar="DIR", help="folder of compiled code (default: the user's cache folder)"
     )
     cache.add_argument("--no-compile-cache", action="store_true", help="always compile, and store nothing")
-    processes = "trace steps in N extra processes, for a faster cold start on many cores (default: 0)"
+    processes = "trace steps in N extra processes while they compile (default: on a GPU half of the cores, at most 8)"
     group.add_argument("--compile-processes", type=int, metavar="N", help=processes)
     progress = "report compilation even if standard error is no terminal"
     group.add_argument("--progress", action="store_const", const=True, help=progress)

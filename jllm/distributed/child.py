@@ -114,7 +114,9 @@ class _Process:
         values = unpacked(pickles, file)
         os.close(file)
         take_settings(values.pop("JAX's settings"))
-        source, make, compared = (values.pop(name) for name in ("the model", "make", "compared"))
+        source, make, compared, quiet = (values.pop(name) for name in ("the model", "make", "compared", "quiet"))
+        for pattern in quiet:
+            warnings.filterwarnings("ignore", pattern)
         if (jax.default_backend() == "cpu") == on_gpus:
             what = "finds no GPU in its process" if on_gpus else "finds a GPU that nvidia-smi does not list"
             raise ConfigError(f"{name}: JAX {what}: set CUDA_VISIBLE_DEVICES, or JAX_PLATFORMS=cpu")

@@ -56,7 +56,9 @@ from jllm.model.model import Model, end_ids
 from jllm.model.params import Params
 from jllm.model.taps import resolve_taps
 from jllm.parallel.mesh import ranks_of
-from jllm.programs.tracing import settings
+from jllm.programs.compiler import TRACED_HERE
+from jllm.programs.executables import NOT_KEPT
+from jllm.programs.tracing import settings, usual_processes
 from jllm.speculative.drafter import Drafter
 from pallas_kernels.bench.gpus import visible_gpus
 
@@ -72,14 +74,16 @@ def start_processes(
     options: Mapping[str, Any],
     news: "queue.SimpleQueue[News]",
     started: list[Any],
+    folder: Path,
 ) -> Head:
     """Starts an EngineProcess for each engine, adds them to `started`, and waits until all take requests. Returns the
-    head of their model. Raises the first error of a process that could not start."""
+    head of their model. Each step is compiled by one of them, and the others load it: from the files of `executables`,
+    or from `folder`. Raises the first error of a process that could not start."""
     given, size = _source(source, mesh)
     shares = share_gpus(wanted, size)
     compared = len(shares) > 1 and not isinstance(given, Model)
-    values = {"the model": given, "make": make, **options, "JAX's settings": settings(), "compared": compared}
-    packed = Packed(values)
+    values = {"the model": given, "make": make, **_starting(options, shares, folder)}
+    packed = Packed(values | {"JAX's settings": settings(), "compared": compared})
     policy, hooks = policy_of(options.get("kv_policy") or "paged"), options.get("hooks")
     inputs = hooks.inputs if isinstance(hooks, Hooks) else None
     own = inputs, options.get("taps") or (), tuple(options.get("adapters") or ())
@@ -92,6 +96,19 @@ def start_processes(
     _check_same([each.weights_made for each in started])
     assert head is not None
     return head
+
+
+def _starting(options: Mapping[str, Any], shares: Sequence[Sequence[str]], folder: Path) -> dict[str, Any]:
+    """Returns the options of each of several engines, with those that decide how it starts: a folder in common with the
+    others, and its part of the cores. "quiet" are patterns of warnings about what the caller did not ask for."""
+    given, quiet, alone = dict(options), [], len(shares) == 1
+    if options.get("executables") is None and not alone:
+        given["executables"] = folder
+        quiet.append(NOT_KEPT)
+    if options.get("compile_processes") is None and len(shares[0]) == 1:
+        given["compile_processes"] = usual_processes(len(shares))
+        quiet.append(TRACED_HERE)
+    return given | {"quiet": quiet}
 
 
 def fit_processes(

@@ -3,6 +3,8 @@
 import itertools
 import queue
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -12,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 from jllm.distributed.processes import (
@@ -73,7 +76,8 @@ class Replicas:
 
         `model` is a directory, a Hub id, "package.module:NAME", or a function that makes a Model. Each process calls
         it, and this process opens no GPU. It may also be a Model on the host, whose arrays all processes share. Options
-        and `make`, which makes each engine, are pickled. Without GPUs the processes share the CPU.
+        and `make`, which makes each engine, are pickled. Without GPUs the processes share the CPU. One engine
+        compiles each step, and the others load it from a file.
 
         With threads=True the engines are threads of this process, as tests need it. `model` is then a Model. `devices`
         may have one device for each engine, or one mesh if the model is on a mesh.
@@ -88,8 +92,10 @@ class Replicas:
             if threads:
                 self._start_threads(model, devices, mesh, make, options)
             else:
+                folder = Path(tempfile.mkdtemp(prefix="jllm-steps-"))
+                self._drop_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
                 weakref.finalize(self, end_processes, self._all)
-                head = start_processes(model, devices, mesh, make, options, self._news, self._all)
+                head = start_processes(model, devices, mesh, make, options, self._news, self._all, folder)
                 self._has_text = head.tokenizer is not None
         except BaseException:
             self.close()
@@ -115,6 +121,7 @@ class Replicas:
         self._next_id = itertools.count()
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
+        self._drop_folder: Callable[[], object] = lambda: None  # of the steps that these engines share
         self._all: list[AnyReplica] = []
         self._has_text = has_text
 
@@ -422,6 +429,7 @@ class Replicas:
             end_processes(self._all)
             raise
         finally:
+            self._drop_folder()
             self._end_requests(ended, failed)
         return failed
 

@@ -67,7 +67,8 @@ class EngineOptions:
     adapter_rank: int | None = None  # the largest rank; default: the largest of `adapters`, or 16
     adapter_targets: tuple[str, ...] | None = None  # modules that adapters may change, e.g. "q_proj"; default: all
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
-    compile_processes: int = 0  # further processes that trace steps compiled ahead (tracing.py)
+    # Further processes that trace steps compiled ahead (tracing.py); default: for a GPU half of the cores, at most 8.
+    compile_processes: int | None = None
     progress: bool | None = None  # whether standard error shows compilation; default: only a terminal does
     trace: Sink | None = None  # the file, or the list, that records the schedule (engine/trace.py)
 
@@ -97,7 +98,8 @@ class EngineOptions:
         if not isinstance(self.progress, bool | None):
             raise ConfigError(f"progress must be True, False or None, not {self.progress!r}")
         some = self.compile_processes
-        if not isinstance(some, Integral) or isinstance(some, bool) or not 0 <= int(some) <= MOST_PROCESSES:
+        number = isinstance(some, Integral) and not isinstance(some, bool) and 0 <= int(some) <= MOST_PROCESSES
+        if some is not None and not number:
             raise ConfigError(f"compile_processes must be an integer from 0 to {MOST_PROCESSES}, not {some!r}")
         if not isinstance(self.executables, str | os.PathLike | None):
             raise ConfigError(f"executables must be the path of a folder, not {self.executables!r}")

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from jllm.step.buckets import Bucket
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 PAUSE, LOG_PAUSE = 0.5, 10.0  # seconds from one line of progress to the next: on a terminal, and elsewhere
+TRACED_HERE = "a step of .* is traced in the engine's own process"  # a pattern of a warning
+LOOK, LONGEST = 0.1, 300.0  # seconds between looks for a program that another engine compiles, and the most in all
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Recipe(NamedTuple):
     lower: Callable[[], jax.stages.Lowered]
     find: Callable[[], jax.stages.Compiled | None] = lambda: None
     keep: Callable[[jax.stages.Compiled], None] = lambda made: None
+    claim: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)  # False: another engine compiles it
     name: str = "a program"  # as progress shows it
     # packed_step's arguments and static ones, if it is one
     step: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
@@ -79,18 +82,20 @@ class Compiler:
 
     Tracing holds Python's lock, so only one program is traced at a time. Then the others don't slow the first one.
     `processes` is the number of other processes that trace steps (tracing.py). Steps that they cannot trace are traced
-    here. Each program is compiled with the JAX settings of the thread that added it. Its future raises any error of its
-    compilation. `progress` decides whether standard error shows progress; None means only on a terminal.
+    here, with a warning if it `tells`. A program that another engine compiles is taken from its file. Each program is
+    compiled with the JAX settings of the thread that added it. Its future raises any error of its compilation.
+    `progress` decides whether standard error shows progress; None means only on a terminal.
     """
 
-    def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0):
-        self._compiled, self._closed, self._progress = compiled, False, progress
+    def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0, tells: bool = True):
+        self._compiled, self._closed, self._progress = compiled, threading.Event(), progress
         self._lock, self._tracing = threading.Lock(), threading.Lock()
+        self._turns = threading.Semaphore(max(1, processes))  # to trace
         self._busy: dict[int, str] = {}  # by thread, the name of the program that it compiles
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
         self._tracers = Tracers(processes) if processes else None
-        self._reasons: set[str] = set()  # why steps were traced here; each gave one warning
+        self._tells, self._reasons = tells, set[str]()  # why steps were traced here; each gives one warning
 
     def add(self, recipe: Recipe) -> "Future[jax.stages.Compiled]":
         return self._pool.submit(self._behind, recipe, own_settings())
@@ -99,7 +104,7 @@ class Compiler:
         """Compiles a program in this thread, which waits for it."""
         if self._progress or (self._progress is None and sys.stderr is not None and sys.stderr.isatty()):
             print(f"compiling a step of {recipe.name}", file=sys.stderr, flush=True)
-        made = self._make(recipe, recipe.lower)
+        made = self._make(recipe, recipe.lower, nullcontext())
         with self._lock:
             self._compiled.first_use += 1
         return made
@@ -129,14 +134,14 @@ class Compiler:
 
     def close(self) -> None:
         """Cancels jobs that have not begun, and waits for the others."""
-        self._closed = True
+        self._closed.set()
         if self._tracers is not None:
             self._tracers.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _behind(self, recipe: Recipe, settings: Callable[[], AbstractContextManager[None]]) -> jax.stages.Compiled:
         with settings():
-            return self._make(recipe, partial(self._lower, recipe))
+            return self._make(recipe, partial(self._lower, recipe), self._turns)
 
     def _lower(self, recipe: Recipe) -> jax.stages.Lowered:
         """Lowers a step in another process, or here, one at a time. Raises CancelledError once the compiler is
@@ -151,32 +156,52 @@ class Compiler:
                 with self._lock:
                     said = str(why) in self._reasons
                     self._reasons.add(str(why))
-                if not said:
+                if self._tells and not said:
                     warnings.warn(f"a step of {recipe.name} is traced in the engine's own process: {why}", stacklevel=2)
         with self._tracing:
-            if self._closed:
-                raise CancelledError
+            self._check_open()
             return recipe.lower()
 
-    def _make(self, recipe: Recipe, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    def _check_open(self, seconds: float = 0.0) -> None:
+        """Waits so long. Raises CancelledError once the compiler is closed."""
+        if self._closed.wait(seconds):
+            raise CancelledError
+
+    def _make(
+        self, recipe: Recipe, lower: Callable[[], jax.stages.Lowered], turn: AbstractContextManager[Any]
+    ) -> jax.stages.Compiled:
+        until = time.monotonic() + LONGEST
         with self._counting(recipe.name):
-            made = recipe.find()
-            loaded = made is not None
-            if made is None:
-                lowered = lower()
-                try:
-                    made = lowered.compile()  # XLA's autotuning runs kernels here
-                except jax.errors.JaxRuntimeError as error:
-                    if not out_of_memory(error):
-                        raise
-                    why = f"the device has no memory left to compile a step of {recipe.name}"
-                    raise NoRoomError(f"{why}: take fewer pages (num_pages), or slots (max_slots)") from error
-            with self._lock:
-                self._compiled.programs += 1
-                self._compiled.loaded += loaded
-            if not loaded:
-                recipe.keep(made)
-            return made
+            while True:
+                with ExitStack() as claim:
+                    begun = self._begin(recipe, lower, turn, claim, until)
+                    made = _compiled(begun, recipe.name) if isinstance(begun, jax.stages.Lowered) else begun
+                    if made is not None:
+                        with self._lock:
+                            self._compiled.programs += 1
+                            self._compiled.loaded += made is begun
+                        if made is not begun:
+                            recipe.keep(made)
+                        return made
+                self._check_open(LOOK)
+
+    def _begin(
+        self,
+        recipe: Recipe,
+        lower: Callable[[], jax.stages.Lowered],
+        turn: AbstractContextManager[Any],
+        claim: ExitStack,
+        until: float,
+    ) -> jax.stages.Compiled | jax.stages.Lowered | None:
+        """Returns a program from its file, or lowers it. Returns None while another engine compiles it, but not after
+        `until`. A program is claimed when it is its turn to be traced: so engines share out those that are left."""
+        if (found := recipe.find()) is not None:
+            return found
+        with turn:
+            if not claim.enter_context(recipe.claim()) and time.monotonic() < until:
+                return None
+            found = recipe.find()  # it may have come meanwhile
+            return lower() if found is None else found
 
     @contextlib.contextmanager
     def _counting(self, name: str) -> Iterator[None]:
@@ -202,3 +227,13 @@ class Compiler:
         if event == CACHE_HIT and threading.get_ident() in self._busy:
             with self._lock:
                 self._compiled.cache_hits += 1
+
+
+def _compiled(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    try:
+        return lowered.compile()  # XLA's autotuning runs kernels here
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        why = f"the device has no memory left to compile a step of {name}"
+        raise NoRoomError(f"{why}: take fewer pages (num_pages), or slots (max_slots)") from error

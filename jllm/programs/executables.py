@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jllm.programs.key import NoKey, arguments_content, check_unedited, content, digest, reached, settings, surroundings
 from pallas_kernels.all_reduce import make_calls_known
 from pallas_kernels.backends import tell_where_kernels_link
+from pallas_kernels.one_writer import only_writer
 
 # Modules of jllm.speculative whose values a step may take.
 DRAFTERS = ("draft_model", "eagle", "medusa", "ngram", "quantized_copy")
 KEPT_DAYS = 30  # without use
 DAY = 86400  # seconds
+NOT_KEPT = "(a|no) compiled (step|program) (is|could not be) "  # a pattern of the warnings below
 UNKEPT = (  # errors of serializing, for example of programs that call back into Python
     OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError,
     jax.errors.JaxRuntimeError,
@@ -85,7 +87,20 @@ class Executables:
             return None
         except Exception as error:  # pickle alone names eight kinds, and a damaged file may raise any
             warnings.warn(f"{path} cannot be used ({type(error).__name__}); compiling again", stacklevel=2)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
+
+    @contextlib.contextmanager
+    def claim(self, path: Path) -> Iterator[bool]:
+        """Yields whether no other engine compiles this program in the block. A process that ends claims nothing."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                mine = stack.enter_context(only_writer(path.with_suffix(".claim")))
+            except OSError:  # save() says that it cannot be written
+                mine = True
+            yield mine
 
     def save(self, path: Path, compiled: jax.stages.Compiled) -> None:
         """Writes a program's file, wholly or not at all. A program that cannot be kept is compiled again at the next

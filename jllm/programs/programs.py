@@ -20,6 +20,7 @@ from jllm.programs.executables import Executables, jax_cache_is_on
 from jllm.programs.packed_step import FORWARD, SAMPLE, WHOLE_STEP, jitted
 from jllm.programs.step_room import check_step
 from jllm.programs.step_shapes import StepShapes
+from jllm.programs.tracing import usual_processes
 from jllm.step.buckets import Bucket, choose_bucket
 from jllm.step.state import Variant
 
@@ -31,13 +32,17 @@ class Programs:
     """Holds the compiled steps of one engine.
 
     Programs live in packed_step's own cache, which engines of the same shapes share. With files, or with `processes`
-    that trace, they live here (and in the files).
+    that trace, they live here (and in the files). `processes` None is as many as usual.
 
     in_step: each step waits for exactly the program that it asks for, so that several processes run the same one.
     """
 
     def __init__(
-        self, shapes: StepShapes, files: Executables | None = None, progress: bool | None = None, processes: int = 0
+        self,
+        shapes: StepShapes,
+        files: Executables | None = None,
+        progress: bool | None = None,
+        processes: int | None = None,
     ):
         self.in_step = has_processes(shapes.config)
         self.compiled = Compiled()
@@ -45,9 +50,10 @@ class Programs:
         self.ahead = False  # whether all sizes of a variant are compiled ahead, or will be soon
         self._buckets = most_needed_first(shapes.sizes.buckets)
         self._shapes, self._files = shapes, files
-        self._progress, self._processes = progress, processes
+        self._progress, self._tells = progress, processes is not None
+        self._processes = _usual_processes(shapes) if processes is None else processes
         # packed_step's cache lacks programs traced elsewhere, and programs compiled ahead for a chosen device.
-        self._keeps = shapes.chosen or files is not None or processes > 0
+        self._keeps = shapes.chosen or files is not None or self._processes > 0
         self._free: int | None = None  # bytes beside weights and state; None where that is unknown
         self._open: set[Variant] = set()  # variants whose steps can run at once, whatever their size
         self._made: set[Key] = set()
@@ -222,16 +228,19 @@ class Programs:
         return made
 
     def _compiling(self) -> Compiler:
-        self._compiler = self._compiler or Compiler(self.compiled, self._progress, self._processes)
+        self._compiler = self._compiler or Compiler(self.compiled, self._progress, self._processes, self._tells)
         return self._compiler
 
     def _recipe(self, key: Key) -> Recipe:
         """Returns a program's recipe. Call it in the thread whose JAX settings count."""
         path, static = self.path(*key), self._shapes.static(*key)
-        files = partial(self._find, key, path), partial(self._keep, key, path)
+        files = [partial(self._find, key, path), partial(self._keep, key, path)]
+        # Processes that share a model compile each program together: none may wait for another.
+        if self._files is not None and path is not None and not self.in_step:
+            files.append(partial(self._files.claim, path))
         # The arguments come later: while a job waits, other weights may take the place of these.
         lower, step = partial(self._lower, key, **static), lambda: (self._shapes.arguments(*key), static)
-        return Recipe(lower, *files, _name(key[0]), step)
+        return Recipe(lower, *files, name=_name(key[0]), step=step)
 
     def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:
         return jitted(static["layout"], static["backend"]).lower(*self._shapes.arguments(*key), **static)
@@ -294,3 +303,10 @@ def _narrowed(bucket: Bucket, variant: Variant) -> Variant:
 def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
     parts = (FORWARD, SAMPLE) if variant.guided else (WHOLE_STEP,)
     return [(bucket, _narrowed(bucket, variant), part) for part in parts]
+
+
+def _usual_processes(shapes: StepShapes) -> int:
+    """Returns how many processes trace for an engine that is not told: some for a GPU. A CPU's steps are traced
+    quickly, and those of a mesh cannot be traced elsewhere."""
+    on_gpu = shapes.config.mesh is None and shapes.home is not None and shapes.home.platform == "gpu"
+    return usual_processes() if on_gpu else 0

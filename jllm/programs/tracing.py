@@ -28,6 +28,7 @@ from typing import Any
 import jax
 from jax import export
 
+from jllm.programs.executables import jax_cache_is_on
 from jllm.programs.key import NO_MATTER, PACKAGES, check_unedited
 from jllm.programs.packed_step import compiler_options, packed_step
 from pallas_kernels import LOADED
@@ -35,10 +36,19 @@ from pallas_kernels.backends import TARGET, capability, tell_where_kernels_link
 
 # Prefixes of JAX's settings about the devices of one process.
 OF_DEVICES = ("jax_platform", "jax_default_device", "jax_num_cpu_devices", "jax_pjrt", "jax_mock", "mock")
+MOST_USUAL = 8  # processes: more were slower on a host of 16 cores
 # JAX may change the meaning of these custom calls between versions. Both processes run the same version.
 CALLS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
 # Packages whose code is the same in another process. A caller's code may depend on changes that this process made.
 SAME = (*PACKAGES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names - {"__main__"})
+
+
+def usual_processes(engines: int = 1) -> int:
+    """Returns how many processes trace for an engine on a GPU that is not told: half of its cores, at most 8. Several
+    engines share the cores. There is none beside JAX's own cache, which looks up the text that they lower: theirs has
+    other numbers in kernels' names each time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if jax_cache_is_on() else min(MOST_USUAL, cores // (2 * engines))
 
 
 class TracingFailed(Exception):

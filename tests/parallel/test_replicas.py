@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -137,8 +138,9 @@ def processes_of(engine):
     return [replica._process for replica in engine._all]
 
 
-def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch):
+def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch, tmp_path):
     wanted = alone(JOBS)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with closing(Replicas(model, 2, make=Slow, kv_policy=Reserve(), **SIZES)) as engine:
         assert (engine.slots, engine.vocab_size, engine.sizes.limits.max_slots, engine.most_tokens) == (6, 97, 3, 128)
         assert engine.compile_ahead([params for _, params in JOBS]) == 1
@@ -149,6 +151,9 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch):
         found = engine.metrics()
         assert (found["requests"], found["requests_finished"], found["compile_first_use"]) == (4, 4, 0)
         assert (found["replicas"], found["replicas_failed"]) == (2, 0)
+        assert (found["compiled_steps"], found["compile_loaded"]) == (2, 1), "one engine compiles a step for all"
+        (folder,) = tmp_path.iterdir()
+        assert [path.suffix for path in folder.iterdir()] == [".pickle"]
         assert min(replica.engine.measured().counts.requests for replica in engine._all) > 0
         engine.reset_metrics()
         assert engine.metrics()["requests"] == 0
@@ -236,6 +241,7 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch):
         found = asyncio.run(over_a_loop())
         assert sorted(end.token_ids for end in found.values()) == sorted(end.token_ids for end in wanted.values())
         assert [process.returncode for process in processes_of(engine)] == [0, 0]
+        assert not list(tmp_path.iterdir())
         with pytest.raises(EngineClosed, match="it was closed"):
             engine.submit((5,))
         engine.close()

@@ -3,6 +3,8 @@
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from jllm.engine.engine import Engine
 from jllm.engine.options import EngineOptions
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
-from jllm.programs import executables
+from jllm.programs import compiler, executables
 from jllm.programs.executables import DRAFTERS, Executables
 from jllm.speculative import drafter
 from jllm.speculative.draft_model import DraftModel
@@ -189,6 +191,39 @@ def test_a_file_whose_program_fails_costs_one_recovery(model, folder, tmp_path):
 @dataclass(frozen=True)
 class OtherConfig(LlamaConfig):
     """A user's, whose methods no key knows."""
+
+
+def test_engines_with_one_folder_share_out_what_is_to_be_compiled(model, tmp_path, monkeypatch):
+    """A program that another engine compiles is left to it, while this one compiles the next. If that process ends
+    without a file, another engine compiles it."""
+    monkeypatch.setattr(compiler.os, "cpu_count", lambda: 2)
+    seen: list[tuple[str, bool]] = []
+    claim = Executables.claim
+
+    @contextmanager
+    def noted(own: Executables, path: Path):
+        with claim(own, path) as mine:
+            seen.append((path.stem, mine))
+            yield mine
+
+    monkeypatch.setattr(Executables, "claim", noted)
+    engines = [Engine(model, **OPTIONS | {"num_pages": 9}, executables=tmp_path) for _ in range(2)]
+    first, second = (engines[0]._device.programs.path(bucket, Variant()) for bucket in reversed(BUCKETS))
+    with ThreadPoolExecutor(2) as threads, ExitStack() as other:
+        assert other.enter_context(claim(files(tmp_path), first))
+        done = [threads.submit(engine.compile_ahead) for engine in engines]
+        while not second.exists():
+            assert not [job.exception() for job in done if job.done()]
+            time.sleep(0.01)
+        assert not any(job.done() for job in done)
+        assert not first.exists()
+        other.close()  # as the system does where a process ends
+        assert [job.result(60) for job in done] == [2, 2]
+    compiled = [path for path, mine in seen if mine]
+    assert sorted(path.stem for path in (first, second)) == sorted(set(compiled))
+    assert sum(engine.metrics()["compile_loaded"] for engine in engines) == 2
+    assert sorted(tmp_path.iterdir()) == sorted((first, second)), "no claim is left"
+    assert tokens(engines[0]) == tokens(engines[1])
 
 
 def test_what_has_no_key_is_compiled_and_never_kept(model, tmp_path):
