@@ -156,8 +156,10 @@ OF_70B = "decode_step --config configs/llama-2-70b.json --context 128 --threads 
 ON_TWO_70B = f"{OF_70B} --devices 2 --batch 1 16"
 TWO_GPUS = (
     experiment("two", f"decode_step --label two {ON_TWO}", 200, gpus=2),
-    experiment("replicas", "qps --replicas 0 1 2 --repeats 2", 480, gpus=2),
-    experiment("replicas_1b", "qps --config configs/llama-3.2-1b.json --replicas 0 1 2 --repeats 2", 240, gpus=2),
+    # Both in 8 minutes: --only replicas_1b replicas --seconds 480. A plain 7B and one in a process are alike.
+    experiment("replicas_1b", "qps --config configs/llama-3.2-1b.json --replicas 0 1 2 --repeats 2 --update --kill",
+               200, gpus=2),
+    experiment("replicas", "qps --replicas 1 2 --repeats 2 --update --kill", 340, gpus=2),
     experiment("two_70b_w8a8", f"{ON_TWO_70B} --label two-70b-w8a8 --scheme w8a8", 200, gpus=2),
     experiment("two_70b_w4a16", f"{ON_TWO_70B} --label two-70b-w4a16 --scheme w4a16-g128", 200, gpus=2),
     # Sixteen layers: with eight, a step takes the GPU no longer than the host. Three engines' pages fit beside them.

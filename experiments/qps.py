@@ -4,6 +4,7 @@
     python -m experiments.qps --rate 20 --batching static   # Poisson arrivals, with static batching
     python -m experiments.qps --guided 0.25                 # a quarter of the requests has a guide (docs/sampling.md)
     python -m experiments.qps --replicas 0 1 2              # a plain engine, then one and two in their processes
+    python -m experiments.qps --replicas 0 1 2 --update --kill   # the two also take other weights, and one is killed
     python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
     JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
@@ -19,15 +20,19 @@ left out of both. Intervals are Student's t at 95 % over the repeats.
 
 The floor adds up each step of the merge schedule (all at once, the same slots and pages) at the limits of floors.py.
 The limits of an engine's devices add up. Each replica has the workload once. The plain engine of --replicas 0 has a
-process of its own, so that the main one opens no GPU. --batching static, --prefill padded,
+process of its own, so that the main one opens no GPU. All engines of a run have one folder of compiled steps, which is
+`steps` in JAX_COMPILATION_CACHE_DIR if that is set. JAX's own cache is off. --batching static, --prefill padded,
 --sampling sort and --host wait each remove one idea.
 """
 
 import argparse
+import contextlib
 import math
 import multiprocessing
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,9 +41,13 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax._src.config import enable_compilation_cache
+
 from experiments.arguments import add_bandwidth, ceilings_here, claim_memory, dtype_name, known_scheme, scheme_name
 from experiments.baselines import ABOUT, BASELINES
 from experiments.result_file import bar, command_line, record, refusing, rounded
+from experiments.serving.changes import kill, update
 from experiments.serving.engines import MEMORY, make_engine, make_model, rehearse, sampling_of
 from experiments.serving.over_http import measure_url
 from experiments.serving.run import run_once, warm_up
@@ -47,8 +56,10 @@ from experiments.steps import peers
 from experiments.steps.bars import OWN, of_own_kernels
 from experiments.steps.floors import make_floor, token_bytes, workload_seconds
 from experiments.steps.words import ENDLESS
+from jllm.distributed.replicas import Replicas
 from jllm.engine.kv_policy import KV_POLICIES
 from jllm.engine.options import PAGE_SIZES
+from jllm.engine.placement import copy_to
 from jllm.errors import ConfigError
 from jllm.model.model import Model
 from pallas_kernels.backends import OF_MODELS
@@ -66,6 +77,7 @@ TRITON = 0.8  # least share of the requests per second of the device's own kerne
 REPLICA = 0.95  # share of one engine's requests per second that each replica must add
 ONE = 0.98  # share of a plain engine's requests per second that one in a process must have
 PLAIN = {"llama-2-7b": 0.985, None: 0.975}  # share that each of several must add, by model
+CHANGES = ("update", "kill")  # options of the most engines, after their repeats
 SETTINGS = ("workload", *MEMORY, "pool_gib", "allow")  # in rows if they are not the default
 
 
@@ -73,7 +85,9 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
     """Yields a row per repeat and then their summary, one backend after the other. Each replica has the workload once,
     if all is sent at once: as much work as for one engine."""
     for replicas, backend in product(args.replicas or [None], args.backend):
-        own = argparse.Namespace(**{**vars(args), "replicas": replicas or None})
+        changed = replicas is not None and replicas == max(args.replicas)
+        changes = {name: getattr(args, name) and changed for name in CHANGES}
+        own = argparse.Namespace(**{**vars(args), "replicas": replicas or None, **changes})
         each = requests * (replicas or 1) if args.rate is None else requests
         if replicas == 0:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
@@ -83,7 +97,11 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
 
 
 def measure_plain(requests: list[Request], args: argparse.Namespace, backend: str) -> list[Row]:
-    return list(measure_one(make_model(args), requests, args, backend))
+    with enable_compilation_cache(False):
+        model = make_model(args)
+        if args.devices is None:  # placed as Replicas do it, so that they find this engine's compiled steps
+            model = copy_to(jax.local_devices()[0], model)
+        return list(measure_one(model, requests, args, backend))
 
 
 def measure_one(model: Model, requests: list[Request], args: argparse.Namespace, backend: str) -> Iterator[Row]:
@@ -109,6 +127,8 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
     note(f"compiled {compiled} sizes of steps")
     warmed = warm_up(engine, requests, args)
     about |= {"compiled": compiled, "start_s": round(time.perf_counter() - start, 2)}
+    if args.steps is not None:
+        about["loaded"] = engine.metrics()["compile_loaded"]
     note(f"served {warmed} requests to warm up")
     least = None
     if args.rate is None:
@@ -132,6 +152,10 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
             {"floor_s": least} if args.host_only else {"floor_s": least, "floor_fraction": least / total["seconds"]}
         )
     yield {**about, "repeat": "host only" if args.host_only else "mean", **rounded(total)}
+    if isinstance(engine, Replicas) and args.update:
+        yield {**about, **rounded(update(engine, requests, args, model.params))}
+    if isinstance(engine, Replicas) and args.kill:
+        yield {**about, **rounded(kill(engine, requests, args))}
     engine.close()
 
 
@@ -139,6 +163,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
     """Yields bars of the mean, or of the last repeat so far. They apply to the whole workload on an H200, or to its
     schedule alone. The device's own kernels are compared with vLLM's in the same job, and Triton's with the device's
     own."""
+    rows = [row for row in rows if "change" not in row]
     last = {row.get("backend", OWN[0]): row for row in rows if "peer" not in row}
     row = next((row for row in last.values() if of_own_kernels(row)), None)
     if row is None or "over" in row:
@@ -235,8 +260,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=OWN[:1],
         help="backends, one after another (default: chosen for the device)",
     )
-    processes = "extra processes that trace steps while an engine starts (docs/serving.md)"
-    parser.add_argument("--compile-processes", type=natural, default=0, metavar="N", help=processes)
+    processes = "extra processes that trace steps while an engine starts (default: as docs/serving.md says)"
+    parser.add_argument("--compile-processes", type=natural, metavar="N", help=processes)
+    updates = "after the repeats of the most --replicas, let all take other weights in the middle of a run"
+    parser.add_argument("--update", action="store_true", help=updates)
+    kills = "after the repeats of the most --replicas, kill the process of one in the middle of a run"
+    parser.add_argument("--kill", action="store_true", help=kills)
     share = "share of requests with a guide; 0: none, but with texts, as a baseline"
     parser.add_argument("--guided", type=fraction, metavar="SHARE", help=share)
     for name, choices in BASELINES.items():
@@ -249,6 +278,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stream", action="store_true", help="with --url: stream every request")
     peers.add_options(parser, peers.SERVERS, 110)
     add_result_options(parser)
+    parser.set_defaults(steps=None)
     args = parser.parse_args(argv)
     peers.check_options(parser, args)
     if args.stream and args.url is None:
@@ -261,6 +291,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--length-predictor and --admission-quantile are of one engine: leave --replicas out beside them")
     if (args.replicas or args.devices) and args.host_only:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
+    if (args.update or args.kill) and max(args.replicas or [0]) < 1 + args.kill:
+        parser.error("--update changes one of --replicas, and --kill one of several: give more engines")
     if args.replicas and args.trace:
         parser.error("--trace is of one engine: leave --replicas out beside it")
     if len(args.backend) > 1 and args.trace:
@@ -308,11 +340,24 @@ def main(argv: list[str] | None = None) -> int:
     beside = serve_peers(requests, args) if args.peers else []
     if args.url is None and not args.model:
         rehearse(args, max(r.prompt + max(r.output, args.allow) for r in requests))
-    ours = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
-    command = command_line("qps", argv)
-    about = {} if args.rate is not None or args.url is not None else {"ceilings": ceilings_here(args).document}
-    rows = chain(beside, ours)
-    return record(args, name_of(args), command, rows, bars=bars, shown=lambda row: "peer" not in row, **about)
+    with steps_folder(args) as args.steps, enable_compilation_cache(False):
+        ours = measure(make_model(args), requests, args) if args.url is None else measure_url(requests, args)
+        command = command_line("qps", argv)
+        about = {} if args.rate is not None or args.url is not None else {"ceilings": ceilings_here(args).document}
+        rows = chain(beside, ours)
+        return record(args, name_of(args), command, rows, bars=bars, shown=lambda row: "peer" not in row, **about)
+
+
+@contextlib.contextmanager
+def steps_folder(args: argparse.Namespace) -> Iterator[Path | None]:
+    """Yields the folder of compiled steps that all engines share. It is None where no device runs any."""
+    if args.url is not None or args.host_only:
+        yield None
+    elif kept := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        yield Path(kept) / "steps"
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ KEPT = (
     "requests", "qps", "qps_ci", "output_tokens_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99",
     "e2e_ms_p50", "e2e_ms_p99", "good_share", "goodput", "slack", "steps", "preemptions", "repeats",
 )  # fmt: skip
-PROCESSES = 8  # processes that trace steps while an engine starts, which takes longer than most runs
 TOY_LENGTHS = ((5, 9), (3, 2), (7, 4), (2, 12))
 
 
@@ -53,7 +52,7 @@ def workload(
 
 def settings(toy: bool, **changes: Any) -> argparse.Namespace:
     """Returns options of experiments.qps: the workload's own, or smaller ones for a toy."""
-    args = parse_args(["--repeats", "1", "--config", "llama-2-7b", "--compile-processes", str(0 if toy else PROCESSES)])
+    args = parse_args(["--repeats", "1", "--config", "llama-2-7b"])
     if toy:
         small = {"slots": 2, "num_pages": 16, "max_step_tokens": 8, "warmup": 0, "dtype": "float32"}
         args = argparse.Namespace(**{**vars(args), **small})

@@ -154,7 +154,7 @@ def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
         if counts(row):
             peer, kv = row["peer"].split("'")[0], row.get("kv", "bf16")
             found.setdefault(f"{peer} {row.get('weights', 'bf16')}, KV {kv}", []).append(row)
-        elif "peer" not in row and row.get("rate") is None:
+        elif "peer" not in row and row.get("rate") is None and "change" not in row:
             name = f"jllm {row['scheme']}, KV {row['kv']}".replace("bfloat16", "bf16")
             name += f", {row['guided']:.0%} guided" if row.get("guided") is not None else ""
             name += "" if of_own_kernels(row) else f", {row['backend']}"

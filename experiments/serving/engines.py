@@ -111,7 +111,7 @@ def make_engine(
     for the device."""
     names = ("page_size", "num_pages", "max_step_tokens", "kv_cache", "trace", "compile_processes", *BASELINES)
     options = {"max_slots": args.slots, "backend": backend} | {name: getattr(args, name) for name in names}
-    options["kv_policy"] = make_policy(model, args)
+    options |= {"executables": getattr(args, "steps", None), "kv_policy": make_policy(model, args)}
     if args.pool_gib is not None:
         options["num_pages"] = int(args.pool_gib * (1 << 30) / (args.page_size * token_bytes(model, args.kv_cache)))
     if args.replicas is not None:

@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,10 +23,11 @@ def serve(
     seed: int,
     allow: int = 0,
     guided: float = 0,
+    midway: Callable[[], object] | None = None,
 ) -> tuple[list[Served], float]:
     """Sends requests as they arrive. Returns each one's times, and the seconds until the last one ended. A request that
     allows more tokens than it wants is aborted once it has them. A share of the requests is guided, with the same
-    lengths."""
+    lengths. Calls `midway` once half of the requests have ended."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, engine.vocab_size, r.prompt).tolist() for r in requests]
     params = [
@@ -58,6 +59,8 @@ def serve(
                 if t.output_tokens != request.output or t.first_token is None:
                     raise RuntimeError(f"a request made {t.output_tokens} of {request.output} tokens ({reason})")
                 served.append(Served(request, t.first_token + delay, t.total + delay))
+                if midway is not None and len(served) == max(1, len(requests) // 2):
+                    midway()
     return served, time.perf_counter() - start
 
 
@@ -69,10 +72,16 @@ def warm_up(engine: Engine | Replicas, requests: Sequence[Request], args: argpar
     return len(warm)
 
 
-def run_once(engine: Engine | Replicas, requests: Sequence[Request], args: argparse.Namespace) -> tuple[Row, float]:
+def run_once(
+    engine: Engine | Replicas,
+    requests: Sequence[Request],
+    args: argparse.Namespace,
+    midway: Callable[[], object] | None = None,
+) -> tuple[Row, float]:
     """Returns the measures of one run of the workload, and the seconds that this thread was busy."""
     engine.reset_metrics()
     engine.reset_prefix_cache()  # each run has the same prompts
     busy = time.thread_time()
-    served, seconds = serve(engine, requests, sampling_of(args), args.seed, args.allow, args.guided or 0.0)
+    how = args.seed, args.allow, args.guided or 0.0, midway
+    served, seconds = serve(engine, requests, sampling_of(args), *how)
     return repeat_row(served, seconds, engine.metrics(), args.cut), time.thread_time() - busy

@@ -87,7 +87,10 @@ def test_the_schedule_computes_every_token_once():
 def test_times_count_from_the_arrival(monkeypatch):
     engine = Engine(tiny_model(num_layers=1), max_slots=1, page_size=8, num_pages=8, max_step_tokens=8)
     requests = [Request(4, 3, 0.0), Request(4, 3, 0.3)]
-    served, seconds = serve(engine, requests, SamplingParams(temperature=0.0, ignore_eos=True), 0)
+    midway = []
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    served, seconds = serve(engine, requests, sampling, 0, midway=lambda: midway.append(engine.has_work))
+    assert len(midway) == 1
     assert [s.request for s in served] == requests
     assert seconds >= 0.3 + served[1].total - 1e-3
     assert all(0 < s.first_token <= s.total for s in served)
@@ -200,7 +203,7 @@ def test_as_many_processes_trace_steps_as_are_asked_for(monkeypatch):
     monkeypatch.setattr(engines, "engine_with", lambda model, **options: asked.append(options["compile_processes"]))
     for options in ([], ["--compile-processes", "3"]):
         engines.make_engine(tiny_model(num_layers=1), parse_args(options))
-    assert asked == [0, 3]
+    assert asked == [None, 3]
 
 
 def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):
@@ -232,6 +235,8 @@ def test_each_replica_has_the_workload_and_several_are_held_to_one(monkeypatch):
         ("2 replicas over a plain engine", 1.848, 1.95),
     ]
     assert name_of(args) == "qps_llama-2-7b_bfloat16_replicas1-2"
+    changed = [*rows, rows[1] | {"change": "kill", "qps": 0.1}]
+    assert [bar["value"] for bar in qps.bars(changed)] == [bar["value"] for bar in qps.bars(rows)]
     on_meshes = [row | {"devices": 2} for row in rows]
     (found,) = qps.bars(on_meshes)
     assert found["name"] == "QPS workload, m bfloat16 KV bf16, 2 replicas of 2 devices over one"
@@ -334,6 +339,8 @@ def test_bad_arguments_are_named(capsys):
     assert main(["--requests", "4", "--cut", "4", "--host-only"]) == 2
     assert "--cut must leave some of 4 requests" in capsys.readouterr().err
     for bad in (
+        ["--replicas", "0", "--update"],
+        ["--replicas", "1", "--kill"],
         ["--devices", "2", "--host-only"],
         ["--quantize", "w9"],
         ["--rate", "0"],
