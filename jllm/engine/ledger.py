@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 
 from jllm.config import LlamaConfig
 from jllm.engine.metrics import RequestCounts, Times
@@ -20,6 +21,8 @@ from jllm.model.model import end_ids
 from jllm.step.state import NOT_FINITE, Outputs
 
 Drawn = tuple[Sequence, int, int, tuple[int, ...]]  # sequence, its rows in a step, the first, their tokens
+# A named tuple's own class makes it in two calls, where these make it in one.
+_event, _pending = partial(tuple.__new__, Event), partial(tuple.__new__, PendingEvent)
 CUT = ("abort", "deadline")  # finish reasons of samples that were cut off
 
 
@@ -59,6 +62,7 @@ class Ledger:
         decoder, params = None if self._tokenizer is None else self._tokenizer.stream_decoder(seq.prompt), seq.params
         seq.stop_ids = self._stop_ids(params)
         seq.ends, seq.plain = seq.stop_ids | {-1, NOT_FINITE}, not params.stop and params.logprobs is None
+        seq.most = seq.max_length - len(seq.prompt)
         seq.answer = OutputText(decoder, params.stop)
         seq.answer.extend(seq.output)
         self._owed[seq.request_id, seq.sample] = seq
@@ -127,27 +131,35 @@ class Ledger:
         for seq, rows, row, tokens in drawn:
             if not seq.live:  # ended by an earlier token or an abort; the surplus is dropped
                 continue
-            kept, reason = keep(seq, tokens, outputs, row)
+            kept, reason, answer = tokens, None, seq.answer
+            if seq.plain and len(seq.output) + len(tokens) < seq.most and seq.ends.isdisjoint(tokens):  # as most are
+                if answer.text_can_be_late:
+                    events.append(_pending((seq, tokens, None, 0.0)))
+                else:  # there is no text
+                    events.append(_event((seq.request_id, seq.sample, "", answer.relay(tokens), None, ())))
+            else:
+                kept, reason = keep(seq, tokens, outputs, row)
+                if reason is not None:
+                    pass
+                elif not kept:
+                    raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
+                elif answer.text_can_be_late:
+                    events.append(PendingEvent(seq, kept))
+                elif event := PendingEvent(seq).event():
+                    events.append(event)
+            if len(kept) == 1:
+                seq.versions.append(version)
+            elif kept:  # tokens of one step have no time between them
+                seq.versions += [version] * len(kept)
+                lasts += [now] * (len(kept) - 1)
             if kept:
                 counts.output_tokens += len(kept)
-                seq.versions += [version] * len(kept)
                 if seq.first_token is None:
                     seq.first_token = now - seq.submitted
                     self.times.first_token.add(seq.first_token)
                 else:
                     lasts.append(seq.last_token)
                 seq.last_token = now
-                if len(kept) > 1:  # tokens of one step have no time between them
-                    lasts += [now] * (len(kept) - 1)
-            elif reason is None:
-                raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
-            if reason is None:
-                if seq.answer.text_can_be_late:
-                    events.append(PendingEvent(seq, kept))
-                elif seq.plain:  # there is no text to wait for
-                    events.append(Event(seq.request_id, seq.sample, "", seq.answer.pass_on()))
-                elif event := PendingEvent(seq).event():
-                    events.append(event)
             yield seq, rows, kept, reason
         for last, times in Counter(lasts).items():  # few: most sequences had their last token in the step before
             self.times.inter_token.add(now - last, times)

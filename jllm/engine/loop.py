@@ -271,12 +271,12 @@ class Loop:
             take_prompt_scores(step.plan, outputs)
         take_prompts(step.tapped, outputs)
         segments = {seq: i for i, seq in enumerate(step.plan.decodes) if seq in step.tapped} if step.tapped else {}
-        now = time.perf_counter()
+        now, on_tokens = time.perf_counter(), self.scheduler.on_tokens
         for seq, rows, kept, reason in self.ledger.take(step.drawn(outputs), outputs, step.version, now):
             if kept:
-                if seq in segments:
+                if segments and seq in segments:
                     take_drawn(seq, step.tapped[seq][0], outputs, segments[seq], len(kept))
-                self.scheduler.on_tokens(seq, kept, rows)
+                on_tokens(seq, kept, rows)
             if reason is not None:
                 self._finish(seq, reason, now, kept[:-1] if reason == "stop" else kept)
         if self.drafting is not None:

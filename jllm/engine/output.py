@@ -74,6 +74,14 @@ class OutputText:
         self._shown_tokens += len(tokens)
         return tokens
 
+    def relay(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Appends tokens, and returns those that were not returned before. Requires that there is no decoder."""
+        self.tokens += tokens
+        if self._shown_tokens + len(tokens) < len(self.tokens):  # tokens that the output began with
+            return self.pass_on()
+        self._shown_tokens += len(tokens)
+        return tokens
+
     def _grow(self, piece: str) -> None:
         if not piece:
             return

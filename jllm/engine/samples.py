@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from jllm.engine.moved import Begun
 from jllm.engine.plan import StepPlan
@@ -40,12 +40,7 @@ def keep(seq: Sequence, tokens: tuple[int, ...], outputs: Outputs, row: int) -> 
 
     Returns the tokens that count, up to the first that ends it, and the reason of its end. A number below 0 is no
     token."""
-    answer = seq.answer
-    room = seq.max_length - len(seq.prompt) - len(seq.output)
-    if seq.plain and len(tokens) < room and seq.ends.isdisjoint(tokens):  # as most are
-        if not answer.text_can_be_late:
-            answer.extend(tokens)
-        return tokens, None
+    answer, room = seq.answer, seq.most - len(seq.output)
     for kept, token in enumerate(tokens, 1):
         if token < 0:
             return tokens[: kept - 1], "error" if token == NOT_FINITE else None
@@ -161,6 +156,9 @@ class Texts:
 
         If these are many, they come with the next call. With `now` all come. Raises what their making raised."""
         coming, self.coming = self.coming, []
+        if self._late is None and not self._pending and PendingEvent not in set(map(type, coming)):
+            made, self._made = [*self._made, *cast(list[Event], coming)], []
+            return made
         try:
             if self._late is not None:
                 self._late.result()

@@ -74,6 +74,7 @@ class Sequence:
     first_token: float | None = None  # seconds from its submission to its first token
     last_token: float = 0.0  # when the newest token was read, once there is one
     answer: OutputText = field(default_factory=OutputText)
+    most: int = 0  # most tokens of its output
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
     ends: frozenset[int] = frozenset()  # stop_ids, and the numbers that are no token
     plain: bool = False  # no stop string and no log-probability asks for each of its tokens
