@@ -5,12 +5,16 @@
 
 Each row is one kernel, or the few kernels that XLA makes of one function. Operands exceed all caches, and the device's
 profiler gives the times. The best rate of each quantity is "measured" in configs/devices/*.json, where --keep writes
-it. Floors are computed from these rates (experiments/steps/floors.py).
+it. Then the best function of each quantity runs without a pause. Its rate in the second half of --sustained seconds is
+"sustained" there, since a device that draws its most power lowers its clock. Floors are computed from these rates
+(experiments/steps/floors.py).
 """
 
 import json
 import math
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from experiments.steps.timer import compile_ahead
 from jllm.errors import ConfigError
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import device_us
-from pallas_kernels.bench.numbers import positive
+from pallas_kernels.bench.numbers import positive, positive_number
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
@@ -39,6 +43,7 @@ SCALED: dict[str, tuple[Function, str]] = {  # operations with 8-bit operands
     "int8": (int8_matmul, "int8"),
     "fp8": (fp8_matmul, "float8_e4m3fn"),
 }
+QUEUED = 8  # calls that wait on the device
 UNITS = {"bandwidth": "bytes/s"}  # operations/s for all other quantities
 
 
@@ -97,26 +102,52 @@ def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
             yield Subject(kind, f"{where} by {kind}_matmul", 2 * m * n * k, product, codes + scales)
 
 
-def measure(subjects: list[Subject], threads: int) -> Iterator[Row]:
-    """Yields a row per function, with its rate or its error. Everything is compiled before the first is timed, as XLA
-    tries candidates on the device."""
+def measure(subjects: list[Subject], threads: int, seconds: float) -> Iterator[Row]:
+    """Yields a row per function, with its rate or its error. Then yields the rate that the best of each quantity holds
+    for `seconds`. Everything is compiled before the first is timed, as XLA tries candidates on the device."""
     lower = {subject: partial(jax.jit(subject.run).lower, *subject.operands) for subject in subjects}
-    for subject, compiled in compile_ahead(lower, threads).items():
+    steps, fastest = compile_ahead(lower, threads), dict[str, tuple[float, Subject]]()
+    for subject, compiled in steps.items():
         row: Row = {"quantity": subject.quantity, "what": subject.what}
         try:
-            us = _microseconds(subject, compiled)
+            us = device_us(_run(subject, compiled), repeats=10)
         except Exception as error:  # it loses only its own row
             yield row | {"error": (str(error) or repr(error)).splitlines()[0][:200]}
         else:
-            rate = float(f"{1e6 * subject.amount / us:.4g}")
-            yield row | {"us": round(us, 1), "rate": rate, "unit": UNITS.get(subject.quantity, "operations/s")}
+            found = _rate(subject, us)
+            fastest[subject.quantity] = max(
+                fastest.get(subject.quantity, (0.0, subject)), (found["rate"], subject), key=lambda each: each[0]
+            )
+            yield row | found
+    for _, subject in fastest.values() if seconds else ():
+        us = sustained_us(_run(subject, steps[subject]), seconds)
+        yield {"quantity": subject.quantity, "what": subject.what, "seconds": seconds} | _rate(subject, us)
 
 
-def best(rows: list[Row]) -> dict[str, float]:
-    """Returns the best rate of each quantity."""
+def _rate(subject: Subject, us: float) -> Row:
+    rate = float(f"{1e6 * subject.amount / us:.4g}")
+    return {"us": round(us, 1), "rate": rate, "unit": UNITS.get(subject.quantity, "operations/s")}
+
+
+def sustained_us(run: Callable[[], jax.Array], seconds: float) -> float:
+    """Returns the microseconds of a call in the second half of these seconds of calls without a pause."""
+    queued, calls, middle = deque[jax.Array](), 0, 0.0
+    start = time.perf_counter()
+    while (now := time.perf_counter()) < start + seconds:
+        if not middle and now >= start + seconds / 2:
+            calls, middle = 0, now
+        queued.append(run())
+        if len(queued) > QUEUED:
+            jax.block_until_ready(queued.popleft())
+            calls += 1
+    return 1e6 * (time.perf_counter() - middle) / max(1, calls)
+
+
+def best(rows: list[Row], sustained: bool = False) -> dict[str, float]:
+    """Returns the best rate of each quantity, or the one that it holds for seconds."""
     found: dict[str, float] = {}
     for row in rows:
-        if "rate" in row:
+        if "rate" in row and ("seconds" in row) == sustained:
             found[row["quantity"]] = max(found.get(row["quantity"], 0.0), row["rate"])
     return found
 
@@ -140,8 +171,14 @@ def keep(path: Path, sheets: Path = SHEETS) -> Path:
         "source": f"experiments/results/{path.name}",
     }
     sheet = sheets / f"{name}.json"
-    given = json.loads(sheet.read_text(encoding="utf-8"))
-    sheet.write_text(json.dumps(given | {"measured": measured}, indent=2) + "\n", encoding="utf-8")
+    given = json.loads(sheet.read_text(encoding="utf-8")) | {"measured": measured}
+    if held := best(document["rows"], sustained=True):
+        given["sustained"] = {
+            "bandwidth_gb_s": round(held["bandwidth"] / 1e9),
+            "dense_tflops": {kind: round(held[kind] / 1e12, 1) for kind in KINDS if kind in held},
+            "source": measured["source"],
+        }
+    sheet.write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
     return sheet
 
 
@@ -153,10 +190,10 @@ def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
-def _microseconds(subject: Subject, compiled: Future[Any]) -> float:
+def _run(subject: Subject, compiled: Future[Any]) -> Callable[[], jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(subject.operands))
     operands = [_random(key, shape.shape, shape.dtype) for key, shape in zip(keys, subject.operands)]
-    return device_us(partial(compiled.result(), *operands), repeats=10)
+    return partial(compiled.result(), *operands)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -173,6 +210,8 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--threads", type=positive, default=16, help="number of threads that compile")
+    held = "seconds for which each quantity's best function runs without a pause"
+    parser.add_argument("--sustained", type=positive_number, default=6.0, metavar="SECONDS", help=held)
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="store a result's best rates in configs/devices, and measure nothing"
     )
@@ -182,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.keep.name} -> {keep(args.keep)}")
         return 0
     claim_memory()
-    rows = measure(list(subjects(Sizes())), args.threads)
+    rows = measure(list(subjects(Sizes())), args.threads, args.sustained)
     return record(args, "ceilings", command_line("ceilings", argv), rows)
 
 

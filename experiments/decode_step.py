@@ -21,7 +21,7 @@ import jax
 from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, config_of
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.bars import decode_bars, of_own_kernels
-from experiments.steps.floors import make_floor, step_work
+from experiments.steps.floors import make_floors, step_work
 from experiments.steps.timer import StepTimer, compile_ahead, page_bytes, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
 from jllm.model.params import Params
@@ -58,7 +58,8 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
     timer.state = None
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
     work = step_work(batch, batch * mean_length(args))
-    floor = make_floor(params, config, ceilings_here(args)).of(work, token_bytes)
+    floors = make_floors(params, config, ceilings_here(args))
+    least = {name: 1e3 * floor.of(work, token_bytes) for name, floor in floors.items()}
     return {
         **({} if args.devices == [1] else {"devices": case.devices}),
         **({} if args.scheme == "bf16" else {"scheme": args.scheme}),
@@ -68,8 +69,8 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
         "context": args.context,
         "decode_ms": round(ms, 3),
         "tokens_s": round(batch / ms * 1e3, 1),
-        "floor_ms": round(1e3 * floor, 3),
-        "floor_fraction": round(1e3 * floor / ms, 3),
+        **{f"{name}_ms": round(each, 3) for name, each in least.items()},
+        **{f"{name}_fraction": round(each / ms, 3) for name, each in least.items()},
     }
 
 

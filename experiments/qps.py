@@ -34,7 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import chain, product
@@ -54,7 +54,7 @@ from experiments.serving.run import run_once, warm_up
 from experiments.serving.workload import WORKLOAD, Request, Row, read_workload, summary
 from experiments.steps import peers
 from experiments.steps.bars import OWN, of_own_kernels
-from experiments.steps.floors import make_floor, token_bytes, workload_seconds
+from experiments.steps.floors import make_floors, token_bytes, workload_seconds
 from experiments.steps.words import ENDLESS
 from jllm.distributed.replicas import Replicas
 from jllm.engine.kv_policy import KV_POLICIES
@@ -130,33 +130,36 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
     if args.steps is not None:
         about["loaded"] = engine.metrics()["compile_loaded"]
     note(f"served {warmed} requests to warm up")
-    least = None
+    least: dict[str, float] = {}
     if args.rate is None:
-        floor = make_floor(model.params, model.config, ceilings_here(args), args.devices)
+        floors = make_floors(model.params, model.config, ceilings_here(args), args.devices)
         lengths = [(r.prompt, r.output) for r in requests[: len(requests) // (args.replicas or 1)]]
-        least = workload_seconds(lengths, engine.sizes.limits, floor, token_bytes(model, args.kv_cache))
+        how = lengths, engine.sizes.limits, list(floors.values()), token_bytes(model, args.kv_cache)
+        least = dict(zip(floors, workload_seconds(*how), strict=True))
     rows, busy_s = [], math.inf
     for repeat in range(args.repeats):
         row, busy = run_once(engine, requests, args)
         busy_s = min(busy_s, busy)
         note(f"repeat {repeat}: {row['requests']} requests in {row['seconds']:.2f} s")
         rows.append(row)
-        share = {} if least is None else {"floor_s": least, "floor_fraction": least / row["seconds"]}
-        yield {**about, "repeat": repeat, **rounded(rows[-1] | share)}
+        yield {**about, "repeat": repeat, **rounded(rows[-1] | of_floors(least, row["seconds"]))}
     total = summary(rows)
     if args.host_only:
         total = {key: total[key] for key in ("repeats", "requests", "seconds", "slack", "steps", "preemptions")}
         total["host_us"] = 1e6 * busy_s / sum(r.output for r in requests)
-    if least is not None:
-        total |= (
-            {"floor_s": least} if args.host_only else {"floor_s": least, "floor_fraction": least / total["seconds"]}
-        )
+    total |= of_floors(least, None if args.host_only else total["seconds"])
     yield {**about, "repeat": "host only" if args.host_only else "mean", **rounded(total)}
     if isinstance(engine, Replicas) and args.update:
         yield {**about, **rounded(update(engine, requests, args, model.params))}
     if isinstance(engine, Replicas) and args.kill:
         yield {**about, **rounded(kill(engine, requests, args))}
     engine.close()
+
+
+def of_floors(least: Mapping[str, float], seconds: float | None) -> Row:
+    """Returns the seconds of floors, and their shares of a run's."""
+    shares = {} if seconds is None else {f"{name}_fraction": each / seconds for name, each in least.items()}
+    return {f"{name}_s": each for name, each in least.items()} | shares
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Row]:

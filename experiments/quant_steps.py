@@ -38,7 +38,7 @@ from experiments.arguments import (
 )
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.bars import LEAST_TOKENS, decode_bars, of_own_kernels, prefill_bars, weights_of
-from experiments.steps.floors import Work, make_floor, step_work
+from experiments.steps.floors import Work, make_floors, step_work
 from experiments.steps.timer import (
     KINDS,
     StepTimer,
@@ -174,14 +174,16 @@ def row(
     work = case.work(args.context, args.input)
     tokens = work.decodes + work.tokens
     token_bytes = page_bytes(config, params.dtype, PAGE, case.kv) / PAGE
-    floor = make_floor(params, config, ceilings_here(args)).of(work, token_bytes)
+    floors = make_floors(params, config, ceilings_here(args))
+    least = {name: floor.of(work, token_bytes) for name, floor in floors.items()}
     found: Row = {"scheme": scheme_name(case.scheme), "batch": case.batch, "kv": case.kv, "T": tokens}
     found |= {"backend": args.backend} if args.backend else {}
     found |= {"context": args.context} if case.kind == "decode" else {"input": args.input}
     found[f"{case.kind}_ms"] = round(1e3 * seconds, 3)
     found[f"{case.kind}_ms_runs"] = [round(1e3 * each, 3) for each in times]
-    found |= {"tokens_s": round(tokens / seconds, 1), "floor_ms": float(f"{1e3 * floor:.4g}")}
-    found["floor_fraction"] = round(floor / seconds, 3)
+    found["tokens_s"] = round(tokens / seconds, 1)
+    found |= {f"{name}_ms": float(f"{1e3 * each:.4g}") for name, each in least.items()}
+    found |= {f"{name}_fraction": round(each / seconds, 3) for name, each in least.items()}
     if base is not None:
         found["over_bf16"] = round(base / seconds, 3)
     return found | {"weights_gib": round(tree_bytes(params) / (1 << 30), 2)}

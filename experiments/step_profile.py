@@ -12,7 +12,8 @@ Kernels of one name are summed and sorted into kinds: matmul, attention, cache (
 and activation, sampling, and the rest. XLA's names hide some matmuls in the rest. The gap is the time without a kernel
 or copy, from the first step to the last. With many short kernels the profiler itself leaves gaps. So an engine's gap is
 also measured by the clock: a step's time without a profiler, less its kernels and copies. Rows with the kernel "(all)"
-are totals of a kind.
+are totals of a kind. Those with "(limit)" are the floors of a decode or prefill step, and their shares of it: at the
+device's best rates, and at those that it holds for seconds.
 """
 
 import argparse
@@ -33,8 +34,10 @@ from tqdm import tqdm
 
 from experiments.arguments import add_model_options, claim_memory, config_of, scheme_name
 from experiments.result_file import bar, command_line, record, refusing
+from experiments.steps.devices import ceilings_of
+from experiments.steps.floors import make_floors, step_work
 from experiments.steps.timer import KINDS as STEP_KINDS
-from experiments.steps.timer import StepTimer, pool_for, random_params, step_of
+from experiments.steps.timer import StepTimer, page_bytes, pool_for, random_params, step_of
 from jllm.config import LlamaConfig
 from jllm.engine.engine import Engine
 from jllm.engine.request import SamplingParams
@@ -44,6 +47,7 @@ from jllm.model.params import Params
 from jllm.step.buckets import Bucket
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.command import Parser, add_result_options
+from pallas_kernels.bench.gpus import device_kind
 from pallas_kernels.bench.measure import Event, timeline
 from pallas_kernels.bench.numbers import positive
 
@@ -229,8 +233,25 @@ def of_batch(params: Params, config: LlamaConfig, batch: int, args: argparse.Nam
         run = steps_of(params, config, batch, args)
         jax.block_until_ready(run())
         found = list(table(timeline(run, python=False), args.steps))
-    for row in (*found, *totals(found)):
+    for row in (*found, *totals(found), *limits(params, config, batch, found, args)):
         yield step | row
+
+
+def limits(
+    params: Params, config: LlamaConfig, batch: int, found: list[dict[str, Any]], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yields the floors of a step, whose kernels and gaps `found` has. An engine's contexts are not known."""
+    if args.kind == "serve":
+        return
+    if args.kind == "decode":
+        work = step_work(batch, batch * (args.context + 1.5 * args.steps))  # a run of as many steps came before
+    else:
+        work = step_work(0, 0, [(0, args.input, True)] * batch)
+    step_us = sum(row["us"] for row in found) / sum(row["share"] for row in found)
+    token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
+    for name, floor in make_floors(params, config, ceilings_of(device_kind())).items():
+        us = 1e6 * floor.of(work, token_bytes)
+        yield {"kernel": "(limit)", "kind": name, "us": round(us, 2), "share": round(us / step_us, 4)}
 
 
 def served_table(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:

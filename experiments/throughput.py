@@ -39,8 +39,8 @@ from experiments.arguments import (
 from experiments.result_file import command_line, record, refusing, rounded
 from experiments.steps import peers
 from experiments.steps.bars import decode_bars, prefill_bars
-from experiments.steps.batches import WholeBatch
-from experiments.steps.floors import make_floor
+from experiments.steps.batches import STEP_TOKENS, WholeBatch, floor_columns
+from experiments.steps.floors import make_floors
 from experiments.steps.timer import (
     Pool,
     StepTimer,
@@ -78,7 +78,7 @@ class Bench:
         self.timer = StepTimer(params, config, pool, args.backend)
         self.timer.renew()
         self.token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
-        self.floor = make_floor(params, config, ceilings_here(args))
+        self.floors = make_floors(params, config, ceilings_here(args))
         layouts = {layout_of(case.batch) for case in cases}
         layouts |= {case.prefill(args.step_tokens).layout for case in cases}
         ordered = sorted(layouts, key=lambda layout: layout.bucket)
@@ -89,8 +89,6 @@ class Bench:
         size = case.prefill(self.args.step_tokens)
         prefills, decodes = self.prefill(case), self.decode(case)
         prefill_s, decode_s = min(prefills), min(decodes)
-        prefill_floor = sum(self.floor.of(work, self.token_bytes) for work in size.work(case))
-        decode_floor = self.floor.of(case.decode_work, self.token_bytes)
         steps = (self.steps[size.layout], self.steps[layout_of(case.batch)])
         kv = case.batch * (case.input + case.output) * self.token_bytes
         memory = tree_bytes(self.params) + kv + max(temporary(step) for step in steps)
@@ -100,10 +98,7 @@ class Bench:
             **milliseconds("decode_ms", decodes),
             "tokens_s": case.batch * case.output / (prefill_s + case.output * decode_s),
             "memory_gib": memory / GIB,
-            "prefill_floor_ms": 1e3 * prefill_floor,
-            "decode_floor_ms": 1e3 * decode_floor,
-            "prefill_floor_fraction": prefill_floor / prefill_s,
-            "floor_fraction": decode_floor / decode_s,
+            **floor_columns(self.floors, case, self.token_bytes, prefill_s, decode_s, self.args.step_tokens),
             "prefill_steps": len(size.spans(case)),
         }
 
@@ -245,7 +240,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=parse_case, nargs="+", metavar="BxINxOUT", help="rows (default: the published table's)"
     )
-    parser.add_argument("--step-tokens", type=positive, default=4096, help="most prompt tokens of a step")
+    parser.add_argument("--step-tokens", type=positive, default=STEP_TOKENS, help="most prompt tokens of a step")
     parser.add_argument("--backend", choices=OF_MODELS, help="backend (default: chosen for the device)")
     add_timing_options(parser, steps=10, repeats=2)
     parser.add_argument(

@@ -11,7 +11,10 @@ from experiments.accuracy.rows import PLAIN_KV
 from experiments.report.documents import Entry, Row, short
 from experiments.serving.workload import half_interval
 from experiments.steps.bars import of_own_kernels
-from experiments.steps.devices import device_sheet, sheet_of
+from experiments.steps.batches import WholeBatch, floor_columns
+from experiments.steps.cost_model import CONFIGS, model_shapes
+from experiments.steps.devices import Ceilings, ceilings_of, device_sheet, sheet_of
+from experiments.steps.floors import make_floors, token_bytes
 from experiments.steps.peers import counts
 from jllm.quant.schemes import PLAIN
 
@@ -114,17 +117,41 @@ def over(series: Series, other: dict[int, float]) -> tuple[float, float]:
 
 
 def floor_shares(results: Results) -> Iterator[Row]:
-    """Yields the least and largest share of its floor that each model reaches, in decoding and in prefill."""
+    """Yields the least and largest share of its floor that each model reaches, in decoding and in prefill. Where the
+    rates that the device holds for seconds are known, the shares at these follow."""
     for entry in sorted(results.named(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)"), key=lambda e: e.label):
         rows = [row for row in entry.rows if "peer" not in row]
-        shares = {
-            "short": [row["floor_fraction"] for row in rows if row["input"] == 8],
-            "long": [row["floor_fraction"] for row in rows if row["input"] == 1024],
-            "prefill": [row["prefill_floor_fraction"] for row in rows if row["batch"] * row["input"] >= 1024],
-        }
-        ranges = {what: (min(values), max(values)) for what, values in shares.items() if values}
+        found: Row = {}
+        for kind, own in (("floor", rows), ("sustained", with_sustained(rows, ceilings_of(entry.device)))):
+            shares = {
+                "short": [row[f"{kind}_fraction"] for row in own if row["input"] == 8],
+                "long": [row[f"{kind}_fraction"] for row in own if row["input"] == 1024],
+                "prefill": [row[f"prefill_{kind}_fraction"] for row in own if row["batch"] * row["input"] >= 1024],
+            }
+            ranges = {what: (min(values), max(values)) for what, values in shares.items() if values}
+            found |= ranges if kind == "floor" else {kind: ranges}
         if rows:
-            yield {"file": entry.path, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | ranges
+            yield {"file": entry.path, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | found
+
+
+def with_sustained(rows: list[Row], ceilings: Ceilings) -> list[Row]:
+    """Returns the rows with their shares at sustained rates. Rows of older files get them from the floors' ratio. There
+    is none where the rates, or the model's shapes, are not known."""
+    if all("sustained_fraction" in row for row in rows):
+        return rows
+    shapes = CONFIGS / f"{rows[0]['model']}.json"
+    if ceilings.sustained is None or not shapes.exists():
+        return []
+    model = model_shapes(rows[0]["model"], None if rows[0]["scheme"] == PLAIN else rows[0]["scheme"])
+    floors, each = make_floors(model.params, model.config, ceilings), token_bytes(model, rows[0]["kv"])
+    found = []
+    for row in rows:
+        case = WholeBatch(row["batch"], row["input"], row["output"])
+        least = floor_columns(floors, case, each, 1.0, 1.0)
+        decode, prefill = (least[f"{what}_sustained_ms"] / least[f"{what}_floor_ms"] for what in ("decode", "prefill"))
+        shares = {"sustained_fraction": decode * row["floor_fraction"]}
+        found.append(row | shares | {"prefill_sustained_fraction": prefill * row["prefill_floor_fraction"]})
+    return found
 
 
 # Requests per second

@@ -136,12 +136,15 @@ def decode(results: Results) -> Iterator[str]:
     columns = [each for series in decode_series(results).values() for each in series]
     if not any(each.kind == "jllm" for each in columns):
         return
-    rates = ceilings_of(results.device)
+    rates, held = ceilings_of(results.device), ""
+    if rates.sustained is not None:
+        held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
+        held = f" Shares in brackets are of rates that the device holds for seconds:{held}, and else its best ones."
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         "best "
         f"rates. They are {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
-        "[Devices](../configs/devices) have the rest."
+        f"[Devices](../configs/devices) have the rest.{held}"
     )
     yield "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
     cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
@@ -155,7 +158,7 @@ def decode(results: Results) -> Iterator[str]:
     shares = [
         [
             f"[{row['name']}](results/{row['file'].name})",
-            *(_range(row.get(what)) for what in ("short", "long", "prefill")),
+            *(_both(row.get(what), row["sustained"].get(what)) for what in ("short", "long", "prefill")),
         ]
         for row in floor_shares(results)
     ]
@@ -164,6 +167,10 @@ def decode(results: Results) -> Iterator[str]:
 
 def _range(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.0%}" if ends[0] == ends[1] else f"{ends[0]:.0%} to {ends[1]:.0%}"
+
+
+def _both(share: tuple[float, float] | None, sustained: tuple[float, float] | None) -> str:
+    return " ".join(filter(None, (_range(share), sustained and f"({_range(sustained)})")))
 
 
 def requests(results: Results) -> Iterator[str]:

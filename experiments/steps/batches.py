@@ -1,10 +1,14 @@
 """Defines whole batches as in PPL.LLM's table: prompts and outputs of one length, and the steps that compute them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from experiments.steps.floors import Work, step_work
+from experiments.steps.floors import Floor, Work, step_work
 from experiments.steps.timer import layout_of
 from jllm.programs.packed_step import Layout
+
+STEP_TOKENS = 4096  # most prompt tokens of a step, by default
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,21 @@ class Prefill:
     def work(self, case: WholeBatch) -> list[Work]:
         """Returns the work of each step."""
         return [step_work(0, 0, ((at, n, at + n == case.input) for _, at, n in step)) for step in self.spans(case)]
+
+
+def floor_columns(
+    floors: Mapping[str, Floor],
+    case: WholeBatch,
+    token_bytes: float,
+    prefill_s: float,
+    decode_s: float,
+    step_tokens: int = STEP_TOKENS,
+) -> dict[str, Any]:
+    """Returns the floors of a row's prompts and of its decode step, and the shares of the measured seconds."""
+    found: dict[str, Any] = {}
+    for name, floor in floors.items():
+        prefill = sum(floor.of(work, token_bytes) for work in case.prefill(step_tokens).work(case))
+        decode = floor.of(case.decode_work, token_bytes)
+        found |= {f"prefill_{name}_ms": 1e3 * prefill, f"decode_{name}_ms": 1e3 * decode}
+        found |= {f"prefill_{name}_fraction": prefill / prefill_s, f"{name}_fraction": decode / decode_s}
+    return found

@@ -5,7 +5,7 @@ Arithmetic is that of dense matrices, with serving's accumulation (float32, int3
 is left out. The host's link counts in one direction. A price is the lowest on-demand rent of one device in the lists
 that were read (their commits give the day). A device in none of them has no price. `device_kind` is JAX's name of the
 device. Measured values are the best rates that anything reached there, with their file (experiments/ceilings.py
-measures them).
+measures them). Sustained ones hold for seconds, at the clocks that the device's power allows.
 """
 
 import difflib
@@ -31,6 +31,7 @@ class Ceilings:
     peaks: Mapping[str | None, float] = field(hash=False)  # operations/s of matmuls, by activations; None: 16 bits
     attention: float  # operations/s of causal attention
     source: str
+    sustained: "Ceilings | None" = None  # rates that hold for seconds, where they were measured
 
     @property
     def rates(self) -> str:
@@ -49,7 +50,8 @@ class Ceilings:
     def document(self) -> dict[str, Any]:
         """Returns the rates for a result file."""
         peaks = {kind or "16 bits": peak for kind, peak in self.peaks.items()}
-        return {"bandwidth": self.bandwidth, "peaks": peaks, "attention": self.attention, "source": self.source}
+        found = {"bandwidth": self.bandwidth, "peaks": peaks, "attention": self.attention, "source": self.source}
+        return found if self.sustained is None else found | {"sustained": self.sustained.document}
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,21 @@ class Measured:
         known = "bf16" in self.dense_tflops and set(self.dense_tflops) <= set(KINDS)
         if not known or not min(figures) > 0 or not self.source:
             raise ConfigError(f"measured needs rates > 0, of bf16 at least, and a source, not {vars(self)!r}")
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Rates that a device holds for seconds. A quantity that is not listed has its best rate. Raises ConfigError for
+    impossible values."""
+
+    source: str
+    bandwidth_gb_s: float | None = None
+    dense_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        figures = [*self.dense_tflops.values(), *([] if self.bandwidth_gb_s is None else [self.bandwidth_gb_s])]
+        if not figures or not min(figures) > 0 or not set(self.dense_tflops) <= set(KINDS) or not self.source:
+            raise ConfigError(f"sustained needs rates > 0 of {', '.join(KINDS)} or memory, not {vars(self)!r}")
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,7 @@ class DeviceSheet:
     price: Price | None = None
     device_kind: str | None = None  # JAX's name
     measured: Measured | None = None
+    sustained: Sustained | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "bandwidth_gb_s", "host_gb_s"):
@@ -144,7 +162,16 @@ class DeviceSheet:
         found = self.measured
         peaks = {None: 1e12 * found.dense_tflops["bf16"]} | _eight_bits(found.dense_tflops)
         said = f"the best figures measured on {self.name} ({found.source})"
-        return Ceilings(1e9 * found.bandwidth_gb_s, peaks, 1e12 * found.attention_tflops, said)
+        best = Ceilings(1e9 * found.bandwidth_gb_s, peaks, 1e12 * found.attention_tflops, said)
+        return best if self.sustained is None else replace(best, sustained=_lower(best, self.sustained))
+
+
+def _lower(best: Ceilings, found: Sustained) -> Ceilings:
+    """Returns the best rates, with sustained ones in their place."""
+    bandwidth = best.bandwidth if found.bandwidth_gb_s is None else 1e9 * found.bandwidth_gb_s
+    peaks = {None: 1e12 * found.dense_tflops["bf16"]} if "bf16" in found.dense_tflops else {}
+    peaks |= _eight_bits(found.dense_tflops)
+    return replace(best, bandwidth=bandwidth, peaks={**best.peaks, **peaks}, source=found.source)
 
 
 def _eight_bits(tflops: Mapping[str, float]) -> dict[str | None, float]:
@@ -155,7 +182,7 @@ def read_sheet(path: Path) -> DeviceSheet:
     """Returns the sheet in a file. Raises ConfigError for any other file."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        parts = {"price": Price, "measured": Measured}
+        parts = {"price": Price, "measured": Measured, "sustained": Sustained}
         return DeviceSheet(**given | {name: make(**given[name]) for name, make in parts.items() if name in given})
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a device's data sheet: {error}") from None
@@ -186,7 +213,8 @@ def ceilings_of(device_kind: str, bandwidth: float | None = None) -> Ceilings:
     if sheet is None:
         found = replace(found, source=f"{found.source}, as no data sheet is of {device_kind!r}")
     if bandwidth is not None:
-        found = replace(found, bandwidth=bandwidth, source=f"{found.source}, but for the bandwidth that was asked for")
+        source = f"{found.source}, but for the bandwidth that was asked for"
+        found = replace(found, bandwidth=bandwidth, source=source, sustained=None)
     return found
 
 

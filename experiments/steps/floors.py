@@ -107,6 +107,14 @@ def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings, devices:
     return Floor(each, head, attention, n * ceilings.bandwidth, n * ceilings.attention, config.num_layers)
 
 
+def make_floors(
+    params: Params, config: LlamaConfig, ceilings: Ceilings, devices: int | None = None
+) -> dict[str, Floor]:
+    """Returns the "floor" of make_floor, and a "sustained" one at rates that hold for seconds, if these are known."""
+    rates = {"floor": ceilings, "sustained": ceilings.sustained}
+    return {name: make_floor(params, config, each, devices) for name, each in rates.items() if each is not None}
+
+
 def matrix(weight: Any, peaks: Mapping[str | None, float], experts: Experts | None = None) -> Matrix:
     """Returns what counts of a weight, or of one expert's where it has those of all."""
     activations = weight.format.row_codes if isinstance(weight, QuantizedWeight) else None
@@ -160,6 +168,11 @@ def schedule(lengths: Sequence[tuple[int, int]], limits: Limits) -> Iterator[Wor
         before = plan
 
 
-def workload_seconds(lengths: Sequence[tuple[int, int]], limits: Limits, floor: Floor, token_bytes: float) -> float:
-    """Returns the floor of a workload sent at once, with `token_bytes` of KV per token."""
-    return sum(floor.of(work, token_bytes) for work in schedule(lengths, limits))
+def workload_seconds(
+    lengths: Sequence[tuple[int, int]], limits: Limits, floors: Sequence[Floor], token_bytes: float
+) -> list[float]:
+    """Returns each floor of a workload sent at once, with `token_bytes` of KV per token."""
+    found = [0.0] * len(floors)
+    for work in schedule(lengths, limits):
+        found = [seconds + floor.of(work, token_bytes) for seconds, floor in zip(found, floors)]
+    return found

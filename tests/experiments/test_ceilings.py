@@ -21,11 +21,14 @@ def tiny_rows(monkeypatch: pytest.MonkeyPatch, us: float = 2.0) -> list[dict]:
 
     monkeypatch.setattr(ceilings, "device_us", clock)
     with jax.numpy_dtype_promotion("standard"):  # as XLA's attention needs
-        return list(measure(list(subjects(TINY, "xla")), 2))
+        return list(measure(list(subjects(TINY, "xla")), 2, 0.05))
 
 
 def test_every_quantity_is_measured_and_counted(monkeypatch):
-    found = {(row["quantity"], row["what"]): row for row in tiny_rows(monkeypatch)}
+    rows = tiny_rows(monkeypatch)
+    held = [row["quantity"] for row in rows if "seconds" in row and row["rate"] > 0]
+    assert sorted(held) == ["attention", "bandwidth", "bf16", "fp8", "int8"]
+    found = {(row["quantity"], row["what"]): row for row in rows if "seconds" not in row}
     assert not [row for row in found.values() if "error" in row]
     assert {quantity for quantity, _ in found} == {"bandwidth", "attention", "bf16", "int8", "fp8"}
     rates = {key: row["rate"] for key, row in found.items()}
@@ -40,10 +43,12 @@ def test_the_best_of_each_quantity_counts():
     rows = [
         {"quantity": "bf16", "what": "a", "rate": 3.0},
         {"quantity": "bf16", "what": "b", "rate": 4.0},
+        {"quantity": "bf16", "what": "b", "rate": 3.5, "seconds": 6.0},
         {"quantity": "int8", "what": "c", "rate": 1.0},
         {"quantity": "fp8", "what": "d", "error": "none"},
     ]
     assert best(rows) == {"bf16": 4.0, "int8": 1.0}
+    assert best(rows, sustained=True) == {"bf16": 3.5}
 
 
 def test_the_best_rates_are_kept_in_the_sheet_of_their_device(tmp_path):
@@ -59,6 +64,13 @@ def test_the_best_rates_are_kept_in_the_sheet_of_their_device(tmp_path):
     result.write_text(json.dumps(document))
     assert keep(result, sheets) == sheet
     assert "790 TFLOP/s (1,600 in int8, 1,500 in fp8)" in read_sheet(sheet).ceilings.rates
+    assert read_sheet(sheet).sustained.dense_tflops == {"bf16": 705}, "of before, where none is in the file"
+    held = [{"quantity": name, "what": "x", "rate": rate * 0.9, "seconds": 6.0} for name, rate in rates.items()]
+    result.write_text(json.dumps(document | {"rows": rows + held}))
+    keep(result, sheets)
+    ours = read_sheet(sheet).ceilings
+    assert (ours.sustained.peaks[None], ours.sustained.bandwidth) == (711e12, 2853e9)
+    assert ours.sustained.attention == ours.attention
     found = read_sheet(sheet).measured
     assert (found.bandwidth_gb_s, found.attention_tflops) == (3170, 641)
     assert (found.dense_tflops, found.source) == (
@@ -78,7 +90,7 @@ def test_the_best_rates_are_kept_in_the_sheet_of_their_device(tmp_path):
 
 def test_what_fails_costs_its_own_row(monkeypatch):
     monkeypatch.setattr(ceilings, "device_us", lambda run, repeats: 1.0)
-    rows = list(measure([s for s in subjects(TINY, "cudnn") if s.quantity != "fp8"], 2))
+    rows = list(measure([s for s in subjects(TINY, "cudnn") if s.quantity != "fp8"], 2, 0.01))
     assert {row["what"] for row in rows if "error" in row} == {
         "decode attention by cudnn",
         "causal attention by cudnn",

@@ -65,7 +65,7 @@ def test_a_workloads_floor_by_hand():
     products = 2 * (8 + 4 + 1 + 1) * 2e-3
     head = 4 * 2e-5  # the first chunk's, too: the head's bytes are read
     keys = (8 + 12 + 13 + 14) * 50_000e-9
-    assert workload_seconds([(12, 3)], limits, FLOOR, 50_000) == pytest.approx(products + head + keys, rel=1e-9)
+    assert workload_seconds([(12, 3)], limits, [FLOOR], 50_000)[0] == pytest.approx(products + head + keys, rel=1e-9)
 
 
 @pytest.mark.parametrize("truth", [(2e-3, 1.5, 2.0), (0.0, 1.0, 4.0)], ids=str)
@@ -155,6 +155,10 @@ def test_ceilings_are_those_measured_or_else_the_data_sheets():
     assert (unknown.bandwidth, asked.bandwidth, asked.peaks) == (4.55e12, 1e12, h200.peaks)
     assert "no data sheet is of 'cpu'" in unknown.source
     assert "but for the bandwidth that was asked for" in asked.source
+    held = ceilings_of("NVIDIA H100 80GB HBM3")
+    assert held.sustained.peaks == {**held.peaks, None: 705e12}, "what is not listed has its best rate"
+    assert held.document["sustained"]["bandwidth"] == held.sustained.bandwidth < held.bandwidth
+    assert (h200.sustained, ceilings_of("NVIDIA H100 80GB HBM3", 1e12).sustained) == (None, None)
     kinds = [sheet.device_kind for sheet in device_sheets().values() if sheet.device_kind]
     assert len(set(kinds)) == len(kinds) > 10
 

@@ -2,16 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from experiments import results_page
 from experiments.report import pictures
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result
-from experiments.report.figures import Results, decode_series, requests_rows
+from experiments.report.figures import Results, decode_series, requests_rows, with_sustained
 from experiments.report.page import page
 from experiments.report.strips import strips
 from experiments.results_page import PAGE
+from experiments.steps.devices import ceilings_of
 from jllm.errors import InputFileError
 from tests.test_docs import slug
 
@@ -135,6 +137,22 @@ def steps(**changes) -> dict:
     row = {"batch": 16, "input": 8, "decode_ms": 4.0, "decode_floor_ms": 3.2, "h800_decode_ms": 7.0}
     row |= {"model": "m", "scheme": "s", "kv": "k", "floor_fraction": 0.8, "prefill_floor_fraction": 0.7}
     return row | changes
+
+
+def test_rows_of_older_files_have_both_shares():
+    """By hand: a step of one row is bound by bytes, and one of 4,096 prompt tokens by operations."""
+    row = {"model": "llama-2-7b", "scheme": "bf16", "kv": "bf16", "batch": 1, "input": 4096, "output": 2}
+    row |= {"floor_fraction": 0.8, "prefill_floor_fraction": 0.7}
+    device = ceilings_of(H100)
+    (found,) = with_sustained([row], device)
+    assert found["sustained_fraction"] == pytest.approx(0.8 * device.bandwidth / device.sustained.bandwidth)
+    products, attention = 2 * 6.476e9 / device.peaks[None], 524_288 * 4097 / 2 / device.attention  # a token
+    slower = (products * device.peaks[None] / 705e12 + attention) / (products + attention)
+    assert found["prefill_sustained_fraction"] == pytest.approx(0.7 * slower, rel=1e-3)
+    assert with_sustained([found], device) == [found]
+    assert (
+        with_sustained([row], replace(device, sustained=None)) == with_sustained([row | {"model": "m"}], device) == []
+    )
 
 
 def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):

@@ -159,7 +159,10 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
         ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"),
         *([("(none)", "gap by the clock")] if kind == "serve" else []),
         ("(all)", "matmul"), ("(all)", "sampling"),
+        *([] if kind == "serve" else [("(limit)", "floor")]),
     ]  # fmt: skip
+    if kind != "serve":
+        assert rows[-1]["share"] == pytest.approx(rows[-1]["us"] / 5, abs=2e-3)  # of rounded times
     assert all((row["step"], row["batch"], row[length[0]]) == (kind, 2, length[1]) for row in rows)
     bars = json.loads(file.read_text())["bars"]
     assert [bar["met"] for bar in bars] == ([False] if kind == "serve" else [])  # idle for most of the time
