@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import queue
+import shutil
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -105,6 +107,7 @@ class _Process:
         self._replica: Future[Replica] = Future()
         self._loading = ThreadPoolExecutor(1, "weights")
         self._fitted: Weights | None = None
+        self._folder: Path | None = None  # of the steps that the engines share
 
     def begin(self, file: int) -> None:
         """Makes the engine, and tells that it is ready."""
@@ -114,8 +117,9 @@ class _Process:
         values = unpacked(pickles, file)
         os.close(file)
         take_settings(values.pop("JAX's settings"))
-        source, make, compared, quiet = (values.pop(name) for name in ("the model", "make", "compared", "quiet"))
-        for pattern in quiet:
+        source, make, compared = (values.pop(name) for name in ("the model", "make", "compared"))
+        self._folder = values.pop("folder")
+        for pattern in values.pop("quiet"):
             warnings.filterwarnings("ignore", pattern)
         if (jax.default_backend() == "cpu") == on_gpus:
             what = "finds no GPU in its process" if on_gpus else "finds a GPU that nvidia-smi does not list"
@@ -164,8 +168,10 @@ class _Process:
                     self._refuse(call, begins, RequestError(why))
                 else:
                     self._guarded(call, begins, partial(self._obey, replica, method, call, name, given, more))
-        except (EOFError, OSError):
-            os._exit(1)  # nobody is left to serve
+        except (EOFError, OSError):  # nobody is left to serve
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(1)
         except BaseException as error:
             self._news.put((None, error))
 

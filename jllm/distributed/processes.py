@@ -100,7 +100,8 @@ def start_processes(
 
 def _starting(options: Mapping[str, Any], shares: Sequence[Sequence[str]], folder: Path) -> dict[str, Any]:
     """Returns the options of each of several engines, with those that decide how it starts: a folder in common with the
-    others, and its part of the cores. "quiet" are patterns of warnings about what the caller did not ask for."""
+    others, and its part of the cores. "quiet" are patterns of warnings about what the caller did not ask for. "folder"
+    is what a process removes where this one is killed."""
     given, quiet, alone = dict(options), [], len(shares) == 1
     if options.get("executables") is None and not alone:
         given["executables"] = folder
@@ -108,7 +109,7 @@ def _starting(options: Mapping[str, Any], shares: Sequence[Sequence[str]], folde
     if options.get("compile_processes") is None and len(shares[0]) == 1:
         given["compile_processes"] = usual_processes(len(shares))
         quiet.append(TRACED_HERE)
-    return given | {"quiet": quiet}
+    return given | {"quiet": quiet, "folder": folder}
 
 
 def fit_processes(

@@ -412,10 +412,13 @@ def test_arrays_cross_by_a_file_without_a_name(model, monkeypatch, tmp_path):
         "b": {"x": jax.numpy.zeros(()), "y": "text"},
         "c": last,
     }
-    for shared in (Path("/dev/shm"), tmp_path / "missing"):
+    for shared, left in ((Path("/dev/shm"), crossing.ROOM), (Path("/dev/shm"), 1 << 60), (tmp_path / "missing", 0)):
         monkeypatch.setattr(crossing, "SHARED", shared)
+        monkeypatch.setattr(crossing, "ROOM", left)
         packed = crossing.Packed(values)
         with packed.file:
+            place = os.readlink(f"/proc/self/fd/{packed.file.fileno()}")
+            assert place.startswith("/dev/shm/") == (left == 1 << 28), "where that is too small, on a disk"
             assert os.fstat(packed.file.fileno()).st_nlink == 0
             found = crossing.unpacked(packed.pickles, packed.file.fileno())
         jax.tree.map(np.testing.assert_array_equal, found, values)
@@ -460,18 +463,20 @@ PARENT = """
 """
 
 
-def test_processes_end_with_the_one_that_started_them():
-    """Even one that takes no calls yet."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    """Even one that takes no calls yet. The folder of steps goes with the last one."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(PARENT)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         place = Path(f"/proc/{int(parent.stdout.readline())}/cmdline")
         assert b"jllm.distributed.child" in place.read_bytes()
+        assert [path.name.startswith("jllm-steps-") for path in tmp_path.iterdir()] == [True]
         parent.kill()
     until = time.monotonic() + 60
     while place.exists() and place.read_bytes():  # a process that nobody waits for has an empty one
         assert time.monotonic() < until
         time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_gives_its_prompts_to_a_process(tmp_path, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ import pytest
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
+from jllm.distributed import processes
 from jllm.engine.engine import Engine
 from jllm.errors import ConfigError
 from jllm.files.hf_config import load_config
 from jllm.model.cache import make_cache, parse_kv_cache
 from jllm.model.hooks import Hooks
 from jllm.model.param_specs import abstract_params
-from jllm.programs import tracing
+from jllm.programs import programs, tracing
 from jllm.programs.packed_step import Layout, packed_step
 from jllm.programs.tracing import Tracers, TracingFailed, named
 from jllm.step.buckets import Bucket
@@ -204,10 +206,31 @@ def test_what_cannot_be_sent_is_traced_here():
     assert served(engine) == [want.token_ids for want in serve(model, PROMPTS, [greedy(8)] * 3, **OPTIONS, hooks=hooks)]
 
 
-@pytest.mark.parametrize("processes", [-1, True, 1.5, "2", 65])
-def test_numbers_of_processes_that_make_no_sense(processes):
+@pytest.mark.parametrize("number", [-1, True, 1.5, "2", 65])
+def test_numbers_of_processes_that_make_no_sense(number):
     with pytest.raises(ConfigError, match="compile_processes must be an integer from 0 to 64"):
-        Engine(tiny_model(num_layers=1), **OPTIONS, compile_processes=processes)
+        Engine(tiny_model(num_layers=1), **OPTIONS, compile_processes=number)
+
+
+def test_an_engine_on_a_gpu_that_is_not_told_has_half_of_the_cores(monkeypatch):
+    """Several engines of a host share them. A CPU and a mesh have none, and none goes beside JAX's own cache."""
+    gpu, cpu = (SimpleNamespace(platform=name) for name in ("gpu", "cpu"))
+    for cores, engines, most in ((48, 1, 8), (12, 1, 6), (48, 4, 6), (1, 1, 0)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores), raising=False)
+        assert tracing.usual_processes(engines) == most
+        on = {"gpu": SimpleNamespace(config=CONFIG, home=gpu), "cpu": SimpleNamespace(config=CONFIG, home=cpu)}
+        on["mesh"] = SimpleNamespace(config=SimpleNamespace(mesh="a mesh"), home=None)
+        found = {name: programs._usual_processes(shapes) for name, shapes in on.items()}
+        assert found == {"gpu": tracing.usual_processes(), "cpu": 0, "mesh": 0}
+        options = processes._starting({}, [["0"]] * engines, Path("steps"))
+        assert options["compile_processes"] == most
+        assert ("executables" in options) == (engines > 1)
+    assert processes._starting({"compile_processes": 3, "executables": "own"}, [["0"]] * 2, Path("steps")) == {
+        "compile_processes": 3, "executables": "own", "quiet": [], "folder": Path("steps"),
+    }  # fmt: skip
+    monkeypatch.setattr(tracing, "jax_cache_is_on", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(48), raising=False)
+    assert tracing.usual_processes() == 0
 
 
 def test_what_a_process_prints_is_no_answer(tracers, capfd):
