@@ -408,7 +408,7 @@ class Device:
         assert self._state is not None
         self._state = self.shapes.as_asked(self._state, variant)
         key = layout.bucket, variant, part
-        params = replace(self._stacked, adapters=self._adapters)
+        params = replace(self._stacked, adapters=self._adapters) if variant.adapters else self._stacked
         self._state, found = self.programs.run(key, params, self._state, buffer, *more)
         if part != FORWARD:
             for leaf in jax.tree.leaves(replace(found, taps={})):

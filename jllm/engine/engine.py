@@ -161,9 +161,7 @@ class Engine:
         """
         self._check_open()
         gate, samplings = self._loop.gate, list(samplings)
-        if self._taps:  # steps without a request for values do not return them
-            self._device.compile_ahead(gate.wants(samplings, tapped=True), wait)
-        return self._device.compile_ahead(gate.wants(samplings), wait)
+        return [self._device.compile_ahead(variant, wait) for variant in gate.ahead(samplings)][-1]
 
     def submit(
         self,

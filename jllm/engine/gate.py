@@ -5,6 +5,9 @@ programs are compiled in the background, and requests that ask for less overtake
 arrival. If nothing was compiled ahead and nothing runs, it goes in at once, and its first steps wait for the compiler.
 A request whose adapter has no place on the device waits likewise.
 
+A step in which no row takes an adapter is the program of an engine without places. One kind of program has one rounding
+of each product, so with `adapted` all steps take adapters: an engine needs this for bits that no company changes.
+
 On a mesh, steps that draw in fewer ways are separate programs (Draws). Only those compiled ahead are used: programs
 compiled for requests as they come draw in all ways.
 
@@ -45,9 +48,10 @@ class Gate:
         *,
         by_draws: bool = False,
         taps: tuple[str, ...] = (),
+        adapted: bool = False,
     ):
         self._programs, self._scheduler, self._by_draws, self._taps = programs, scheduler, by_draws, taps
-        self._places = places
+        self._places, self._adapted = places, adapted
         self._inside: Counter[Variant] = Counter()  # how many unfinished sequences ask for each variant
         self.waiting: dict[Sequence, Variant] = {}  # by sequence, the variant that it asks for, in the order of arrival
         self._since, self._told = 0.0, False  # when the first of them came, and whether it was logged
@@ -74,7 +78,16 @@ class Gate:
     def wants(self, samplings: Collection[SamplingParams], tapped: bool = False) -> Variant:
         """Returns the variant that serves all of these at once. `tapped` is whether one asks for values."""
         found = variant_for(samplings, by_draws=self._by_draws)
+        found = replace(found, adapters=True) if self._adapted else found
         return replace(found, taps=self._taps) if tapped else found
+
+    def ahead(self, samplings: Collection[SamplingParams]) -> list[Variant]:
+        """Returns the variants that serve requests like these without waiting: with values and with adapters where the
+        engine has some, and without, since most steps may need neither."""
+        plain = self.wants(samplings)
+        adapted = replace(plain, adapters=self._places.count > 0)
+        tapped = replace(adapted, taps=self._taps)
+        return list(dict.fromkeys((tapped, adapted, plain)))
 
     def _wanted_by(self, seq: Sequence) -> Variant:
         return self.wants([seq.params], tapped=seq.taps is not None)
@@ -192,6 +205,7 @@ def variant_for(samplings: Collection[SamplingParams], *, by_draws: bool = False
         tempered=any(p.logprobs is not None and p.logprobs_mode == "tempered" for p in samplings),
         prompt_logprobs=any(p.prompt_logprobs for p in samplings),
         guided=any(p.guide is not None for p in samplings),
+        adapters=any(p.adapter is not None for p in samplings),
     )
     if not by_draws or variant.takes_rows or not samplings:
         return variant

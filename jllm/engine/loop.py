@@ -83,6 +83,7 @@ class Loop:
         self.adapters = Places(device, options.adapter_places)
         gated: dict[str, Any] = {"by_draws": config.mesh is not None}
         gated["taps"] = resolve_taps(options.taps or (), config.num_layers)
+        gated["adapted"] = options.deterministic and options.adapter_places > 0
         self.gate = Gate(device.programs, self.scheduler, self.adapters, **gated)
         self.guides = guides_of(model.tokenizer, config.vocab_size, model.eos_ids)
         self.trace: Recorder | None = None

@@ -80,7 +80,7 @@ class StepShapes:
         """Returns a program's arguments, by shape where only the shape matters."""
         state = self._placed(self._state_of(variant), SPREAD)
         buffer = jax.ShapeDtypeStruct((self.layout(bucket, variant).size,), np.int32)
-        adapters = None if self.adapters is None else self._placed(self.adapters, STACKED)
+        adapters = self._placed(self.adapters, STACKED) if variant.adapters else None
         first = replace(self.params, adapters=adapters), state, buffer
         if part == FORWARD:
             return *first, None, self.hooks

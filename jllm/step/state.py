@@ -22,6 +22,7 @@ WANTS = (
     "tempered",
     "prompt_logprobs",
     "guided",
+    "adapters",
 )  # the fields of a variant that single requests ask for
 NOT_FINITE = -2  # replaces a token if the row's logits hold NaN or infinity; the slot is done
 
@@ -116,6 +117,7 @@ class Variant:
     tempered: bool = False  # log-probabilities of logits / temperature beside the raw ones
     prompt_logprobs: bool = False
     guided: bool = False  # two programs: the allowed tokens are put into the state between them
+    adapters: bool = False  # rows may take adapters; without it the step is that of an engine without places
     taps: tuple[str, ...] = ()  # values inside the forward pass, by the names in jllm.model.taps
     draws: Draws = Draws.FILTERED  # on a mesh, decides which logits devices exchange: see jllm.step.draws
 

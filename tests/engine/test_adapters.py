@@ -345,6 +345,29 @@ def test_drafts_change_no_token(oracle):
         assert scores(done[i]) == oracle.continued(None if name is None else f"{name}0", PROMPTS[0], sampling, 0)
 
 
+def test_steps_without_adapters_are_those_of_an_engine_without_places(engine, oracle):
+    named = {name: values[0] for name, values in oracle.values.items()}
+    plain = Engine(oracle.model, **OPTIONS, adapters=named)
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0, seed=3)
+    assert plain.compile_ahead([sampling]) == 1
+    took, programs = [], plain._device.programs
+    ask = programs.run
+    programs.run = lambda key, params, *rest: took.append(params.adapters is not None) or ask(key, params, *rest)
+    for name, new in ((None, 16), ("all", 2)):
+        plain.submit(PROMPTS[3], replace(sampling, adapter=name, max_new_tokens=new))
+        plain.step()
+    done = {event.id: event.completion for event in plain.run() if event.completion}
+    begun = took.index(True)
+    assert took == [*[False] * begun, True, True, *[False] * (len(took) - begun - 2)], "its prompt and one token"
+    assert 0 < begun < len(took) - 2
+    for i, (value, new) in enumerate(((None, 16), ("all0", 2))):
+        want = oracle.continued(value, PROMPTS[3], replace(sampling, max_new_tokens=new), 0)
+        assert [token for token, _ in want] == list(done[i].token_ids)
+        assert np.abs([got - one for (_, got), (_, one) in zip(scores(done[i]), want)]).max() < 1e-12
+    assert plain.metrics()["compile_first_use"] == 0
+    assert all(variant.adapters for _, variant, _ in engine._device.programs.used), "one order has one kind of program"
+
+
 def test_what_does_not_fit_is_refused(engine, oracle):
     model, adapters = oracle.model, engine.adapters
     wide = tiny_model("float64", num_layers=1, hidden_size=64)
