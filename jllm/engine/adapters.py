@@ -3,10 +3,14 @@
 A request names its adapter. It goes in once its adapter has a place (gate.py). If all places are taken, the least
 recently used one is given away whose adapter no request inside uses. If there is none, the request waits, and others
 overtake it.
+
+Fairness: places go to requests in the order in which they began to wait. After OVERTAKES requests with adapters have
+overtaken the first of them, one place is promised to it. Requests of the adapter there wait until it has gone in.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from jllm.model.model import Model
 
 Given = Adapter | str | PathLike
+OVERTAKES = 16  # requests with adapters that go in before one that waits for a place is promised one
 
 
 @dataclass(eq=False)
@@ -53,6 +58,8 @@ class Places:
         self.count = count
         self.held: dict[str, Held] = {}
         self._clock = self._generation = 0
+        self._waiting: dict[Sequence, int] = {}  # for a place, and the clock when each began to
+        self._promised: Held | None = None  # in the place that the first of them gets
 
     def of(self, sampling: SamplingParams) -> Held | None:
         """Returns the adapter that a request names. Raises RequestError for an unknown one."""
@@ -95,10 +102,31 @@ class Places:
         if held.place is None or not self._device.reads_adapters:
             held.value = jax.device_get(value)
 
+    def ask(self, seq: "Sequence") -> bool:
+        """Returns whether there is room for a sample. If not, it waits from now on in the order of those who asked."""
+        if self.has_room(seq):
+            self.forget(seq)
+            return True
+        self._waiting.setdefault(seq, self._clock)
+        return False
+
+    def forget(self, seq: "Sequence") -> None:
+        """Takes note that a sample waits for no place any longer."""
+        if seq in self._waiting:
+            self._promised = None if seq is next(iter(self._waiting)) else self._promised
+            del self._waiting[seq]
+
     def has_room(self, seq: "Sequence") -> bool:
-        """Returns whether a sample's adapter has a place, or can have one now."""
+        """Returns whether a sample's adapter has a place, or can have one now that nobody before it waits for."""
         held = seq.adapter
-        return held is None or held.place is not None or bool(self._free) or self._idle() is not None
+        if held is None:
+            return True
+        if held is self._promised:
+            return False
+        if held.place is not None and held.inside:
+            return True
+        before = {other.adapter for other in takewhile(lambda other: other is not seq, self._waiting)} - {held}
+        return len(self._free) + len(self._idle()) > len(before)
 
     def enter(self, seq: "Sequence") -> None:
         """Gives a sample's adapter a place, for which there is room."""
@@ -106,6 +134,7 @@ class Places:
         if held is None:
             return
         self._clock += 1
+        self._promise()
         held.used, held.inside = self._clock, held.inside + 1
         if held.place is None:
             held.place = self._take()
@@ -120,18 +149,25 @@ class Places:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        idle = self._idle()
-        assert idle is not None, "has_room was asked"
+        assert self._idle(), "has_room was asked"
+        idle = min(self._idle(), key=lambda held: held.used)
         assert idle.place is not None, "it is idle in a place"
         if idle.value is None:
             idle.value = self._device.read_adapter(idle.place)
         place, idle.place = idle.place, None
         return place
 
-    def _idle(self) -> Held | None:
-        """Returns the least recently used adapter in a place that no request inside uses."""
-        found = [held for held in self.held.values() if held.place is not None and not held.inside]
-        return min(found, key=lambda held: held.used, default=None)
+    def _promise(self) -> None:
+        """Promises a place to the first sample that waits for one, if enough others have overtaken it: the place whose
+        adapter the fewest samples inside use."""
+        since = next(iter(self._waiting.values()), self._clock)
+        if self._promised is None and self._clock - since >= OVERTAKES:
+            placed = (held for held in self.held.values() if held.place is not None)
+            self._promised = min(placed, key=lambda held: (held.inside, held.used))
+
+    def _idle(self) -> list[Held]:
+        """Returns the adapters in places that no request inside uses."""
+        return [held for held in self.held.values() if held.place is not None and not held.inside]
 
     def _next(self) -> int:
         self._generation += 1

@@ -221,7 +221,7 @@ class Device:
     def rebind(self, weights: Weights, version: int) -> None:
         """Takes other weights, for the steps that are dispatched from now on. Where these are gone, or could not be
         rounded, check_ready() raises until others come."""
-        self.version, self._unmade = max(self.version, version), None  # an update may come after later ones
+        self.version, self._unmade = version, None
         self.__dict__.pop("weights", None)
         if weights.gone:  # rounding them would fail
             self._hold((weights.params, weights.drafter, weights.hooks))

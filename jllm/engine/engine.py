@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 import jax
@@ -280,7 +279,7 @@ class Engine:
 
         def change() -> None:
             places.change(held, value)
-            self._device.version = max(self._device.version, version)  # a later update may have come first
+            self._device.version = self._number(version)
 
         self._loop.update(change, running, name)
         return version
@@ -381,7 +380,8 @@ class Engine:
 
         `running` decides about samples that run. "recompute" computes their tokens again with the new weights.
         "keep" continues over their old K and V; such samples share no pages, and preemption ends this. "finish" lets
-        all requests end first; later ones wait. A newer update replaces one that waits.
+        all requests end first; later ones wait. A newer update replaces one that waits. If adapters are updated while
+        it waits, its version is a later one than was returned.
 
         `quantize` rounds `params` by the scheme that made the engine's weights, in their memory: these are donated,
         also those of the model that the engine was made with. A quantized copy that drafts is made again. `drafter`
@@ -410,8 +410,15 @@ class Engine:
         self._check_open()
         check_running(running)
         self._newest += 1
-        self._loop.update(partial(self._device.rebind, weights, self._newest), running)
-        return self._newest
+        version = self._newest
+        self._loop.update(lambda: self._device.rebind(weights, self._number(version)), running)
+        return version
+
+    def _number(self, version: int) -> int:
+        """Returns the version of an update that takes effect now: a new one if an update that came later was first."""
+        if version < self._device.version:
+            version = self._newest = self._newest + 1
+        return version
 
     @in_turn
     def sleep(self) -> None:

@@ -116,7 +116,7 @@ class Gate:
         if later:
             assert self._later is not None
             self._later.add(seq)
-        if not later and self._places.has_room(seq) and self._may_enter(wants):
+        if not later and self._places.ask(seq) and self._may_enter(wants):
             self._let_in(seq, wants)
         else:
             if not self.waiting:
@@ -131,7 +131,7 @@ class Gate:
         failed, errors = [], self._programs.take_failures()
         refused: dict[Variant, Variant] = {}  # in this pass: the variant asked for, and the one compiled for it
         for seq, wants in list(self.waiting.items()):
-            if (self._later is not None and seq in self._later) or not self._places.has_room(seq):
+            if (self._later is not None and seq in self._later) or not self._places.ask(seq):
                 continue
             if wants not in refused:
                 if self._may_enter(wants):
@@ -170,6 +170,7 @@ class Gate:
         if seq.adapter is not None:
             seq.adapter.requests -= 1
         if self.waiting.pop(seq, None) is not None:
+            self._places.forget(seq)
             if self._later is not None:
                 self._later.discard(seq)
             seq.finish_reason, seq.origin, seq.snapshot = reason, None, None

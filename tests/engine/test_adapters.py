@@ -253,10 +253,13 @@ def test_an_update_that_waits_outlives_what_happens_meanwhile(engine, oracle):
     engine.adapters.unload("all")
     try:
         assert (waiting, 0) not in run.done
+        assert engine.version == newest
         run.check()
+        assert run.done[waiting, 0].versions == (newest,) * 9
         again = run.submit(PROMPTS[2], 3, "out")
         run.check()
-        assert run.done[again, 0].versions == (newest,) * 3, "versions never fall"
+        assert run.done[again, 0].versions == (newest + 1,) * 3, "other weights have another version, and a higher one"
+        assert engine.adapters.update("two", oracle.values["two"][0]) == newest + 2
     finally:
         for name in ("two", "out"):  # in the order that other tests expect
             engine.adapters.unload(name)

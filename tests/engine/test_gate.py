@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jllm.engine.adapters import Places
+from jllm.engine.adapters import OVERTAKES, Places
 from jllm.engine.engine import Engine
 from jllm.engine.gate import Gate
 from jllm.engine.request import SamplingParams
@@ -68,6 +68,7 @@ def make_gate(*there: Variant, ahead: bool = True) -> Gate:
 
 def newcomer(gate: Gate, id: int, **asks) -> Sequence:
     seq = Sequence(id, 0, (1, 2, 3), SamplingParams(**asks), 0, 20)
+    seq.adapter = gate._places.of(seq.params)
     gate.add(seq)
     return seq
 
@@ -115,6 +116,40 @@ def test_who_waits_long_is_in_the_log_once(monkeypatch, caplog):
     first, second = (record.getMessage() for record in caplog.records)
     assert first == "requests (logprobs) wait until their steps are compiled; others go on"
     assert second.startswith("the steps that requests waited for are compiled, after ")
+
+
+class NoDevice:
+    """Takes adapters of any value."""
+
+    def put_adapter(self, place, value) -> None:
+        pass
+
+
+def test_who_waits_for_a_place_gets_one_though_others_keep_coming():
+    gate = make_gate(PLAIN | Variant(adapters=True))
+    gate._places = Places(NoDevice(), 2)
+    for name in "abcd":
+        gate._places.load(name, {})
+    running = {name: newcomer(gate, i, adapter=name) for i, name in enumerate("ab")}
+    starved, after, turns = newcomer(gate, 2, adapter="c"), newcomer(gate, 3, adapter="d"), 0
+    assert list(gate.waiting) == [starved, after]
+    for id in range(4, 4 + 6 * OVERTAKES, 2):  # each is there before the one of its adapter before it ends
+        gate.open()
+        turns += starved in gate.waiting
+        for name, more in zip("ab", (0, 1)):
+            ending, running[name] = running[name], newcomer(gate, id + more, adapter=name)
+            gate.open()
+            if ending not in gate.waiting:
+                gate.finish(ending, "stop")
+        newcomer(gate, 1000 + id)
+        assert id + 1000 in inside(gate), "without an adapter nobody waits"
+    assert turns <= OVERTAKES
+    assert starved not in gate.waiting
+    waiting_on = {seq.params.adapter for seq in gate.waiting}
+    gate.finish(starved, "stop")
+    gate.open()
+    assert after not in gate.waiting, "the next one gets the place, before those who came later"
+    assert waiting_on <= {"a", "b", "d"}
 
 
 def test_what_is_inside_counts_until_it_ends():
