@@ -65,18 +65,16 @@ def with_addend(
 ) -> Float[Array, "T outputs"]:
     """Returns what the adapters add to the product of x and w, plus the residual, in out_dtype. It takes the residual's
     place in the product."""
-    wide, P = compute_dtype(x.dtype), len(w.parts)
+    wide = compute_dtype(x.dtype)
     if isinstance(w.adapters, OneAdapter):
         added = _of_one(x, w.adapters, w.parts)
     else:
         assert w.layer is not None, "adapters in slots are those of all layers"
         assert w.rows is not None, "rows choose among adapters in slots"
-        slots, where = w.adapters, (w.layer, w.rows)
-        scale = slots.scale.at[w.layer, w.rows].get(mode="clip")
-        how: dict[str, Any] = {"out_dtype": wide, "backend": where_faster(backend)}
-        low = row_matmul(x, slots.a, *where, **how).reshape(x.shape[0], P, -1)
-        low = fenced(backend, lambda low, scale: (low * scale[:, :, None].astype(wide)).astype(x.dtype), low, scale)
-        added = row_matmul(low, slots.b, *where, parts=w.parts, **how)
+        slots, where, how = w.adapters, (w.layer, w.rows), {"backend": where_faster(backend)}
+        low = row_matmul(x, slots.a, *where, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
+        more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
+        return row_matmul(low, slots.b, *where, out_dtype=out_dtype, **more, **how)
 
     def add(added: jax.Array, residual: jax.Array | None) -> jax.Array:
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)
@@ -88,10 +86,9 @@ def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Ar
     """Returns the addend of one adapter for all rows by plain products, whose gradients take no memory by row."""
     wide, found, start = compute_dtype(x.dtype), [], 0
     low = jnp.einsum("tk,rk->tr", x.astype(wide), adapter.a.astype(wide), precision="highest")
-    low = low.reshape(x.shape[0], len(parts), -1) * adapter.scale[None, :, None].astype(wide)
-    low = low.astype(x.dtype).astype(wide)
+    low = low.reshape(x.shape[0], len(parts), -1)
     for part, size in enumerate(parts):
         b = adapter.b[start : start + size].astype(wide)
-        found.append(jnp.einsum("tr,nr->tn", low[:, part], b, precision="highest"))
+        found.append(jnp.einsum("tr,nr->tn", low[:, part], b, precision="highest") * adapter.scale[part].astype(wide))
         start += size
     return jnp.concatenate(found, axis=1)

@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import check_floats, check_int32, check_out_dtype
 from pallas_kernels.row_matmul import xla
+from pallas_kernels.row_matmul.config import check_supported, check_unasked
 
 
 def row_matmul(
@@ -15,26 +16,48 @@ def row_matmul(
     group: jax.Array,
     *,
     parts: tuple[int, ...] | None = None,
+    scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """Returns [M, N]: each row of x times its own matrix of w [L, X, N, K], transposed: w[layer, group[row]].
 
     group is i32[M], and rows whose group is not in [0, X) give zeros. layer is i32[]. Rows come in any order. x is
-    [M, K], or with `parts` [M, P, K]: the numbers of w's rows that multiply each of the P parts, in order. Sums are in
-    promote_types(x.dtype, float32), rounded once to out_dtype (default: x's). Each row adds in the order of K, whatever
-    its company, if the backend is deterministic. Raises ValueError where shapes or dtypes disagree.
+    [M, K], or with `parts` [M, P, K]: the numbers of w's rows that multiply each of the P parts, in order. scale
+    [L, X, P] multiplies each part of a product, and residual [M, N] is added. Sums are in promote_types(x.dtype,
+    float32), rounded once to out_dtype (default: x's); of many rows products are rounded to w's dtype as well. Each row
+    adds in the order of K, whatever its company, if the backend is deterministic. Raises ValueError where shapes or
+    dtypes disagree. x may have more bits than w, such as sums that are not rounded yet.
     """
     check_int32(layer=layer, group=group)
-    check_floats(x=x, w=w)
+    optional = {"scale": scale, "residual": residual}
+    for name, array in {"x": x, "w": w, **optional}.items():
+        if array is not None:
+            check_floats(**{name: array})
     each = x[:, None] if parts is None and x.ndim == 2 else x
     parts = w.shape[2:3] if parts is None else parts
     fits = w.ndim == 4 and each.ndim == 3 and each.shape[1:] == (len(parts), w.shape[3]) and sum(parts) == w.shape[2]
     if not fits or layer.ndim or group.shape != x.shape[:1]:
         shapes = f"x {x.shape}, w {w.shape}, layer {layer.shape} and group {group.shape}"
         raise ValueError(f"{shapes} with parts {parts}, expected [M, P, K], [L, X, N, K], [] and [M]")
+    wanted = {"scale": (*w.shape[:2], len(parts)), "residual": (x.shape[0], w.shape[2])}
+    for name, array in optional.items():
+        if array is not None and array.shape != wanted[name]:
+            raise ValueError(f"{name} has shape {array.shape}, expected {wanted[name]}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
-    return choose(BACKENDS, backend).run(each, w, layer, group, parts, out_dtype)
+    chosen = choose(BACKENDS, backend, each, w, scale, residual, parts, out_dtype)
+    return chosen.run(each, w, scale, layer, group, residual, parts, out_dtype)
 
 
-BACKENDS = {"xla": Backend(xla.row_matmul), DETERMINISTIC: Backend(xla.in_one_order)}
+def _mosaic(*arguments) -> jax.Array:
+    from pallas_kernels.row_matmul import mosaic_sm90  # imports all of Pallas
+
+    return mosaic_sm90.row_matmul(*arguments)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, check_unasked),
+    "xla": Backend(xla.row_matmul),
+    DETERMINISTIC: Backend(xla.in_one_order),
+}

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_matmul import reference, row_matmul, xla
+from pallas_kernels.row_matmul import mosaic_sm90, reference, row_matmul, xla
+from pallas_kernels.row_matmul.config import Long, Short
 from tests.kernels.helpers import TOLERANCE, error
+from tests.kernels.interpreter import FIND_RACES
 
 X, N, K = 4, 24, 64
 
@@ -27,7 +29,16 @@ def test_each_row_meets_its_own_matrix(rows, backend):
     parts = (10, 3, 11)
     x, w, group = inputs(rows, parts)
     got = row_matmul(x, w, jnp.int32(1), group, parts=parts, backend=backend)
-    assert error(got, reference.row_matmul(x, w[1], group, parts)) < TOLERANCE["float32"]
+    want = reference.row_matmul(x, w[1], group, parts)
+    assert error(got, want) < TOLERANCE["float32"]
+    rng = np.random.default_rng(0)
+    scale, residual = (
+        jnp.asarray(rng.uniform(1, 2, (2, X, 3)), "float32"),
+        jnp.asarray(rng.normal(size=(rows, N)), "float32"),
+    )
+    got = row_matmul(x, w, jnp.int32(1), group, parts=parts, scale=scale, residual=residual, backend=backend)
+    own = np.repeat(np.asarray(scale)[1, np.clip(group, 0, X - 1)], parts, axis=1)
+    assert error(got, want * own + np.asarray(residual)) < TOLERANCE["float32"]
 
 
 def test_bits_of_one_order_do_not_depend_on_the_company_or_on_places():
@@ -43,3 +54,42 @@ def test_shapes_that_disagree_are_refused():
     x, w, group = inputs(3)
     with pytest.raises(ValueError, match="expected .M, P, K., .L, X, N, K., .. and .M."):
         row_matmul(x, w, jnp.int32(1), group, parts=(N, 1))
+
+
+# The kernels for Hopper
+
+
+def kernel_inputs(rows, parts, k, dtype, added):
+    """Two layers of three matrices, of which the first layer and the last matrix are poisoned."""
+    rng = np.random.default_rng(k)
+    x, w = rng.normal(size=(rows, len(parts), k)), rng.normal(size=(2, 3, sum(parts), k)) / k**0.5
+    w[0], w[:, -1] = np.nan, np.nan
+    group = jnp.asarray(np.resize([0, 1, -1, 3, 1], rows), jnp.int32)
+    scale = jnp.asarray(rng.uniform(1, 2, (2, 3, len(parts))), "float32") if added else None
+    residual = jnp.asarray(rng.normal(size=(rows, sum(parts))), dtype) if added else None
+    x = jnp.asarray(x, "float32" if added else dtype)
+    return x, jnp.asarray(w, dtype), scale, jnp.int32(1), group, residual
+
+
+def expected(x, w, scale, layer, group, residual, parts):
+    want = reference.row_matmul(x, w[int(layer)], group, parts)
+    if scale is None:
+        return want
+    own = np.repeat(np.asarray(scale)[int(layer), np.clip(group, 0, 2)], parts, axis=1)
+    return want * own + np.asarray(residual).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("parts", "k", "dtype", "config"),
+    [
+        ((16,), 1280, "bfloat16", Long(8, 3)),
+        ((256, 128), 8, "bfloat16", Short(128)),
+        ((128, 64, 64), 16, "float16", Short(64)),
+        ((32, 16), 64, "bfloat16", Short(16)),
+    ],
+    ids=str,
+)
+def test_kernels_match_the_formula_without_races(parts, k, dtype, config):
+    arguments = kernel_inputs(5, parts, k, dtype, isinstance(config, Short))
+    got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, config, FIND_RACES)
+    assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10

@@ -1,0 +1,72 @@
+"""Says what the Hopper kernels of row_matmul support, and how they cut their work. Imports no Pallas."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
+from pallas_kernels.hopper.gemm_sm90.support import OUT_DTYPES
+
+MOST_ROWS = 256  # each row reads its own matrix, if only from the cache
+LANES = 32
+SHORT = (8, 16, 32, 64)  # K of the kernel whose threads hold parts of a row of w
+VALUES = 8192  # of w that a block of the short kernel reads
+
+
+@dataclass(frozen=True)
+class Long:
+    """Says how a block of four warps cuts w [N, K] of large K. It has `rows` rows of w, and `ahead` chunks of them are
+    on their way at once."""
+
+    rows: int = 8
+    ahead: int = 4
+
+
+@dataclass(frozen=True)
+class Short:
+    """Says that a block of four warps has `columns` of the result, of small K."""
+
+    columns: int
+
+
+def check_supported(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    residual: jax.Array | None,
+    parts: tuple[int, ...],
+    out_dtype: jnp.dtype,
+) -> None:
+    """Raises NotImplementedError for what the kernels do not do, naming what they do."""
+    rows, k, kind = x.shape[0], w.shape[3], str(w.dtype)
+    if kind not in ("bfloat16", "float16") or str(x.dtype) not in (kind, "float32") or str(out_dtype) not in OUT_DTYPES:
+        what = f"{x.dtype} times {kind} to {out_dtype}"
+        raise NotImplementedError(f"the mosaic kernel has no {what}; it takes w of bfloat16 or float16")
+    if not 0 < rows <= MOST_ROWS:
+        raise NotImplementedError(f"x has {rows} rows; the mosaic kernel supports 1 to {MOST_ROWS}")
+    if k in SHORT:
+        if short_config(parts, k) is None:
+            step = WARPS * LANES * VECTOR // k
+            raise NotImplementedError(f"parts are {parts}; the mosaic kernel supports multiples of {step} with K = {k}")
+        return
+    alone = scale is None and residual is None and len(parts) == 1
+    if k % (CHUNK * VECTOR) or w.shape[2] % Long.rows or not alone:
+        raise NotImplementedError(
+            f"w is {w.shape}; the mosaic kernel supports K of {SHORT}, and without scale, residual and parts also "
+            f"K % {CHUNK * VECTOR} == 0 with N % {Long.rows} == 0"
+        )
+
+
+def check_unasked(*_: object) -> None:
+    """Raises NotImplementedError: no device has measured the kernels yet."""
+    raise NotImplementedError("the mosaic kernel runs where it is named: no device has measured it yet")
+
+
+def short_config(parts: tuple[int, ...], k: int) -> Short | None:
+    """Returns how blocks cut the columns, each within one part; None where they cannot."""
+    columns = VALUES // k
+    while math.gcd(*parts) % columns:
+        columns //= 2
+    return Short(columns) if columns * k >= WARPS * LANES * VECTOR else None
