@@ -1,7 +1,8 @@
 """Fuses linear with the operations before it: a norm, SiLU, or both.
 
 The rows have the form that the weight takes. For quantized activations, the norm or SiLU quantizes its rows to eight
-bits in the same pass (`norm`, `silu_mul`). A weight with adapters takes plain rows, and nothing is fused with it.
+bits in the same pass (`norm`, `silu_mul`). A weight with adapters takes plain rows. Its product has the addend in the
+place of a residual, or leaves it to SiLU (`norm_gate_up`).
 """
 
 from typing import Any
@@ -9,17 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.model.adapted import Adapted
+from jllm.model.adapted import Adapted, with_addend
 from jllm.model.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.weight_inputs import is_weight_only, rows_kind, takes_plain_rows
 from pallas_kernels.all_reduce import MeshAxis
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
+from pallas_kernels.one_order import fenced
 from pallas_kernels.scaled_matmul.plain_rows import of_plain_rows, one_kernel
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.swiglu import swiglu
@@ -77,6 +80,26 @@ def norm_linear(
         return straight_through(rows, w, bias, None, out_dtype=out_dtype)
 
     return with_gradient(run, straight)(x, weight, w, bias)
+
+
+@shaped
+def norm_gate_up(
+    x: Float[Array, "T E"],
+    weight: Float[Array, " E"],
+    w: Weight | Adapted,
+    bias: Float[Array, " outputs"] | None = None,
+    *,
+    eps: float,
+    backend: str | None = None,
+) -> Float[Array, "T outputs"]:
+    """Returns norm_linear for silu_linear. What adapters add is summed after the product, so that XLA makes one pass of
+    this sum and SiLU."""
+    if not isinstance(w, Adapted):
+        return norm_linear(x, weight, w, bias, eps=eps, backend=backend)
+    rows, wide = norm_quant(x, weight, eps=eps, backend=backend)[0], compute_dtype(x.dtype)
+    added = with_addend(rows, w, None, out_dtype=wide, backend=backend)
+    product = linear(rows, w.base, bias, backend=backend)
+    return fenced(backend, lambda y, added: (y.astype(wide) + added).astype(y.dtype), product, added)
 
 
 @shaped

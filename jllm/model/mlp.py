@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jllm.config import LlamaConfig
-from jllm.model.fused_linear import fuses_swiglu, norm_linear, norm_swiglu, silu_linear
+from jllm.model.fused_linear import fuses_swiglu, norm_gate_up, norm_swiglu, silu_linear
 from jllm.model.linear import linear
 from jllm.model.norms import add_linear
 from jllm.model.params import MLPParams
@@ -46,7 +46,7 @@ def _fast_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str
     if fuses_swiglu(x, p.gate_up, p.gate_up_bias, p.down, backend=backend):
         rows = norm_swiglu(x, p.norm, p.gate_up, **normed)
         return linear(rows, p.down, p.down_bias, residual=x, out_dtype=x.dtype, backend=backend, **shared)
-    gate_up = norm_linear(x, p.norm, p.gate_up, p.gate_up_bias, **normed)
+    gate_up = norm_gate_up(x, p.norm, p.gate_up, p.gate_up_bias, **normed)
     return silu_linear(gate_up, p.down, p.down_bias, residual=x, backend=backend, **shared)
 
 

@@ -9,9 +9,12 @@ import pytest
 
 from jllm.errors import ConfigError, QuantizationError
 from jllm.model.adapted import Adapted, OneAdapter, Slots
-from jllm.model.adapters import init_adapter, merge_params, padded
+from jllm.model.adapters import all_targets, empty_slots, init_adapter, merge_params, padded
 from jllm.model.linear import linear
 from jllm.quant.quantize import quantize
+from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.forward import forward
+from jllm.step.state import init_state
 from pallas_kernels.formats.quantized_weights import encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from tests.tiny import tiny_model
@@ -48,6 +51,24 @@ def test_a_base_of_any_format_stays_as_it_is(name, backend):
     one = OneAdapter(*(each[1, 2] for each in jax.tree.leaves(w.adapters)))
     alike = linear(x, replace(w, adapters=one, layer=None, rows=None), residual=residual, backend=backend)
     np.testing.assert_allclose(np.asarray(alike)[1::3], np.asarray(got)[1::3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8", "nf4"])
+def test_rows_without_an_adapter_have_the_bits_of_a_model_without_any(scheme):
+    model = tiny_model("bfloat16", num_layers=1, hidden_size=64, intermediate_size=64)
+    config, params = model.config, model.params if scheme is None else quantize(model.params, scheme)
+    slots = empty_slots(all_targets(config), 2, R, np.dtype("bfloat16"), config)
+    adapters = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), slots)
+    chunks = [PromptChunk(0, [5, 6, 7], pages=[1]), PromptChunk(1, [8, 9], pages=[2], sampling={"adapter": 1})]
+
+    def logits(params, count):
+        state = init_state(config, slots=2, num_pages=4, dtype="bfloat16", adapters=params.adapters is not None)
+        batch = ragged_batch(chunks[:count], adapters=params.adapters is not None)
+        return forward(params, state, batch, config=config, backend="deterministic")[1].values
+
+    alone, both = logits(params, 1), logits(replace(params, adapters=adapters), 2)
+    assert (np.asarray(alone)[0] == np.asarray(both)[0]).all()
+    assert not (np.asarray(logits(params, 2))[1] == np.asarray(both)[1]).all()
 
 
 def test_merging_is_refused_where_it_would_round():
