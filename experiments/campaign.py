@@ -115,6 +115,8 @@ CAMPAIGN = (
     experiment("deterministic", "decode_step --batch 1 16 64 128 256 --backend default deterministic"
                " --label deterministic", 90),
     experiment("rollout_bits", "rollout_bits --schemes bf16 w8a8 w4a16-g128 fp8", 300),
+    experiment("adapter_steps", "adapter_steps --layers 8", 240),
+    bench("row_matmul", "", 90),
     experiment("continuations", f"{SERVED} --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),
 )  # fmt: skip

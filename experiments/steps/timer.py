@@ -93,31 +93,36 @@ def layout_of(decodes: int = 0, tokens: int = 0, prompts: int = 0) -> Layout:
     return Layout(Bucket(decodes, tokens, prompts), deltas=8)
 
 
-def chunk_of(slot: int, start: int, tokens: int, length: int) -> PromptChunk:
+def chunk_of(slot: int, start: int, tokens: int, length: int, adapter: int = -1) -> PromptChunk:
     """Returns a chunk of a prompt of `length` tokens. It samples after its last token, and never ends."""
     ids = [i % 97 for i in range(start, start + tokens)]
-    limit = {"max_length": UNLIMITED}
+    limit = {"max_length": UNLIMITED, "adapter": adapter}
     return PromptChunk(slot, ids, start, start + tokens == length, prompt_len=length, sampling=limit)
 
 
-def step_of(kind: str, batch: int, prompt: int = 0) -> tuple[Layout, np.ndarray]:
-    """Returns layout and buffer of a step that decodes all slots, or computes a whole prompt of each."""
+def step_of(
+    kind: str, batch: int, prompt: int = 0, adapters: tuple[int, ...] | None = None
+) -> tuple[Layout, np.ndarray]:
+    """Returns layout and buffer of a step that decodes all slots, or computes a whole prompt of each. `adapters` are
+    those of the slots, if the params have some."""
     if kind == "decode":
-        layout = layout_of(batch)
+        layout = replace(layout_of(batch), adapters=adapters is not None)
         return layout, pack_chunks(layout, decodes=range(batch))
-    layout = layout_of(tokens=batch * prompt, prompts=batch)
-    return layout, pack_chunks(layout, [chunk_of(slot, 0, prompt, prompt) for slot in range(batch)])
+    layout = replace(layout_of(tokens=batch * prompt, prompts=batch), adapters=adapters is not None)
+    own = adapters or (-1,) * batch
+    return layout, pack_chunks(layout, [chunk_of(slot, 0, prompt, prompt, own[slot]) for slot in range(batch)])
 
 
-def filled_slots(slots: int, pages_each: int, context: int) -> Slots:
-    """Returns slots that all run, with `context` tokens in their own pages."""
-    empty = make_slots(slots, pages_each)
+def filled_slots(slots: int, pages_each: int, context: int, adapters: tuple[int, ...] | None = None) -> Slots:
+    """Returns slots that all run, with `context` tokens in their own pages, and their adapters if there are any."""
+    empty = make_slots(slots, pages_each, adapters=adapters is not None)
+    sampling = empty.sampling if adapters is None else replace(empty.sampling, adapter=jnp.asarray(adapters, jnp.int32))
     return Slots(
         token=jnp.arange(slots, dtype=jnp.int32),
         length=jnp.full(slots, context, jnp.int32),
         done=jnp.zeros(slots, bool),
         pages=jnp.arange(slots * pages_each, dtype=jnp.int32).reshape(slots, pages_each),
-        sampling=replace(empty.sampling, max_length=jnp.full(slots, UNLIMITED, jnp.int32)),
+        sampling=replace(sampling, max_length=jnp.full(slots, UNLIMITED, jnp.int32)),
     )
 
 
@@ -130,6 +135,7 @@ class Pool:
     page_size: int
     kv_cache: str | None  # KV format; None: the weights' dtype
     pages: int | None = None  # None: as many as all slots may have
+    adapters: tuple[int, ...] | None = None  # of the slots, if the params have some
 
     def state(self, config: LlamaConfig, dtype: Any, context: int = 0) -> State:
         """Returns a state with all slots at `context` tokens."""
@@ -137,7 +143,11 @@ class Pool:
         formats = parse_kv_cache(self.kv_cache, config, dtype)
         cache = make_cache(config, pages, self.page_size, formats)
         tails = make_tails(config, formats, dtype, self.slots, self.page_size)
-        return place_state(State(cache, filled_slots(self.slots, self.pages_each, context), tails=tails), config)
+        return place_state(State(cache, self.filled(context), tails=tails), config)
+
+    def filled(self, context: int) -> Slots:
+        """Returns its slots at `context` tokens."""
+        return filled_slots(self.slots, self.pages_each, context, self.adapters)
 
 
 def pool_for(batch: int, tokens: int, page_size: int, kv_cache: str | None) -> Pool:
@@ -177,7 +187,8 @@ class StepTimer:
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         static = {"config": self.config, "layout": layout, "backend": self.backend}
         step = jitted(layout, self.backend)
-        return step.lower(self.params, state, buffer, **static, variant=Variant(draws=Draws.GREEDY))
+        variant = Variant(draws=Draws.GREEDY, adapters=self.params.adapters is not None)
+        return step.lower(self.params, state, buffer, **static, variant=variant)
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
         """Gives the first slots `context` tokens in their own pages; the others are empty. The defaults are all slots,
@@ -186,7 +197,7 @@ class StepTimer:
         count, each = slots or self.pool.slots, pages_each or self.pool.pages_each
         slot = jnp.arange(self.pool.slots, dtype=jnp.int32)[:, None]
         page = jnp.arange(self.pool.pages_each, dtype=jnp.int32)[None, :]
-        filled = filled_slots(self.pool.slots, self.pool.pages_each, context)
+        filled = self.pool.filled(context)
         pages = jnp.where((slot < count) & (page < each), slot * each + page, 0)
         slots_now = replace(filled, pages=pages, done=slot[:, 0] >= count)
         self.state = replace(self.state, slots=place(slots_now, self.config, REPLICATED))

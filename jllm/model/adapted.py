@@ -16,6 +16,7 @@ from pallas_kernels.backends import where_faster
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import fenced
 from pallas_kernels.row_matmul import row_matmul
+from pallas_kernels.row_matmul.config import MOST_ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +72,7 @@ def with_addend(
     else:
         assert w.layer is not None, "adapters in slots are those of all layers"
         assert w.rows is not None, "rows choose among adapters in slots"
-        slots, where, how = w.adapters, (w.layer, w.rows), {"backend": where_faster(backend)}
+        slots, where, how = w.adapters, (w.layer, w.rows), {"backend": _for_rows(backend, x.shape[0])}
         low = row_matmul(x, slots.a, *where, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
         more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
         return row_matmul(low, slots.b, *where, out_dtype=out_dtype, **more, **how)
@@ -80,6 +81,12 @@ def with_addend(
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)
 
     return fenced(backend, add, added, residual)
+
+
+def _for_rows(backend: str | None, rows: int) -> str | None:
+    """Returns a model's backend for products of so many rows. Its kernels for Hopper are for few rows, and run where
+    they are named."""
+    return backend if backend == "mosaic" and rows <= MOST_ROWS else where_faster(backend)
 
 
 def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Array:

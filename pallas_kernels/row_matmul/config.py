@@ -10,6 +10,7 @@ from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
 from pallas_kernels.hopper.gemm_sm90.support import OUT_DTYPES
 
 MOST_ROWS = 256  # each row reads its own matrix, if only from the cache
+ALIKE = 4  # rows that one block computes if they share a matrix
 LANES = 32
 SHORT = (8, 16, 32, 64)  # K of the kernel whose threads hold parts of a row of w
 VALUES = 8192  # of w that a block of the short kernel reads
@@ -20,8 +21,8 @@ class Long:
     """Says how a block of four warps cuts w [N, K] of large K. It has `rows` rows of w, and `ahead` chunks of them are
     on their way at once."""
 
-    rows: int = 8
-    ahead: int = 4
+    rows: int = 4
+    ahead: int = 8
 
 
 @dataclass(frozen=True)

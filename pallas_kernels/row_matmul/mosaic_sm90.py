@@ -1,11 +1,14 @@
 """Runs row_matmul of few rows on Hopper, in Pallas Mosaic GPU. No device has run it yet.
 
 A block has one row of x and a part of that row's matrix, which goes from memory to registers and is multiplied there.
-Rows that share a matrix find it in the second-level cache, and memory is read once. Each row adds in one order,
-whatever its company. There are two kernels. Where K is large and N is small, a warp has rows of w of its own, as in
-gemv.py. Where K is small and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
+Rows that share a matrix find it in the second-level cache, and memory is read once. If all ALIKE rows of a run share
+one, the first row's block computes them all, and the others end. Each row adds in one order, whatever its company.
+
+There are two kernels. Where K is large and N is small, a warp has rows of w of its own, as in gemv.py. Where K is small
+and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
 from pallas_kernels.hopper.gemm_sm90.gemv import LAYOUT
 from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
-from pallas_kernels.row_matmul.config import LANES, SHORT, Long, Short, short_config
+from pallas_kernels.row_matmul.config import ALIKE, LANES, SHORT, Long, Short, short_config
 
 
 def row_matmul(
@@ -63,72 +66,81 @@ def _call(x, w, scale, layer, group, residual, parts, out_dtype, config, interpr
     return kernel(x.reshape(M, P, *vectors), w.reshape(*w.shape[:3], *vectors), layer, group, *given.values())
 
 
-def _own(w: Any, layer: Any, group: Any) -> tuple[Any, jax.Array]:
-    """Returns the matrix of this block's row, and whether it has one."""
-    own = group[lax.axis_index("row")]
+def _by_rows(
+    w: Any, layer: Any, group: Any, multiply: Callable[[Any, list[jax.Array]], None], skip: Callable[[jax.Array], None]
+) -> None:
+    """Calls multiply(matrix, rows) for the rows that this block computes with one matrix, or skip(row) if its row has
+    none."""
+    row, total = lax.axis_index("row"), group.shape[0]
+    own, first = group[row], row // ALIKE * ALIKE
     valid = (own >= 0) & (own < w.shape[1])
-    return w.at[layer[0], jnp.where(valid, own, 0)], valid
+    matrix = w.at[layer[0], jnp.where(valid, own, 0)]
+    alike = first + ALIKE <= total
+    for i in range(ALIKE):
+        alike = alike & (group[jnp.minimum(first + i, total - 1)] == own)
+    pl.when(valid & alike & (row == first))(lambda: multiply(matrix, [row + i for i in range(ALIKE)]))
+    pl.when(valid & jnp.logical_not(alike))(lambda: multiply(matrix, [row]))
+    pl.when(jnp.logical_not(valid))(lambda: skip(row))
 
 
 def _long(config: Long, x: Any, w: Any, layer: Any, group: Any, out: Any) -> None:
-    w, valid = _own(w, layer, group)
-    rows = pl.ds(lax.axis_index("block") * config.rows, config.rows)
-    row, to = x.at[lax.axis_index("row"), 0], out.at[lax.axis_index("row"), rows]
-    chunks = row.shape[0] // CHUNK
+    columns = pl.ds(lax.axis_index("block") * config.rows, config.rows)
+    shape, chunks = (config.rows, CHUNK, VECTOR), x.shape[2] // CHUNK
 
-    def add(total: jax.Array, first: Any, count: int) -> jax.Array:
+    def add(matrix: Any, rows: list[jax.Array], totals: list[jax.Array], first: Any, count: int) -> list[jax.Array]:
         places = [pl.ds((first + i) * CHUNK, CHUNK) for i in range(count)]
-        weights = [_load(w.at[rows, place], LAYOUT) for place in places]
+        weights = [_load(matrix.at[columns, place], LAYOUT) for place in places]
         for place, weight in zip(places, weights):
-            values = row_pieces.widen(_load(row.at[place], LAYOUT.reduce((0,))))
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(values, total.shape, (1, 2)), LAYOUT)
-            total = total + row_pieces.widen(weight) * spread
-        return total
+            values = [row_pieces.widen(_load(x.at[row, 0, place], LAYOUT.reduce((0,)))) for row in rows]
+            spread = (plgpu.layout_cast(lax.broadcast_in_dim(each, shape, (1, 2)), LAYOUT) for each in values)
+            totals = [total + row_pieces.widen(weight) * each for total, each in zip(totals, spread)]
+        return totals
 
-    @pl.when(valid)
-    def _() -> None:
-        total = plgpu.layout_cast(jnp.zeros((config.rows, CHUNK, VECTOR), jnp.float32), LAYOUT)
+    def multiply(matrix: Any, rows: list[jax.Array]) -> None:
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
         whole, rest = divmod(chunks, config.ahead)
-        total = lax.fori_loop(0, whole, lambda i, total: add(total, i * config.ahead, config.ahead), total)
+        step = lambda i, totals: add(matrix, rows, totals, i * config.ahead, config.ahead)  # noqa: E731
+        totals = lax.fori_loop(0, whole, step, [zeros] * len(rows))
         if rest:
-            total = add(total, whole * config.ahead, rest)
-        to[...] = jnp.sum(jnp.sum(total, axis=2), axis=1).astype(out.dtype)
+            totals = add(matrix, rows, totals, whole * config.ahead, rest)
+        for row, total in zip(rows, totals):
+            out.at[row, columns][...] = jnp.sum(jnp.sum(total, axis=2), axis=1).astype(out.dtype)
 
-    @pl.when(jnp.logical_not(valid))
-    def _() -> None:
-        nothing = jnp.zeros((config.rows,), jnp.float32)
-        to[...] = plgpu.layout_cast(nothing, LAYOUT.reduce((1, 2))).astype(out.dtype)
+    def skip(row: jax.Array) -> None:
+        nothing = plgpu.layout_cast(jnp.zeros((config.rows,), jnp.float32), LAYOUT.reduce((1, 2)))
+        out.at[row, columns][...] = nothing.astype(out.dtype)
+
+    _by_rows(w, layer, group, multiply, skip)
 
 
 def _short(
     config: Short, parts: tuple[int, ...], names: tuple[str, ...], x: Any, w: Any, layer: Any, group: Any, *refs: Any
 ) -> None:
     *arrays, out = refs
-    extra, m = dict(zip(names, arrays, strict=True)), lax.axis_index("row")
-    layout = _row_layout(w.shape[3])
+    extra, layout = dict(zip(names, arrays, strict=True)), _row_layout(w.shape[3])
     first = lax.axis_index("block") * config.columns
     columns = pl.ds(first, config.columns)
-    w, valid = _own(w, layer, group)
     part = sum(jnp.where(first >= sum(parts[: i + 1]), 1, 0) for i in range(len(parts) - 1)) if parts[1:] else 0
 
-    def store(total: jax.Array) -> None:
+    def store(row: jax.Array, total: jax.Array) -> None:
         if "residual" in extra:
-            total = row_pieces.widen(_load(extra["residual"].at[m, columns], layout.reduce((1, 2)))) + total
-        out.at[m, columns][...] = total.astype(out.dtype)
+            total = row_pieces.widen(_load(extra["residual"].at[row, columns], layout.reduce((1, 2)))) + total
+        out.at[row, columns][...] = total.astype(out.dtype)
 
-    @pl.when(valid)
-    def _() -> None:
-        weights = _load(w.at[columns], layout)
-        values = row_pieces.widen(_load(x.at[m, part], layout.reduce((0,))))
-        spread = plgpu.layout_cast(lax.broadcast_in_dim(values, weights.shape, (1, 2)), layout)
-        total = jnp.sum(jnp.sum(row_pieces.widen(weights) * spread, axis=2), axis=1)
-        if "scale" in extra:
-            total = total * extra["scale"][layer[0], group[m], part]
-        store(total)
+    def multiply(matrix: Any, rows: list[jax.Array]) -> None:
+        weights = _load(matrix.at[columns], layout)
+        for row in rows:
+            values = row_pieces.widen(_load(x.at[row, part], layout.reduce((0,))))
+            spread = plgpu.layout_cast(lax.broadcast_in_dim(values, weights.shape, (1, 2)), layout)
+            total = jnp.sum(jnp.sum(row_pieces.widen(weights) * spread, axis=2), axis=1)
+            if "scale" in extra:
+                total = total * extra["scale"][layer[0], group[row], part]
+            store(row, total)
 
-    @pl.when(jnp.logical_not(valid))
-    def _() -> None:
-        store(plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), layout.reduce((1, 2))))
+    def skip(row: jax.Array) -> None:
+        store(row, plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), layout.reduce((1, 2))))
+
+    _by_rows(w, layer, group, multiply, skip)
 
 
 def _row_layout(vectors: int) -> Any:

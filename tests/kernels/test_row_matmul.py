@@ -1,12 +1,17 @@
 """Products of rows, each with a matrix of its own."""
 
+import json
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.row_matmul import mosaic_sm90, reference, row_matmul, xla
-from pallas_kernels.row_matmul.config import Long, Short
+from pallas_kernels.row_matmul.bench import main, subject
+from pallas_kernels.row_matmul.cases import BENCH_CASES, Case
+from pallas_kernels.row_matmul.config import Long, Short, short_config
 from tests.kernels.helpers import TOLERANCE, error
 from tests.kernels.interpreter import FIND_RACES
 
@@ -64,7 +69,7 @@ def kernel_inputs(rows, parts, k, dtype, added):
     rng = np.random.default_rng(k)
     x, w = rng.normal(size=(rows, len(parts), k)), rng.normal(size=(2, 3, sum(parts), k)) / k**0.5
     w[0], w[:, -1] = np.nan, np.nan
-    group = jnp.asarray(np.resize([0, 1, -1, 3, 1], rows), jnp.int32)
+    group = jnp.asarray(np.resize([0, 1, -1, 3, 1, 1, 1, 1, 0], rows), jnp.int32)  # the second four are alike
     scale = jnp.asarray(rng.uniform(1, 2, (2, 3, len(parts))), "float32") if added else None
     residual = jnp.asarray(rng.normal(size=(rows, sum(parts))), dtype) if added else None
     x = jnp.asarray(x, "float32" if added else dtype)
@@ -90,6 +95,63 @@ def expected(x, w, scale, layer, group, residual, parts):
     ids=str,
 )
 def test_kernels_match_the_formula_without_races(parts, k, dtype, config):
-    arguments = kernel_inputs(5, parts, k, dtype, isinstance(config, Short))
+    arguments = kernel_inputs(9, parts, k, dtype, isinstance(config, Short))
     got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, config, FIND_RACES)
     assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10
+
+
+def test_every_size_lowers_for_cuda():
+    for case in dict.fromkeys(replace(case, used=1) for case in BENCH_CASES):
+        text = (
+            jax.jit(subject(case, "mosaic").run).trace(case.x, case.w()).lower(lowering_platforms=("cuda",)).as_text()
+        )
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_kernels_run_only_where_they_are_named_and_refuse_what_they_lack():
+    x, w, scale, layer, group, residual = kernel_inputs(5, (64, 64), 16, "bfloat16", True)
+    more = {"parts": (64, 64), "scale": scale, "residual": residual}
+    for unnamed in ("hopper", None):
+        text = (
+            jax.jit(lambda *each, to=unnamed: row_matmul(*each, **more, backend=to)).lower(x, w, layer, group).as_text()
+        )
+        assert "mosaic" not in text
+    with pytest.raises(NotImplementedError, match=r"parts are \(64, 24\); the mosaic kernel supports multiples of 64"):
+        row_matmul(x, w[:, :, :88], layer, group, parts=(64, 24), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="supports K of .* and without scale, residual and parts"):
+        row_matmul(
+            jnp.zeros((5, 2, 256), "bfloat16"),
+            jnp.zeros((1, 1, 128, 256), "bfloat16"),
+            layer,
+            group,
+            **{"parts": (64, 64), "backend": "mosaic"},
+        )
+    with pytest.raises(NotImplementedError, match="x has 300 rows; the mosaic kernel supports 1 to 256"):
+        row_matmul(jnp.zeros((300, 2, 16)), w, layer, jnp.zeros(300, jnp.int32), parts=(64, 64), backend="mosaic")
+    assert short_config((4096, 1024, 1024), 16) == Short(512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BENCH_CASES, ids=str)
+def test_gpu_matches_the_formula(case):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=each.shape), each.dtype) for each in (case.x, case.w()))
+    out, again = (subject(case, "mosaic").run(x, w / w.shape[3] ** 0.5) for _ in range(2))
+    want = reference.row_matmul(x, (w / w.shape[3] ** 0.5)[0], case.group, case.parts)
+    assert error(out, want) < TOLERANCE["bfloat16"]
+    assert (np.asarray(out) == np.asarray(again)).all()
+
+
+def test_the_benchmark_knows_its_bytes_and_bars(monkeypatch, tmp_path):
+    case = Case("o", False, 64, 16, 64, 64)
+    assert case.moved_bytes == 2 * 64 * 4096 * 16 + 2 * 64 * 16 + 2 * 64 * 4096
+    monkeypatch.setattr("pallas_kernels.row_matmul.bench.table", lambda subjects: map(pretended, enumerate(subjects)))
+    assert main(["--results", str(tmp_path), "--rows", "64", "--label", "few"]) == 0
+    result = json.loads(next(tmp_path.glob("row_matmul-few-*.json")).read_text())
+    names = {bar["name"] for bar in result["bars"]}
+    assert {"o.b M=64 rank=16, 64 of 64 adapters bandwidth", "o.b M=64 rank=16, 1 of 64 adapters xla"} <= names
+
+
+def pretended(numbered):
+    number, subject = numbered
+    return subject.labels | {"us": 5.0 + number, "gb_s": 3000, "tflop_s": 1}
