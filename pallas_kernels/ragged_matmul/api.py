@@ -8,7 +8,7 @@ from pallas_kernels.checks import check_int32, check_out_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.ragged_matmul import xla
-from pallas_kernels.ragged_matmul.config import check_supported
+from pallas_kernels.ragged_matmul.config import check_measured, check_supported
 
 
 def ragged_matmul(
@@ -27,8 +27,9 @@ def ragged_matmul(
     format is weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's;
     QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
     up^T) is returned, [M, N / 2], rounded once. A row's bits depend neither on its group's size nor on other rows.
-    Plain weights have gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for
-    what a named backend doesn't do.
+    The mosaic kernel rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and weights have
+    gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend
+    doesn't do.
     """
     check_int32(sizes=sizes)
     values = x.values if isinstance(x, QuantizedRows) else x
@@ -50,4 +51,4 @@ def _mosaic(*arguments) -> jax.Array:
     return mosaic_sm90.ragged_matmul(*arguments)
 
 
-BACKENDS = {"mosaic": Backend(_mosaic, check_supported), "xla": Backend(xla.ragged_matmul)}
+BACKENDS = {"mosaic": Backend(_mosaic, check_supported, check_measured), "xla": Backend(xla.ragged_matmul)}

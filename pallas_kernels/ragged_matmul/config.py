@@ -1,4 +1,4 @@
-"""Says what the Hopper kernel of ragged_matmul supports, and how it cuts its work. Imports no Pallas."""
+"""Says what the Hopper kernels of ragged_matmul support, and how they cut their work. Imports no Pallas."""
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,24 @@ from pallas_kernels.hopper.gemm_sm90.skinny_config import (
     most_stages,
     stage_bytes,
 )
+from pallas_kernels.weight_only_matmul.config import Config as CodesConfig
 
+# Weights that share a scale, by codes that plain rows are multiplied by, and what N and K are multiples of.
+GROUPS = {"int4": (32, 64, 128), "nf4": (32, 64, 128), "e2m1": (32,)}
+CODES_PIECE = 32, 64
+# Codes that an SM turns into operands in a microsecond, by the warpgroups that do: an estimate, not measured.
+DECODED = {1: 45e3, 2: 75e3}
 PIECE = 64  # columns: rows of a result go out one by one, from places in shared memory that are multiples of 128 bytes
 
 
 def check_supported(
     x: jax.Array | QuantizedRows, w: jax.Array | QuantizedWeight, groups: int, gated: bool, out_dtype: jnp.dtype
 ) -> None:
-    """Raises NotImplementedError for what the kernel does not do, naming what it does."""
+    """Raises NotImplementedError for what the kernels do not do, naming what they do."""
     check_listed(("out_dtype", str(out_dtype), ("bfloat16", "float16", "float32")))
+    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
+        _check_codes(x, w, groups * (2 if gated else 1))
+        return
     if isinstance(w, QuantizedWeight):
         plain = w.columns is None and w.scales.shape == (w.values.shape[0],)
         codes = isinstance(x, QuantizedRows) and x.scales.ndim == 1 and x.values.dtype == w.values.dtype
@@ -38,6 +47,51 @@ def check_supported(
         raise NotImplementedError(
             f"weights are [{n}, {k}]; the mosaic kernel supports N % {PIECE} == 0 and K % 32 == 0"
         )
+
+
+def _check_codes(x: jax.Array, w: QuantizedWeight, blocks: int) -> None:
+    fmt, (n, k) = w.format, w.shape
+    check_listed(
+        ("rows of", str(x.dtype), ("bfloat16", "float16")),
+        ("codes", fmt.codes, tuple(GROUPS)),
+        (f"{fmt.codes} in groups of", fmt.group, GROUPS.get(fmt.codes, ())),
+        ("scales in", str(w.scales.dtype), ("uint8" if fmt.scale_codes == "e8m0" else "float16",)),
+    )
+    if not w.takes_plain_inputs:
+        raise NotImplementedError("the mosaic kernel takes weights whose columns are in order, and not rotated")
+    if n // blocks % CODES_PIECE[0] or k % CODES_PIECE[1]:
+        multiples = " and ".join(f"{name} % {size} == 0" for name, size in zip("NK", CODES_PIECE))
+        raise NotImplementedError(f"weights are [{n // blocks}, {k}]; the mosaic kernel supports {multiples}")
+
+
+def check_measured(
+    x: jax.Array | QuantizedRows, w: jax.Array | QuantizedWeight, groups: int, gated: bool, out_dtype: jnp.dtype
+) -> None:
+    """Raises NotImplementedError for what the kernels do not do, and for what no device has measured yet: plain rows by
+    codes."""
+    check_supported(x, w, groups, gated, out_dtype)
+    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
+        raise NotImplementedError(f"the mosaic kernel of {w.format.name} runs only where it is named")
+
+
+def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool) -> CodesConfig:
+    """Returns the configuration with the least estimated time for M rows in X groups and codes of 4 bits. n: of the
+    result. No device has measured the choice. It changes no bits: K is not cut, and products go in its order."""
+    choices = [
+        CodesConfig(tokens, 1, warpgroups, 2 if gated else 1, width=128 if tokens <= 32 else 64, stages=16)
+        for warpgroups in DECODED
+        for tokens in (8, 16, 32, 64, 128)
+    ]
+    return min(choices, key=lambda config: _estimate_codes(config, m, groups, n * (2 if gated else 1), k))
+
+
+def _estimate_codes(config: CodesConfig, m: int, groups: int, n: int, k: int) -> tuple[float, float]:
+    pairs = min(m, -(-m // config.tokens) + min(groups, m) - 1)
+    waves = -(-pairs * -(-n // config.rows) // config.ctas)
+    intake = (2 * config.tokens + config.rows / 2) * k / INTO_SM
+    compute = 2 * config.rows * config.tokens * k / OPERATIONS[2]
+    busiest = waves * (max(intake, compute, config.rows * k / DECODED[config.warpgroups]) + LAST)
+    return max(min(m, groups) * n * k / 2 / FROM_MEMORY, busiest), busiest
 
 
 def choose_config(m: int, groups: int, n: int, k: int, itemsize: int, gated: bool) -> Config:

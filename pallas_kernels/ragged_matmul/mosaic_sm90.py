@@ -1,5 +1,7 @@
-"""Runs ragged_matmul on Hopper: by skinny.py of gemm_sm90, whose tiles are blocks of rows by slabs of a group's weight.
-Gradients are xla's."""
+"""Runs ragged_matmul on Hopper, where tiles are blocks of rows by slabs of a group's weight.
+
+Plain rows by plain weights, and codes by codes, are skinny.py's of gemm_sm90. Plain rows by codes of 4 bits are
+tiles_sm90.py's of weight_only_matmul: no device has run these yet. Gradients are xla's."""
 
 from functools import partial
 
@@ -12,7 +14,8 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.hopper.gemm_sm90 import skinny
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.ragged_matmul import xla
-from pallas_kernels.ragged_matmul.config import choose_config
+from pallas_kernels.ragged_matmul.config import CodesConfig, choose_codes_config, choose_config
+from pallas_kernels.weight_only_matmul import tiles_sm90
 
 
 def ragged_matmul(
@@ -21,41 +24,45 @@ def ragged_matmul(
     sizes: jax.Array,
     gated: bool,
     out_dtype: jnp.dtype,
-    config: Config | None = None,
+    config: Config | CodesConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns [M, N] of x [M, K], w [X N, K] and sizes i32[X]; see api.py."""
-    groups = sizes.shape[0]
-    if isinstance(x, QuantizedRows):
-        assert isinstance(w, QuantizedWeight)
-        values, (n, k) = x.values, w.values.shape
-        if values.shape[1] < k:
-            values = jnp.pad(values, ((0, 0), (0, k - values.shape[1])))
-        operands = values, w.values
-        scales = {"x_scale": x.scales.astype(jnp.float32), "w_scale": w.scales.astype(jnp.float32)}
-    else:
-        assert not isinstance(w, QuantizedWeight)
-        operands, scales, (n, k) = (x, w), {}, w.shape
-    if config is None:
-        n = n // groups // (2 if gated else 1)
-        config = choose_config(len(operands[0]), groups, n, k, operands[0].dtype.itemsize, gated)
-    if scales:
-        options = {**scales, "sizes": sizes, "gated": gated, "config": config, "interpret": interpret}
-        return skinny.gemm(*operands, **options, out_dtype=jnp.dtype(out_dtype))
-    return _plain(*operands, sizes, gated, jnp.dtype(out_dtype), config, interpret)
+    groups, (n, k) = sizes.shape[0], (w.values if isinstance(w, QuantizedWeight) else w).shape
+    n = n // (groups * (2 if gated else 1))
+    if not isinstance(x, QuantizedRows):
+        if config is None and isinstance(w, QuantizedWeight):
+            config = choose_codes_config(x.shape[0], groups, n, x.shape[1], gated)
+        config = config or choose_config(x.shape[0], groups, n, k, x.dtype.itemsize, gated)
+        return _plain_rows(x, w, sizes, gated, jnp.dtype(out_dtype), config, interpret)
+    assert isinstance(w, QuantizedWeight), "codes are multiplied by codes"
+    values = jnp.pad(x.values, ((0, 0), (0, k - x.values.shape[1])))
+    config = config or choose_config(len(values), groups, n, k, values.dtype.itemsize, gated)
+    scales = {"x_scale": x.scales.astype(jnp.float32), "w_scale": w.scales.astype(jnp.float32)}
+    options = {**scales, "sizes": sizes, "gated": gated, "config": config, "interpret": interpret}
+    return skinny.gemm(values, w.values, **options, out_dtype=jnp.dtype(out_dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _plain(x, w, sizes, gated, out_dtype, config, interpret):
-    return skinny.gemm(x, w, sizes=sizes, gated=gated, out_dtype=out_dtype, config=config, interpret=interpret)
+def _plain_rows(x, w, sizes, gated, out_dtype, config, interpret):
+    if not isinstance(w, QuantizedWeight):
+        return skinny.gemm(x, w, sizes=sizes, gated=gated, out_dtype=out_dtype, config=config, interpret=interpret)
+    return _by_codes(x, w, sizes, gated, out_dtype, config, interpret)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _by_codes(x, w, sizes, gated, out_dtype, config, interpret):
+    if not x.shape[0]:  # of which no kernel can be launched
+        return jnp.zeros((0, w.shape[0] // (sizes.shape[0] * (2 if gated else 1))), out_dtype)
+    return tiles_sm90.product(x, w, out_dtype, config, interpret, sizes=sizes, gated=gated)[0]
 
 
 def _forward(x, w, sizes, gated, out_dtype, config, interpret):
-    return _plain(x, w, sizes, gated, out_dtype, config, interpret), (x, w, sizes)
+    return _plain_rows(x, w, sizes, gated, out_dtype, config, interpret), (x, w, sizes)
 
 
 def _backward(gated, out_dtype, config, interpret, saved, gradient):
     return jax.vjp(lambda x, w, sizes: xla.ragged_matmul(x, w, sizes, gated, out_dtype), *saved)[1](gradient)
 
 
-_plain.defvjp(_forward, _backward)
+_plain_rows.defvjp(_forward, _backward)

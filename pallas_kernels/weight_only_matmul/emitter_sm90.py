@@ -40,9 +40,10 @@ class Emitter:
     def xor(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return arith.xori(a, b)
 
-    def masked_xor(self, a: ir.Value, mask: int, b: int) -> ir.Value:
+    def masked_xor(self, a: ir.Value, mask: int, b: int | ir.Value) -> ir.Value:
         """Computes (a & mask) ^ b in one instruction."""
-        return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), self.c(b))
+        b = self.c(b) if isinstance(b, int) else b
+        return self._asm("lop3.b32 $0, $1, $2, $3, 0x6a;", a, self.c(mask), b)
 
     def equal(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return arith.cmpi(arith.CmpIPredicate.eq, a, b)
@@ -63,13 +64,17 @@ class Emitter:
 
     def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
         """Loads from `offset` + `more` bytes after an array's begin. It is 32 bits, 16 of them zero-extended, 8
-        sign-extended, a float32, or a float16 as float32."""
+        sign-extended, a float32, or a float16 or a power of two in E8M0 as float32."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         if kind == "f32":
             return llvm.load(self.f32, pointer)
         if kind == "f16":
             return arith.extf(self.f32, llvm.load(self.f16, pointer))
+        if kind == "e8m0":
+            code = arith.extui(self.i32, llvm.load(self.i8, pointer))
+            subnormal = self.equal(code, self.c(0))  # 2^-127
+            return arith.bitcast(self.f32, self.select(subnormal, self.c(1 << 22), self.times(code, 1 << 23)))
         if kind == 8:
             return arith.extsi(self.i32, llvm.load(self.i8, pointer))
         return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)

@@ -26,16 +26,18 @@ _MAGIC = {"bfloat16": 0x4300, "float16": 0x6400}
 
 @dataclass(frozen=True)
 class Tile:
-    """Describes how codes lie in a stage: [rows, fold * width] bytes in tiles of 8 rows by `width`, swizzled. Scales
-    and zeros are [fold * groups, rows or more]."""
+    """Describes how codes lie in a stage: [rows, fold * width] bytes in tiles of 8 rows by `swizzle` bytes. Scales
+    and zeros are [halves * fold * groups, rows of a half or more]. Of two halves each is a row tile."""
 
     format: WeightFormat
     dtype: jnp.dtype
     width: int  # bytes
+    swizzle: int  # bytes
     rows: int  # of the weight
     fold: int
     groups: int
     vector_rows: dict[str, int]  # the last dimension of scales and zeros
+    halves: int = 1
 
 
 def pair_table(dtype: jnp.dtype) -> jax.Array:
@@ -49,7 +51,7 @@ def pair_table(dtype: jnp.dtype) -> jax.Array:
 def operand(tile: Tile, refs: dict[str, Any], j: int, r: int, row_tiles: int) -> jax.Array:
     """Returns [64, 64] of the weight: rows of the warpgroup's r-th row tile, columns from 64 j on, scaled by group."""
     names = tuple(refs)
-    swizzle = (plgpu.TilingTransform((8, tile.width)), plgpu.SwizzleTransform(tile.width))  # type: ignore[abstract]
+    swizzle = (plgpu.TilingTransform((8, tile.swizzle)), plgpu.SwizzleTransform(tile.swizzle))  # type: ignore[abstract]
 
     @plgpu.inline_mgpu(
         arg_types=tuple(plgpu.RefType(swizzle if name == "w" else ()) for name in names),
@@ -97,6 +99,20 @@ class Codes:
         """Returns magic + 8 + code."""
         emit, magic = self.emit, _twice(_MAGIC[self.dtype.name] | 8)
         return [emit.masked_xor(emit.shift_right(word, 4 * p), _twice(15), magic) for p in range(4)]
+
+    def e2m1_pairs(self, word: Any) -> list[Any]:
+        """Returns values. The bits of exponent and mantissa go where a float has its lowest of one and highest of the
+        other. That is the value, subnormal too, times a power of two that one product takes back."""
+        emit, half = self.emit, self.dtype == jnp.float16
+        place, power = (9, 0x7400) if half else (6, 0x7E80)  # 2^14 and 2^126
+
+        def pair(p: int) -> Any:
+            signs = emit.bits_and(emit.times(word, 1 << (12 - 4 * p)), _twice(0x8000))
+            moved = place - 4 * p
+            rest = emit.times(word, 1 << moved) if moved > 0 else emit.shift_right(word, -moved)
+            return emit.multiply(emit.masked_xor(rest, _twice(7 << place), signs), emit.c(_twice(power)))
+
+        return [pair(p) for p in range(4)]
 
     def nf4_pairs(self, word: Any) -> list[Any]:
         """Sorts bytes' pairs into pairs of i."""
@@ -166,11 +182,15 @@ class Converter(Codes):
         warp = emit.bits_and(emit.shift_right(thread, 5), 3)
         in_operand = emit.add(emit.times(warp, 16), above)
         self.part = emit.shift_right(in_operand, kept.bit_length() - 1)  # of K
-        row = emit.add(emit.times(emit.shift_right(thread, 7), kept * row_tiles), emit.bits_and(in_operand, kept - 1))
-        self.row = emit.add(row, emit.c(r * kept))  # in the tile of the weight's rows
-        block = emit.add(emit.times(emit.shift_right(self.row, 3), tile.fold), self.part)  # of 8 rows
-        swizzled = above if tile.width == 128 else emit.shift_right(above, 1)
-        start = emit.add(emit.times(block, 8 * tile.width), emit.times(above, tile.width))
+        gated = tile.halves == 2
+        self.half = r if gated else 0
+        of_warpgroup = kept if gated else kept * row_tiles
+        row = emit.add(emit.times(emit.shift_right(thread, 7), of_warpgroup), emit.bits_and(in_operand, kept - 1))
+        self.row = row if gated else emit.add(row, emit.c(r * kept))  # in its half of the tile of the weight's rows
+        in_tile = emit.add(row, emit.c(self.half * (tile.rows // 2))) if gated else self.row
+        block = emit.add(emit.times(emit.shift_right(in_tile, 3), tile.fold), self.part)  # of 8 rows
+        swizzled = emit.shift_right(above, {128: 0, 64: 1, 32: 2}[tile.swizzle])
+        start = emit.add(emit.times(block, 8 * tile.width), emit.times(above, tile.swizzle))
         start = emit.add(start, emit.times(swizzled, 16))
         self.start = emit.add(start, emit.times(emit.bits_and(self.lane, 3), 4 if tile.format.packed else 2))
         self.below = 8 * tile.fold * tile.width  # from a row's codes to those of the row 8 further
@@ -195,11 +215,12 @@ class Converter(Codes):
         """Returns pairs of a row's codes in a block of 16 bytes, before zeros and scales: 16-bit floats, by 8
         columns."""
         codes, emit = self.tile.format.codes, self.emit
-        start = emit.bits_xor(self.start, block << 4)
-        if codes in ("int4", "nf4"):
-            word = emit.load("w", start, 32, lower * self.below)
-            return self.int4_pairs(word) if codes == "int4" else self.nf4_pairs(word)
-        found = [emit.load("w", start, 16, lower * self.below + 8 * h) for h in range(2)]
+        across, within = divmod(block, self.tile.swizzle // 16)
+        start, more = emit.bits_xor(self.start, within << 4), lower * self.below + across * 8 * self.tile.swizzle
+        if self.tile.format.packed:
+            decode = {"int4": self.int4_pairs, "nf4": self.nf4_pairs, "e2m1": self.e2m1_pairs}[codes]
+            return decode(emit.load("w", start, 32, more))
+        found = [emit.load("w", start, 16, more + 8 * h) for h in range(2)]
         return [self.int8_pair(x) if codes == "int8" else emit.from_fp8(x) for x in found]
 
     def finisher(self, lower: int, group: int) -> Any:
@@ -212,8 +233,9 @@ class Converter(Codes):
         elif self.biased:
             offset = self.offset(None)
         if fmt.group is not None:
-            at = emit.times(self.vector_index("scales", group), 2)
-            scale = emit.both(emit.load("scales", at, "f16", lower * 16))
+            kind, size = ("e8m0", 1) if fmt.scale_codes == "e8m0" else ("f16", 2)
+            at = emit.times(self.vector_index("scales", group), size)
+            scale = emit.both(emit.load("scales", at, kind, lower * 8 * size))
 
         return partial(self.finish, offset=offset, scale=scale)
 
@@ -223,7 +245,7 @@ class Converter(Codes):
             return self.row
         emit, rows = self.emit, self.tile.vector_rows[name]
         at = emit.add(emit.times(self.part, self.tile.groups * rows), self.row)
-        return emit.add(at, emit.c(group * rows))
+        return emit.add(at, emit.c((self.half * self.tile.groups + group) * rows))
 
 
 def _twice(bits: int) -> int:

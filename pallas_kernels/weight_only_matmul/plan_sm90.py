@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.weight_formats import WeightFormat
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import most_pairs
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes, swizzled
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
@@ -17,9 +19,22 @@ from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 PARTS = 4  # of a stage's columns, of which each warp of a warpgroup has one where products are by_warp
 
 
+class Item(NamedTuple):
+    """Says where a tile is."""
+
+    row: jax.Array  # of the weight
+    token: jax.Array  # of x and of the result
+    split: jax.Array  # part of K
+    column: jax.Array  # of the result
+    first: Any = None  # the tokens that are its group's, from `first` to `last`
+    last: Any = None
+    group: Any = None
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Holds static sizes."""
+    """Holds static sizes. With `weights`, x has groups of rows, each with a weight of its own, one below the other. If
+    gated, each has gate's n rows and then as many of up's. A tile has the same ones of both."""
 
     m: int
     n: int
@@ -28,6 +43,18 @@ class Plan:
     out_dtype: jnp.dtype
     format: WeightFormat
     config: Config
+    weights: int = 0
+    gated: bool = False
+
+    @property
+    def halves(self) -> int:
+        """Counts the runs of the weight's rows that a tile has: of a gated tile each is a row tile."""
+        return 2 if self.gated else 1
+
+    @property
+    def rows(self) -> int:
+        """Counts the columns of the result in a tile, which are rows of the weight."""
+        return self.config.rows // self.halves
 
     @property
     def step(self) -> int:
@@ -41,8 +68,10 @@ class Plan:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Counts tiles along the weight's rows and along x's."""
-        return pl.cdiv(self.n, self.config.rows), pl.cdiv(self.m, self.config.tokens)
+        """Counts tiles along the weight's rows and along x's, or the most that there may be."""
+        tokens = self.config.tokens
+        along_x = most_pairs(self.m, self.weights + 1, tokens) if self.weights else pl.cdiv(self.m, tokens)
+        return pl.cdiv(self.n, self.rows), along_x
 
     @property
     def items(self) -> int:
@@ -67,25 +96,38 @@ class Plan:
         return max(1, self.step // self.format.group) if self.format.group else 1
 
     def vector_dtype(self, name: str) -> jnp.dtype:
-        return jnp.dtype("int8" if name == "zeros" else "float16" if self.by_group else "float32")
+        if name == "zeros":
+            return jnp.dtype("int8")
+        of_groups = "uint8" if self.format.scale_codes == "e8m0" else "float16"
+        return jnp.dtype(of_groups if self.by_group else "float32")
 
     def vector_rows(self, name: str) -> int:
         """Counts rows whose scales or zeros are copied together: a multiple of 128 bytes in all."""
-        rows, copied = self.config.rows, self.config.fold * self.groups if self.by_group else 1
+        rows, copied = self.rows, self.config.fold * self.groups if self.by_group else 1
         while copied * rows * self.vector_dtype(name).itemsize % 128:
             rows += 16
         return rows
 
     @property
+    def swizzle(self) -> int:
+        """Returns the bytes of a row of codes that lie together in a stage: those of a row in memory are a multiple."""
+        row = self.k // 2 if self.format.packed else self.k
+        return next(width for width in (128, 64, 32) if width <= self.config.width and row % width == 0)
+
+    @property
     def tile(self) -> Tile:
         config = self.config
         vector_rows = {name: self.vector_rows(name) for name in ("scales", "zeros")}
-        return Tile(self.format, self.dtype, config.width, config.rows, config.fold, self.groups, vector_rows)
+        return Tile(
+            self.format, self.dtype, config.width, self.swizzle, config.rows, config.fold, self.groups, vector_rows,
+            self.halves,
+        )  # fmt: skip
 
     def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
-        """Lists what a stage is filled with: arrays, and of x parts of K."""
-        copies = [(name, 0) for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
-        return copies + [("x", part) for part in range(self.config.fold)]
+        """Lists what a stage is filled with: arrays, of x parts of K, of others halves of a gated weight."""
+        own = [name for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
+        halves = [(name, half) for name in own for half in range(self.halves)]
+        return halves + [("x", part) for part in range(self.config.fold)]
 
     def vectors(self, names: tuple[str, ...]) -> list[str]:
         """Lists what is copied once a tile."""
@@ -105,12 +147,12 @@ class Plan:
     def _scratch(self, names: tuple[str, ...], stages: int) -> dict[str, Any]:
         config, out_rows = self.config, ROWS // self.config.fold
         scratch: dict[str, Any] = {
-            "w_s": swizzled((stages, config.rows, config.fold * config.width), self.format.storage_dtype, config.width),
+            "w_s": swizzled((stages, config.rows, config.fold * config.width), self.format.storage_dtype, self.swizzle),
             "x_s": swizzled((stages, self.columns, self.step), self.dtype),
             "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
-        shape = (stages, config.fold * self.groups) if self.by_group else ()
+        shape = (stages, self.halves * config.fold * self.groups) if self.by_group else ()
         for name in ("scales", "zeros"):
             if name in names:
                 scratch[f"{name}_s"] = plgpu.SMEM((*shape, self.vector_rows(name)), self.vector_dtype(name))

@@ -1,6 +1,9 @@
 """Runs weight_only_matmul on sm_90 where codes come through a ring of shared memory. One warpgroup copies codes, scales
 and x into a ring of stages, on and on across the tiles of a persistent CTA. The others multiply what is there: by wgmma
-(wgmma_sm90.py), or few rows of x by products of single warps (warp_sm90.py)."""
+(wgmma_sm90.py), or few rows of x by products of single warps (warp_sm90.py).
+
+With `sizes`, rows of x are in groups with a weight each, one below the other. A tile is a block of rows by a slab of
+the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group."""
 
 from functools import partial
 from typing import Any
@@ -12,11 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import Pairs, pairs_of
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 from pallas_kernels.weight_only_matmul import warp_sm90, wgmma_sm90
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, pair_table
-from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import Item, Plan
 
 # Of a thread that computes, and that copies, by the warpgroups that compute. Two warpgroups in all have enough as they
 # are launched: asking for more than that is undefined.
@@ -29,11 +33,21 @@ def product(
     out_dtype: jnp.dtype,
     config: Config,
     interpret: plgpu.InterpretGPUParams | None,
+    *,
+    sizes: jax.Array | None = None,
+    gated: bool = False,
 ) -> jax.Array:
     """Returns x [M, K'] times the weight's padded rows [N', K'], transposed: [split, M, N'] of out_dtype, to be
-    summed."""
-    (m, k), n = x.shape, w.values.shape[0]
-    plan = Plan(m, n, k, x.dtype, out_dtype, w.format, config)
+    summed. sizes i32[X]: the rows of group i meet block i of [X N', K'], and rows after the last group are zero. gated:
+    each block has gate's rows and as many of up's, and SiLU of one product times the other is returned, [1, M, N' / 2].
+    """
+    weights = 0 if sizes is None else sizes.shape[0]
+    (m, k), n = x.shape, w.values.shape[0] // (max(weights, 1) * (2 if gated else 1))
+    plan = Plan(m, n, k, x.dtype, out_dtype, w.format, config, weights, gated)
+    if (weights or gated) and (config.fold > 1 or config.split > 1 or config.by_warp or not plan.by_group):
+        raise NotImplementedError(f"{config} is not for {w.format.name} of groups of rows, or gated")
+    if gated and config.row_tiles != 2:
+        raise NotImplementedError(f"{config} is not for a gated product, which has row_tiles=2")
     if config.by_warp and (m > config.tokens or n % WARP_ROWS or not w.format.packed):
         raise NotImplementedError(
             f"{config} is for at most {config.tokens} rows of x, multiples of {WARP_ROWS} rows of the weight and 4 "
@@ -47,13 +61,15 @@ def product(
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
         rows = m + -m % 8
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
-    arrays = {"x": x, "w": w.values, "scales": group_scales(w), "zeros": w.zeros}
+    scales = w.scales if w.format.scale_codes == "e8m0" else group_scales(w)
+    arrays = {"x": x, "w": w.values, "scales": scales, "zeros": w.zeros}
     if w.format.codes == "nf4":
         arrays["table"] = pair_table(x.dtype)
     arrays = {name: array for name, array in arrays.items() if array is not None}
     # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
     width = n + 16 if n == ROWS // config.fold else n
-    shape = (config.split, m, n) if config.by_warp else (config.split, rows, width)
+    shape = (config.split, m, n) if config.by_warp or weights else (config.split, rows, width)
+    pairs = () if sizes is None else pairs_of(sizes, m, config.tokens)
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),
@@ -62,32 +78,25 @@ def product(
         grid_names=("worker",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name="weight_only_matmul",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="weight_only_matmul" + ("_gated" if gated else "") + ("_ragged" if weights else ""),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=gated,  # SiLU's exponential, good to 2^-21
+        ),
         interpret=interpret,
     )
-    return kernel(*arrays.values())[:, :m, :n]
+    return kernel(*arrays.values(), *pairs)[:, :m, :n]
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:
-    sources, out = dict(zip(names, refs)), refs[len(names)]
-    config = plan.config
+    sources, out, config = dict(zip(names, refs)), refs[-1], plan.config
+    pairs = Pairs(*refs[len(names) : -1]) if plan.weights else None
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    mine = lax.div(plan.items - worker + workers - 1, workers)  # `//` asks for signs: more to run and to lower
+    items = plan.items if pairs is None else pairs.total[0] * plan.tiles[0]
+    mine = lax.div(items - worker + workers - 1, workers)  # `//` asks for signs: more to run and to lower
     registers = REGISTERS[config.warpgroups]
-
-    def item(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns first row of the weight, of x, and part of K of this CTA's i-th item: neighbours share the weight's
-        rows."""
-        number = worker + i * workers
-        along_x = plan.tiles[1]
-        rest = lax.div(number, jnp.int32(along_x))
-        return (
-            lax.div(rest, jnp.int32(config.split)) * config.rows,
-            lax.rem(number, jnp.int32(along_x)) * config.tokens,
-            lax.rem(rest, jnp.int32(config.split)),
-        )
+    item = partial(item_of, plan, pairs)
 
     @pl.when(warpgroup < config.warpgroups)
     def _compute() -> None:
@@ -123,6 +132,21 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
                     copy_vectors(plan, sources, scratch, mine, item, plan.vectors(names))
 
 
+def item_of(plan: Plan, pairs: Pairs | None, i: jax.Array) -> Item:
+    """Returns this CTA's i-th tile. Neighbours share the weight's rows. With groups they share x's, and a group's
+    weight is near in the second-level cache until its next block."""
+    number = lax.axis_index("worker") + i * lax.axis_size("worker")
+    slabs, along_x = (jnp.int32(count) for count in plan.tiles)
+    if pairs is not None:
+        pair, column = lax.div(number, slabs), lax.rem(number, slabs) * plan.rows
+        group, token, first, last = (pairs.pairs[j, pair] for j in range(4))
+        row = jnp.minimum(group, plan.weights - 1) * (plan.halves * plan.n) + column
+        return Item(row, token, jnp.int32(0), column, first, last, group)
+    rest, split = lax.div(number, along_x), jnp.int32(plan.config.split)
+    column = lax.div(rest, split) * plan.rows
+    return Item(column, lax.rem(number, along_x) * plan.config.tokens, lax.rem(rest, split), column)
+
+
 def copy_stages(
     plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, copies: list[tuple[str, int]]
 ) -> None:
@@ -133,24 +157,29 @@ def copy_stages(
 
     @pl.loop(0, mine)
     def _item(i: jax.Array) -> None:
-        row, token, split = item(i)
+        place = item(i)
 
         @pl.loop(0, steps)
         def _step(s: jax.Array) -> None:
             slot = free_slot(i * steps + s, free)
-            first = (split * steps + s) * config.fold  # of the parts of K
+            first = (place.split * steps + s) * config.fold  # of the parts of K
             for name, part in copies:
                 source, target = sources[name], scratch[f"{name}_s"].at[slot]
+                row = place.row + part * plan.n
                 if name == "w":
                     width = config.fold * config.width
-                    source = source.at[pl.ds(row, config.rows), pl.ds(first * config.width, width)]
+                    source = source.at[pl.ds(row, plan.rows), pl.ds(first * config.width, width)]
+                    target = target.at[pl.ds(part * plan.rows, plan.rows)]
                 elif name == "x":
-                    source = source.at[pl.ds(token, config.tokens), pl.ds((first + part) * plan.step, plan.step)]
+                    columns = pl.ds((first + part) * plan.step, plan.step)
+                    source = source.at[pl.ds(place.token, config.tokens), columns]
                     target = target.at[pl.ds(part * config.tokens, config.tokens)]
                 else:
                     assert plan.format.group is not None
                     group = lax.div(first * plan.step, jnp.int32(plan.format.group))
-                    source = source.at[pl.ds(group, target.shape[0]), pl.ds(row, target.shape[1])]
+                    groups, rows = target.shape[0] // plan.halves, target.shape[1]
+                    source = source.at[pl.ds(group, groups), pl.ds(row, rows)]
+                    target = target.at[pl.ds(part * groups, groups)]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
     drain(mine * steps, free)
@@ -164,7 +193,7 @@ def copy_vectors(plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: 
         pl.when(i > 0)(lambda: plgpu.barrier_wait(scratch["vectors_free"]))
         for name in names:
             target = scratch[f"{name}_s"]
-            source = sources[name].at[pl.ds(item(i)[0], target.shape[0])]
+            source = sources[name].at[pl.ds(item(i).row, target.shape[0])]
             plgpu.copy_gmem_to_smem(source, target, scratch["vectors_full"])
 
     pl.when(mine > 0)(lambda: plgpu.barrier_wait(scratch["vectors_free"]))

@@ -22,7 +22,7 @@ from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes
-from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, Item, Plan
 
 TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup
@@ -36,7 +36,7 @@ def compute_item(
     names: tuple[str, ...],
     warpgroup: jax.Array,
     i: jax.Array,
-    item: tuple[jax.Array, ...],
+    item: Item,
     out: Any,
     scratch: Any,
 ) -> None:
@@ -56,9 +56,8 @@ def compute_item(
 
     shape = ROWS * plan.config.row_tiles, plan.config.tokens
     total = lax.fori_loop(0, plan.steps, step, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT))
-    row, _, split = item
-    own = row + warpgroup * (WARP_ROWS * plan.config.row_tiles)
-    _store(plan, own, split, total, scratch["parts_s"].at[warpgroup], out)
+    own = item.row + warpgroup * (WARP_ROWS * plan.config.row_tiles)
+    _store(plan, own, item.split, total, scratch["parts_s"].at[warpgroup], out)
 
 
 def _add_stage(plan: Plan, refs: dict[str, Any], total: jax.Array) -> jax.Array:

@@ -13,9 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import in_pieces
 from pallas_kernels.hopper.ring_sm90 import slot_of
+from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand
-from pallas_kernels.weight_only_matmul.plan_sm90 import Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import Item, Plan
 
 
 def compute_item(
@@ -23,7 +25,7 @@ def compute_item(
     names: tuple[str, ...],
     warpgroup: jax.Array,
     i: jax.Array,
-    item: tuple[jax.Array, ...],
+    item: Item,
     out: Any,
     scratch: Any,
 ) -> None:
@@ -58,6 +60,8 @@ def compute_item(
 
     accumulators = [plgpu.ACC((ROWS, plan.columns), jnp.float32)] * config.row_tiles
     sums = pl.run_scoped(accumulate, *accumulators)
+    if plan.gated:
+        sums = [silu_mul(*sums)]
     for r, part in enumerate(sums):
         store(plan, warpgroup, item, part, r, out, scratch, bool(vectors))
     if vectors:
@@ -65,20 +69,21 @@ def compute_item(
 
 
 def store(
-    plan: Plan, warpgroup: jax.Array, item: tuple[jax.Array, ...], acc: jax.Array, r: int, out: Any, scratch: Any,
+    plan: Plan, warpgroup: jax.Array, item: Item, acc: jax.Array, r: int, out: Any, scratch: Any,
     by_row: bool,
 ) -> None:  # fmt: skip
     """Scales 64 rows of sums [64, columns], adds the parts of a folded tile, and copies them out transposed."""
-    row, token, split = item
     config, fold = plan.config, plan.config.fold
     kept = ROWS // fold
-    first = warpgroup * config.row_tiles * kept + r * kept
+    first = warpgroup * (config.row_tiles // plan.halves) * kept + r * kept
     out_s = scratch["out_s"].at[warpgroup]
     if fold == 1:
         layout = plgpu.Layout.WGMMA
         if by_row:
             scale = plgpu.load(scratch["scales_s"].at[pl.ds(first, ROWS)], layout=layout.reduce(1), optimized=False)
             acc = acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+        if plan.weights:
+            acc = jnp.where(item.group < plan.weights, acc, 0)
         result = plgpu.layout_cast(acc.astype(plan.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s.transpose((1, 0))[...] = result
@@ -102,4 +107,14 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = total.astype(plan.out_dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_s, out.at[split, pl.ds(token, config.tokens), pl.ds(row + first, kept)])
+    columns = pl.ds(item.column + first, kept)
+    if not plan.weights:
+        plgpu.copy_smem_to_gmem(out_s, out.at[item.split, pl.ds(item.token, config.tokens), columns])
+        return
+
+    def copy(begin: jax.Array, size: int) -> None:
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(begin, size)], out.at[0, pl.ds(item.token + begin, size), columns])
+
+    @pl.when(columns.start < plan.n)
+    def _own() -> None:
+        in_pieces(item.token, item.first, item.last, config.tokens, copy)

@@ -98,6 +98,8 @@ OPERANDS = [
     ("uint8-zp", "float16", Config(tokens=16, row_tiles=2)),
     ("fp8-weight", "bfloat16", Config(fold=2, warpgroups=3)),
     ("fp8-weight", "float16", Config(tokens=8)),
+    ("mxfp4-weight", "bfloat16", Config(tokens=8)),
+    ("mxfp4-weight", "float16", Config(tokens=64, row_tiles=2, width=64)),
 ]
 
 
@@ -106,7 +108,8 @@ def wrong_values(monkeypatch, name: str, dtype: str, config: Config) -> int:
     so that nothing is rounded."""
     rng = np.random.default_rng(0)
     fmt, fold, rows = parse_weight_format(name), config.fold, config.rows
-    plan = Plan(8, rows, 4096, jnp.dtype(dtype), jnp.dtype(dtype), fmt, config)
+    k = 2880 if fmt.codes == "e2m1" else 4096  # of gpt-oss
+    plan = Plan(8, rows, k, jnp.dtype(dtype), jnp.dtype(dtype), fmt, config)
     columns, kept = plan.step * fold, 64 // fold
     if fmt.packed:
         values = np.asarray(pack4(jnp.asarray(rng.integers(0, 16, (rows, columns)))))
@@ -116,6 +119,8 @@ def wrong_values(monkeypatch, name: str, dtype: str, config: Config) -> int:
         values = rng.uniform(-400, 400, (rows, columns)).astype(jnp.float8_e4m3fn)
     shape = (rows,) if fmt.group is None else (columns // fmt.group, rows)
     scales = np.exp2(rng.integers(-3, 4, shape)).astype(np.float16 if fmt.group else np.float32)
+    if fmt.scale_codes == "e8m0":
+        scales = (127 + np.log2(scales)).astype(np.uint8)
     zeros = rng.integers(-8, 8, shape).astype(np.int8) if fmt.zero_point else None
     refs = {"w": np.array(values)}
     for key, vector in (("scales", scales), ("zeros", zeros)):

@@ -24,7 +24,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gemm_sm90.product import sum_over_k
 from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config
-from pallas_kernels.hopper.gemm_sm90.skinny_plan import Pairs, Place, Plan, Refs, pairs_of, place_of, tiles_of
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import (
+    Pairs,
+    Place,
+    Plan,
+    Refs,
+    in_pieces,
+    pairs_of,
+    place_of,
+    tiles_of,
+)
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
 
@@ -237,13 +246,10 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: lis
 
 
 def store_own(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, row: jax.Array) -> None:
-    """Stores those of 64 rows from `row` on that are the tile's group's, in pieces whose sizes are powers of two."""
-    first = jnp.maximum(place.first - row, 0)
-    count = jnp.maximum(jnp.minimum(place.last - row, UNIT) - first, 0)
-    for size in (UNIT >> i for i in range(UNIT.bit_length())):
-        begin = first + count // (2 * size) * (2 * size)
+    """Stores those of 64 rows from `row` on that are the tile's group's."""
 
-        @pl.when((count // size) % 2 == 1)
-        def _(begin: jax.Array = begin, size: int = size) -> None:
-            piece = refs.out_s.at[warpgroup, pl.ds(begin, size)]
-            plgpu.copy_smem_to_gmem(piece, refs.out.at[pl.ds(row + begin, size), pl.ds(place.column, plan.columns)])
+    def copy(begin: jax.Array, size: int) -> None:
+        piece = refs.out_s.at[warpgroup, pl.ds(begin, size)]
+        plgpu.copy_smem_to_gmem(piece, refs.out.at[pl.ds(row + begin, size), pl.ds(place.column, plan.columns)])
+
+    in_pieces(row, place.first, place.last, UNIT, copy)

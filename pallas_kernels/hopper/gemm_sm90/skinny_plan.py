@@ -1,6 +1,8 @@
 """Holds what the warps of the Hopper matmul for few rows share: sizes, memory, and which tiles a CTA has."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +72,18 @@ def running_sums(x: jax.Array) -> jax.Array:
     """Returns the sums of i32[X] up to each, by one small kernel."""
     i = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(i[None, :] <= i[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def in_pieces(
+    row: jax.Array, first: jax.Array, last: jax.Array, rows: int, copy: Callable[[jax.Array, int], None]
+) -> None:
+    """Copies those of `rows` rows from `row` on that are from `first` to `last`, in pieces whose sizes are powers of
+    two. `copy` takes a piece's place among the rows, and its size."""
+    begin = jnp.maximum(first - row, 0)
+    count = jnp.maximum(jnp.minimum(last - row, rows) - begin, 0)
+    for size in (1 << i for i in reversed(range(rows.bit_length()))):
+        place = begin + count // (2 * size) * (2 * size)
+        pl.when((count // size) % 2 == 1)(partial(copy, place, size))
 
 
 def most_pairs(m: int, groups: int, block: int) -> int:

@@ -54,8 +54,13 @@ def _statement(line: str) -> Callable[[Run, dict[str, Value]], None]:
 
 
 def _pairs(x: np.ndarray, name: str) -> np.ndarray:
-    """Returns float64 [threads, 2] of a word's halves."""
-    return as_bytes(x).view(jnp.bfloat16 if "bf16" in name else np.float16).astype(np.float64)
+    """Returns float64 [threads, 2] of a word's halves. XLA's threads take subnormal float32 for zero, so those of
+    bfloat16 are made of their bits."""
+    if "bf16" not in name:
+        return as_bytes(x).view(np.float16).astype(np.float64)
+    bits = as_bytes(x).view(np.uint16)
+    subnormal = np.where(bits & 0x8000, -1.0, 1.0) * (bits & 0x7F) * 2.0**-133
+    return np.where(bits & 0x7F80, bits.view(jnp.bfloat16).astype(np.float64), subnormal)
 
 
 def _word(pairs: np.ndarray, name: str) -> np.ndarray:
