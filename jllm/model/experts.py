@@ -5,6 +5,7 @@ outputs are added by share. Rows are sorted by expert, so that each expert's wei
 sum over a token's experts goes in the order of their numbers, in float32 at least.
 """
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,7 @@ def shares_of(scores: Float[Array, "T X"], routes: Int32[Array, "T k"], experts:
     normalizes them."""
     wide = jax.nn.softmax(scores.astype(compute_dtype(scores.dtype)), axis=1)
     shares = jnp.take_along_axis(wide, routes, axis=1)
-    return shares / jnp.sum(shares, axis=1, keepdims=True) if experts.normalize else shares
+    return shares / total(shares)[:, None] if experts.normalize else shares
 
 
 @shaped
@@ -128,11 +129,6 @@ def run_experts(
         gate_up = ragged_linear(rows, p.gate_up, sizes, backend=backend)
         hidden = fenced(backend, _clamped_swiglu, gate_up, gate_up_bias)
         out = fenced(backend, jnp.add, ragged_linear(hidden, p.down, sizes, backend=backend), down_bias)
-    rank = jnp.sum(routes[:, None, :] < routes[:, :, None], axis=2)
-
-    def by_number(values: jax.Array) -> jax.Array:
-        values, ranks = jnp.asarray(values).reshape(T, k, 1), jnp.arange(k)[None, None, :]
-        return jnp.sum(jnp.where(rank[:, :, None] == ranks, values, 0), axis=1, dtype=values.dtype)
 
     def add(place: jax.Array, shares: jax.Array) -> jax.Array:
         total = jnp.zeros((place.shape[0], out.shape[1]), shares.dtype)
@@ -140,7 +136,20 @@ def run_experts(
             total = total + jnp.take(out, place[:, i], axis=0).astype(shares.dtype) * shares[:, i, None]
         return total
 
-    return fenced(backend, add, by_number(place), by_number(shares))
+    return fenced(backend, add, *by_number(routes, place.reshape(T, k), shares))
+
+
+def by_number(routes: jax.Array, *values: jax.Array) -> list[jax.Array]:
+    """Returns values [T, k] of each token's experts in the order of their numbers."""
+    columns = range(routes.shape[1])
+    rank = total(jnp.stack([(routes[:, i, None] < routes).astype(jnp.int32) for i in columns], axis=1))
+    return [total(jnp.stack([jnp.where(rank == i, x, 0) for i in columns], axis=2)) for x in values]
+
+
+def total(x: jax.Array) -> jax.Array:
+    """Returns the sums of x [T, k, ...] over k, one after the other: XLA joins that with what is around it, and a
+    reduction is a kernel."""
+    return functools.reduce(jnp.add, [x[:, i] for i in range(x.shape[1])])
 
 
 @shaped

@@ -93,7 +93,7 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
     pairs = Pairs(*refs[len(names) : -1]) if plan.weights else None
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    items = plan.items if pairs is None else pairs.total[0] * plan.tiles[0]
+    items = plan.items if pairs is None else pairs.number(plan.m, config.tokens) * plan.tiles[0]
     mine = lax.div(items - worker + workers - 1, workers)  # `//` asks for signs: more to run and to lower
     registers = REGISTERS[config.warpgroups]
     item = partial(item_of, plan, pairs)
@@ -139,7 +139,7 @@ def item_of(plan: Plan, pairs: Pairs | None, i: jax.Array) -> Item:
     slabs, along_x = (jnp.int32(count) for count in plan.tiles)
     if pairs is not None:
         pair, column = lax.div(number, slabs), lax.rem(number, slabs) * plan.rows
-        group, token, first, last = (pairs.pairs[j, pair] for j in range(4))
+        group, token, first, last = (each[pair] for each in pairs[:4])
         row = jnp.minimum(group, plan.weights - 1) * (plan.halves * plan.n) + column
         return Item(row, token, jnp.int32(0), column, first, last, group)
     rest, split = lax.div(number, along_x), jnp.int32(plan.config.split)

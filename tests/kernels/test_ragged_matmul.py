@@ -215,6 +215,21 @@ def test_bits_of_the_kernel_do_not_depend_on_a_rows_company():
     assert same_bits(alone, whole[3:5])
 
 
+@pytest.mark.parametrize("block", [8, 64])
+def test_pairs_are_blocks_of_groups(block):
+    rng, m, pairs_of = np.random.default_rng(0), 60, jax.jit(skinny_plan.pairs_of, static_argnums=(1, 2))
+    for _ in range(20):
+        chosen = rng.integers(0, rng.integers(1, 6), rng.integers(0, m + 1))
+        sizes, wanted, start = np.bincount(chosen, minlength=5), [], 0
+        for group, size in enumerate([*sizes, m - len(chosen)]):
+            rows = range(start // block * block, start + size, block) if size else ()
+            wanted += [(group, row, max(start, row), min(start + size, row + block)) for row in rows]
+            start += size
+        pairs = pairs_of(sizes_of(*sizes), m, block)
+        assert pairs.number(m, block) == len(wanted)
+        assert [tuple(each) for each in np.stack(pairs[:4], axis=1)[: len(wanted)]] == wanted
+
+
 @pytest.mark.parametrize("number", [0, 7])
 @pytest.mark.parametrize("fault", ["a block's rows all go out", "a group's weight is its neighbour's"])
 def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
@@ -223,9 +238,10 @@ def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
     real = skinny_plan.pairs_of
 
     def pairs_of(sizes, m, block):
-        pairs, total = real(sizes, m, block)
-        changed = pairs.at[2].set(pairs[1]) if fault == "a block's rows all go out" else pairs.at[0, 0].set(1)
-        return skinny_plan.Pairs(changed, total)
+        pairs = real(sizes, m, block)
+        if fault == "a block's rows all go out":
+            return pairs._replace(first=pairs.row)
+        return pairs._replace(group=pairs.group.at[0].set(1))
 
     for module in (mosaic_sm90.skinny, mosaic_sm90.tiles_sm90):
         monkeypatch.setattr(module, "pairs_of", pairs_of)

@@ -97,8 +97,8 @@ def gemm(
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
     *extra, out = arrays
-    names = *plan.extra, *(Pairs._fields if plan.groups else ())
-    refs = Refs(x=x, w=w, out=out, **dict(zip(names, extra)), **scratch)
+    pairs = Pairs(*extra[len(plan.extra) :]) if plan.groups else None
+    refs = Refs(x=x, w=w, out=out, pairs=pairs, **dict(zip(plan.extra, extra)), **scratch)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < plan.computing)

@@ -17,6 +17,25 @@ from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config, most_sta
 from pallas_kernels.hopper.smem_sm90 import swizzled
 
 
+class Pairs(NamedTuple):
+    """Lists the blocks of rows that each group's weight meets, where rows are in groups with a weight each. A block
+    begins at a multiple of its size, so it may meet several groups. What follows the last group is a group of its own,
+    X. A kernel takes the arrays of what it reads."""
+
+    group: Any  # i32[G]
+    row: Any  # i32[G]: the block's first
+    first: Any  # i32[G]: the group's first row in it
+    last: Any  # i32[G]: the group's end in it
+    starts: Any  # i32[X + 1]: of groups
+    before: Any  # i32[X + 1]: the pairs of all groups before
+
+    def number(self, m: int, block: int) -> jax.Array:
+        """Returns the number of pairs, in a kernel."""
+        groups = self.starts.shape[0] - 1
+        start = self.starts[groups]
+        return self.before[groups] + jnp.where(start < m, (m - 1) // block - lax.div(start, jnp.int32(block)) + 1, 0)
+
+
 class Refs(NamedTuple):
     """Holds global arrays, shared memory and barriers."""
 
@@ -39,39 +58,29 @@ class Refs(NamedTuple):
     residual: Any = None
     residual_full: Any = None
     turn: Any = None  # warpgroups of this kernel issue products as they come
-    pairs: Any = None  # Pairs.pairs
-    total: Any = None  # Pairs.total
-
-
-class Pairs(NamedTuple):
-    """Lists the blocks of rows that each group's weight meets, where rows are in groups with a weight each. A block
-    begins at a multiple of the tile's rows, so a block may meet several groups."""
-
-    pairs: (
-        jax.Array
-    )  # i32[4, G]: the group, or X for rows of none; the block's first row; the group's first and end in it
-    total: jax.Array  # i32[1]: how many are there
+    pairs: Pairs | None = None
 
 
 def pairs_of(sizes: jax.Array, m: int, block: int) -> Pairs:
-    """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. What follows the last
-    group is a group of its own."""
-    ends = running_sums(sizes)
-    starts, ends = jnp.append(ends - sizes, ends[-1:]), jnp.append(ends, jnp.int32(m))
+    """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. XLA makes two kernels of
+    it, or four if there are several blocks: all is comparisons and sums, and a single number would be one more."""
+    groups = sizes.shape[0]
+    group = jnp.arange(groups + 1, dtype=jnp.int32)
+    upto, before = group[None, :groups] <= group[:, None], group[None, :groups] < group[:, None]
+
+    def total(chosen: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(chosen, x[None, :], 0), axis=1, dtype=jnp.int32)
+
+    starts, ends = total(before, sizes), jnp.where(group == groups, m, total(upto, sizes))
     blocks = jnp.where(ends > starts, (ends - 1) // block - starts // block + 1, 0)
-    lasts = running_sums(blocks)
-    number = jnp.arange(most_pairs(m, sizes.shape[0] + 1, block), dtype=jnp.int32)
-    before = lasts[None, :] <= number[:, None]  # XLA makes one kernel of it, and a loop of a search
-    group = jnp.minimum(jnp.sum(before, axis=1, dtype=jnp.int32), sizes.shape[0])
-    row = (starts[group] // block + number - (lasts - blocks)[group]) * block
-    first, last = jnp.maximum(starts[group], row), jnp.minimum(ends[group], row + block)
-    return Pairs(jnp.stack([group, row, first, last]).astype(jnp.int32), lasts[-1:])
-
-
-def running_sums(x: jax.Array) -> jax.Array:
-    """Returns the sums of i32[X] up to each, by one small kernel."""
-    i = jnp.arange(x.shape[0])
-    return jnp.sum(jnp.where(i[None, :] <= i[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)
+    firsts = total(before, jnp.minimum(sizes, 1) if m <= block else blocks[:groups])
+    number = jnp.arange(most_pairs(m, groups + 1, block), dtype=jnp.int32)[:, None]
+    spread = partial(jnp.broadcast_to, shape=(len(number), groups + 1))
+    row = (spread(starts // block) + number - spread(firsts)) * block
+    own = (number >= spread(firsts)) & (number < spread(firsts + blocks))
+    columns = spread(group), row, jnp.maximum(spread(starts), row), jnp.minimum(spread(ends), row + block)
+    found = (jnp.sum(jnp.where(own, column, 0), axis=1, dtype=jnp.int32) for column in columns)
+    return Pairs(*found, starts, firsts)
 
 
 def in_pieces(
@@ -209,7 +218,7 @@ class Place(NamedTuple):
 
 def tiles_of(plan: Plan, refs: Refs) -> jax.Array:
     """Counts this CTA's tiles."""
-    tiles = refs.total[0] * plan.slabs if plan.groups else plan.tiles
+    tiles = plan.tiles if refs.pairs is None else refs.pairs.number(plan.m, plan.config.rows) * plan.slabs
     return (tiles - lax.axis_index("worker") + plan.workers - 1) // plan.workers
 
 
@@ -217,9 +226,9 @@ def place_of(plan: Plan, refs: Refs, i: jax.Array) -> Place:
     """Returns where this CTA's tile i is. Tiles that share w's rows run side by side. With groups, tiles that share x's
     do, and a group's weight is near in the second-level cache until its next block."""
     number = lax.axis_index("worker") + i * plan.workers
-    if plan.groups:
+    if refs.pairs is not None:
         pair, column = number // plan.slabs, lax.rem(number, jnp.int32(plan.slabs)) * plan.columns
-        group, row, first, last = (refs.pairs[j, pair] for j in range(4))
+        group, row, first, last = (each[pair] for each in refs.pairs[:4])
         w_row = jnp.minimum(group, plan.groups - 1) * plan.parts * plan.n + column
         return Place(row, column, w_row, first, last, group)
     column = number // plan.row_tiles * plan.columns
