@@ -24,6 +24,7 @@ from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import make_parser, record
 from pallas_kernels.bench.measure import copy_bandwidth, device_us
 from pallas_kernels.bench.numbers import positive
+from pallas_kernels.formats.block_floats import encode_e8m0
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.matmul import matmul
@@ -54,12 +55,11 @@ def random_weight(key: jax.Array, name: str, n: int, k: int) -> QuantizedWeight:
     else:
         values = jax.random.normal(codes, (n, k)).astype(jnp.float8_e4m3fn)
     shape = (n,) if fmt.group is None else (k // fmt.group, n)
-    size = {"int4": 4.6, "int8": 73, "nf4": 0.6, "fp8": 1}[fmt.codes] * k**0.5
+    size = {"int4": 4.6, "int8": 73, "nf4": 0.6, "fp8": 1, "e2m1": 2.9}[fmt.codes] * k**0.5
+    drawn = jax.random.uniform(scales, shape, jnp.float32, 0.5, 1.5) / size
     return QuantizedWeight(
         values=values,
-        scales=(jax.random.uniform(scales, shape, jnp.float32, 0.5, 1.5) / size).astype(
-            jnp.float32 if fmt.group is None else jnp.float16
-        ),
+        scales=encode_e8m0(drawn) if fmt.scale_codes == "e8m0" else drawn.astype(fmt.scale_dtype),
         zeros=jax.random.randint(zeros, shape, -4, 4, jnp.int8) if fmt.zero_point else None,
         scale_steps=None,
         columns=None,

@@ -1,0 +1,141 @@
+"""Measures products of a mixture's experts on the device, and how far each is from XLA's.
+
+    python -m pallas_kernels.ragged_matmul.bench [--json] [--tokens 1 32] [--formats bf16 w4a16-g128]
+        [--products gpt-oss-20b-down] [--peers mosaic triton xla]
+
+Each figure is of several layers in one jit, with routes of their own. Bytes are those of the experts that have rows,
+their scales included, of rows and of results. The floor is what they take at the rate of a large copy in the same run.
+`off` is the distance from what backend xla makes of the same arrays, as a share of its norm. Without --peers the
+devices' kernels are measured.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench.bars import bar
+from pallas_kernels.bench.command import Row, make_parser, record
+from pallas_kernels.bench.measure import copy_bandwidth, device_us
+from pallas_kernels.bench.numbers import positive
+from pallas_kernels.formats.quantized_rows import quantize_rows
+from pallas_kernels.formats.weight_formats import parse_weight_format
+from pallas_kernels.ragged_matmul import ragged_matmul
+from pallas_kernels.ragged_matmul.cases import FORMATS, PRODUCTS, TOKENS, Product, routed
+from pallas_kernels.weight_only_matmul.bench import random_weight
+
+LAYERS = 8
+PEERS = ("mosaic", "triton", "xla")
+NEAR = 0.01  # of XLA's result
+FLOOR = 0.75  # of the floor, at least, in bf16; and 1 / 1.3 for one token of gpt-oss in mxfp4
+# Speed over bf16's, at least, for 32 tokens of Qwen3-30B-A3B.
+FASTER = {"w4a16-g128": 2.2, "w8a8": 1.6}
+
+
+def fits(product: Product, name: str) -> bool:
+    return name == "bf16" or product.k % (parse_weight_format(name).group or 1) == 0
+
+
+def operands(product: Product, name: str, rows: int) -> tuple[Any, Any]:
+    """Returns x and the experts' weights, of random values."""
+    x = jax.random.normal(jax.random.key(1), (rows, product.k), jnp.bfloat16)
+    shape = product.rows, product.k
+    if name == "bf16":
+        return x, jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(product.k**-0.5)
+    kind = parse_weight_format(name).row_codes
+    return x if kind is None else quantize_rows(x, kind), random_weight(jax.random.key(0), name, *shape)
+
+
+def moved_bytes(product: Product, x: Any, w: Any, sizes: list[np.ndarray]) -> float:
+    """Returns the bytes of a layer, in the mean of those with `sizes`."""
+    whole, rows = (sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (w, x))
+    touched = np.mean([np.count_nonzero(each) for each in sizes]) / product.experts
+    return float(whole * touched + rows + 2 * sizes[0].sum() * product.n)
+
+
+def compiled(product: Product, peer: str, x: Any, w: Any, sizes: list[jax.Array]) -> Callable[[], list[jax.Array]]:
+    def layers(x: Any, w: Any, sizes: list[jax.Array]) -> list[jax.Array]:
+        run = partial(ragged_matmul, gated=product.gated, out_dtype=jnp.bfloat16, backend=peer)
+        return [run(x, w, each) for each in sizes]
+
+    made = jax.jit(layers).lower(x, w, sizes).compile()
+    return lambda: made(x, w, sizes)
+
+
+def distance(found: jax.Array, wanted: jax.Array) -> float:
+    y, z = (np.asarray(each, np.float32) for each in (found, wanted))
+    return float(np.linalg.norm(y - z) / np.linalg.norm(z))
+
+
+def measured(labels: Row, product: Product, x: Any, w: Any, tokens: int, peers: list[str]) -> Iterator[Row]:
+    """Yields one row a peer; one that fails says why."""
+    routes = [routed(product, tokens, layer) for layer in range(LAYERS)]
+    sizes = [jnp.asarray(each) for each in routes]
+    moved = moved_bytes(product, x, w, routes)
+    with ThreadPoolExecutor(4) as pool:
+        named = {*peers, "xla"}
+        pending: dict[str, Future] = {peer: pool.submit(compiled, product, peer, x, w, sizes) for peer in named}
+        wait(pending.values())  # compiling may run things on the device
+    for peer in peers:
+        row = labels | {"peer": peer, "tokens": tokens, "experts": int(np.count_nonzero(routes[0]))}
+        try:
+            run = pending[peer].result()
+            off = distance(run()[0], pending["xla"].result()()[0])
+            us = device_us(run, repeats=3) / LAYERS
+            row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3), "off": round(off, 5)}
+        except Exception as error:  # costs its own row only
+            row |= {"error": str(error).splitlines()[0][:200]}
+        yield row
+
+
+def table(products: list[str], formats: list[str], tokens: list[int], peers: list[str]) -> Iterator[Row]:
+    """Yields all rows, after a copy's."""
+    yield {"kernel": "copy", "gb_s": round(copy_bandwidth() / 1e9)}
+    for name in products:
+        product = PRODUCTS[name]
+        for scheme in (scheme for scheme in formats if fits(product, scheme)):
+            labels: Row = {"kernel": "ragged_matmul", "product": name, "scheme": scheme}
+            for count in tokens:
+                x, w = jax.jit(operands, static_argnums=(0, 1, 2))(product, scheme, count * product.chosen)
+                yield from measured(labels, product, x, w, count, peers)
+
+
+def bars(rows: list[Row]) -> Iterator[Row]:
+    """Adds to each row its share of the floor, and yields the bars."""
+    ceiling = max((row["gb_s"] for row in rows if row["kernel"] == "copy"), default=0)
+    timed = [row for row in rows if "us" in row]
+    cells = {(row["product"], row["scheme"], row["tokens"], row["peer"]): row for row in timed}
+    for (product, scheme, tokens, peer), row in cells.items():
+        row["fraction"] = round(row["gb_s"] / ceiling, 3)
+        name = f"{product} {scheme} {tokens} tokens {peer}"
+        yield bar(f"{name}: off XLA's", row["off"], "1", NEAR, most=True)
+        if peer != "mosaic":
+            continue
+        least = FLOOR if scheme == "bf16" else 1 / 1.3 if (scheme, tokens) == ("mxfp4-weight", 1) else None
+        if least is not None and (scheme == "bf16" or product.startswith("gpt-oss")):
+            yield bar(f"{name}: of the floor", row["fraction"], "1", round(least, 3))
+        plain = cells.get((product, "bf16", tokens, peer))
+        if plain is not None and scheme in FASTER and tokens == 32 and product.startswith("qwen3"):
+            yield bar(f"{name}: speed over bf16's", round(plain["us"] / row["us"], 3), "times", FASTER[scheme])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="of experts")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of weights")
+    parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="each in several experts")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS[:1]), help="backends")
+    args = parser.parse_args(argv)
+    for name in args.formats:
+        if name != "bf16":
+            parse_weight_format(name)
+    return record("ragged_matmul", args, argv, table(args.products, args.formats, args.tokens, args.peers), bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
