@@ -119,7 +119,7 @@ def advantages_of(rewards: np.ndarray, group: int, loss: str) -> np.ndarray:
     found = each - each.mean(axis=1, keepdims=True)
     if loss != "dr_grpo":
         found = found / (each.std(axis=1, ddof=1, keepdims=True) + 1e-4)
-    return found.reshape(-1).astype(np.float32)
+    return found.reshape(-1)
 
 
 def rollouts(engine: jllm.Engine, model: Model, recipe: Recipe, step: int, length: int) -> Rollouts:
@@ -146,7 +146,8 @@ def rollouts(engine: jllm.Engine, model: Model, recipe: Recipe, step: int, lengt
         mask[b, own] = ended or not recipe.mask_cut
         rewards[b] = reward_of(completion.text, words[b // recipe.group], ended)
     given = np.random.default_rng((recipe.seed, step, 1)).permutation(rewards) if recipe.control else rewards
-    return Rollouts(tokens, lengths, drawn, mask, rewards, advantages_of(given, recipe.group, recipe.objective.loss))
+    advantages = advantages_of(given, recipe.group, recipe.objective.loss).astype(np.float32)
+    return Rollouts(tokens, lengths, drawn, mask, rewards, advantages)
 
 
 def hash_of(recipe: Recipe, step: int, prompt: int) -> int:

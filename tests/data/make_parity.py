@@ -1,6 +1,6 @@
 """Make tests/data/parity: tiny random checkpoints and what Hugging Face transformers computes from them.
 
-    pip install torch transformers && python tests/data/make_parity.py [FAMILY ...]
+    pip install torch transformers && python -m tests.data.make_parity [FAMILY ...]
 
 The tests read its results and need neither torch nor transformers. Each parity/<family>/ holds config.json, float32
 safetensors (one file, or shards with their index) and expected.npz with, for prompts i = 0, 1, 2 of different lengths:
@@ -27,6 +27,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.data.widened import widened
 
 OUT = Path(__file__).parent / "parity"
 GREEDY = 24
@@ -367,11 +369,8 @@ if __name__ == "__main__":
     for family, raw in FAMILIES.items():
         if family not in WIDE and (not sys.argv[1:] or family in sys.argv[1:]):
             make(family, raw)
-    # transformers computes norms, angles and softmax in float32 by name, which from here on means float64.
-    torch.set_default_dtype(torch.float64)
-    torch.float = torch.float32 = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    for family in WIDE:
-        if not sys.argv[1:] or family in sys.argv[1:]:
-            make(family, FAMILIES[family])
-    (OUT.parent / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")
+    with widened():
+        for family in WIDE:
+            if not sys.argv[1:] or family in sys.argv[1:]:
+                make(family, FAMILIES[family])
+        (OUT.parent / "ropes.json").write_text(json.dumps(ropes(), indent=1) + "\n")

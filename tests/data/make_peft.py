@@ -1,16 +1,14 @@
 """Make tests/data/peft: adapters that PEFT wrote, and what it computes with them in float64.
 
-    pip install torch transformers peft && python tests/data/make_peft.py [DIRECTORY]
+    pip install torch transformers peft && python -m tests.data.make_peft [DIRECTORY]
 
 The base is parity/llama3.2, widened. Each peft/<name>/ holds PEFT's files and expected.npz: prompt int32 [T] and logits
 float64 [T, V]. With a directory, it prints how far the logits with that adapter are from those of peft/patterns; tests
 write such a directory from what they read.
 """
 
-import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,8 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.data.widened import widened
 
 DATA = Path(__file__).parent
 BASE, OUT = DATA / "parity" / "llama3.2", DATA / "peft"
@@ -37,19 +37,6 @@ PROMPT = np.arange(3, 24, dtype=np.int32)
 
 def base() -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).double()
-
-
-@contextlib.contextmanager
-def widened() -> Iterator[None]:
-    """transformers casts to float32 by name, which here means float64."""
-    float32, cast = torch.float32, torch.Tensor.float
-    torch.float = torch.float32 = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    try:
-        yield
-    finally:
-        torch.float = torch.float32 = float32
-        torch.Tensor.float = cast
 
 
 def logits(model: torch.nn.Module) -> np.ndarray:
