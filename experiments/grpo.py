@@ -8,16 +8,20 @@ jllm.token_logprobs, and optax updates the weights. The engine takes them by `up
 
 `gap` is the largest difference between a drawn token's log-probability as the engine gave it and as the trainer
 computes it before its first inner step. It is 0: both are one computation. `--not-deterministic` shows what it
-is otherwise. `kl` estimates the KL divergence from the first model, by the drawn tokens (k3 of
-http://joschu.net/blog/kl-approx.html). `--control` shuffles the rewards over all samples of a step, so that nothing is
-to be learned. With `--checkpoint` an interrupted run resumes, and gives the same curve. On a CPU two runs give the same
-curve byte for byte.
+is otherwise. Tokens of older weights do not count; `old` is their share. With `--ahead` the engine begins samples
+before the weights change, and `--running` says what becomes of them. `kl` estimates the KL divergence from the first
+model, by the drawn tokens (k3 of http://joschu.net/blog/kl-approx.html). `--control` shuffles the rewards over all
+samples of a step, so that nothing is to be learned.
+
+With `--checkpoint` an interrupted run resumes, and gives the same curve. On a CPU two runs give the same curve byte for
+byte. On a GPU a gradient is summed in any order, unless XLA_FLAGS=--xla_gpu_deterministic_ops=true forbids it. No
+device has measured what that costs.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +90,7 @@ class Recipe:
     quantize: str | None
     deterministic: bool
     seed: int
+    ahead: int = 0  # steps of the engine that draw the next samples before the weights change
     lora: int | None = None  # the rank of the adapter that is trained; None: all weights are
 
 
@@ -98,6 +103,7 @@ class Rollouts:
     lengths: Any  # i32[B]
     drawn: Any  # f32[B, L] the engine's log-probability of the token after each; 0 elsewhere
     mask: Any  # f32[B, L] 1 where the next token was drawn and trains
+    versions: Any  # i32[B, L] of the weights that drew the next token; -1 elsewhere
     rewards: Any  # f32[B]
     advantages: Any  # f32[B]
 
@@ -122,32 +128,50 @@ def advantages_of(rewards: np.ndarray, group: int, loss: str) -> np.ndarray:
     return found.reshape(-1)
 
 
-def rollouts(engine: jllm.Engine, model: Model, recipe: Recipe, step: int, length: int) -> Rollouts:
-    """Draws a step's samples. The samples of a prompt share its pages."""
+@dataclass(frozen=True)
+class Asked:
+    """Holds the requests of a step, and those of their samples that have ended."""
+
+    words: list[tuple[str, ...]]  # of each prompt
+    prompts: list[list[int]]
+    ids: list[int]
+    done: dict[tuple[int, int], jllm.Completion]  # by request and sample
+
+    def take(self, events: Iterable[jllm.Event]) -> None:
+        self.done.update({(e.id, e.sample): e.completion for e in events if e.completion is not None})
+
+
+def ask(engine: jllm.Engine, model: Model, recipe: Recipe, step: int) -> Asked:
+    """Submits a step's prompts. The samples of each share its pages."""
     words, tokenizer = prompts_of(recipe, step), model.tokenizer
     assert tokenizer is not None, "parse_arguments asks for one"
-    asked = [tokenizer.encode(f"A tale of the {', the '.join(each)}. Once upon a time") for each in words]
+    prompts = [tokenizer.encode(f"A tale of the {', the '.join(each)}. Once upon a time") for each in words]
     options: dict[str, Any] = {"temperature": 1.0, "n": recipe.group, "max_new_tokens": recipe.objective.new_tokens}
-    options["adapter"] = None if recipe.lora is None else POLICY
-    ids = [
-        engine.submit(ids, jllm.SamplingParams(**options, seed=hash_of(recipe, step, i), logprobs=0, include_end=True))
-        for i, ids in enumerate(asked)
-    ]
-    done = {(e.id, e.sample): e.completion for e in engine.run() if e.completion is not None}
-    B = len(ids) * recipe.group
-    tokens, lengths = np.zeros((B, length), np.int32), np.zeros(B, np.int32)
-    drawn, mask, rewards = np.zeros((B, length), np.float32), np.zeros((B, length), np.float32), np.zeros(B)
+    options |= {"adapter": None if recipe.lora is None else POLICY, "logprobs": 0, "include_end": True}
+    asked = [jllm.SamplingParams(**options, seed=hash_of(recipe, step, i)) for i in range(len(prompts))]
+    return Asked(words, prompts, [engine.submit(*each) for each in zip(prompts, asked)], {})
+
+
+def rollouts(engine: jllm.Engine, asked: Asked, recipe: Recipe, step: int, length: int) -> Rollouts:
+    """Draws the samples to their ends."""
+    asked.take(engine.run())
+    B = len(asked.ids) * recipe.group
+    tokens, lengths, rewards = np.zeros((B, length), np.int32), np.zeros(B, np.int32), np.zeros(B)
+    drawn, mask = np.zeros((B, length), np.float32), np.zeros((B, length), np.float32)
+    versions = np.full((B, length), -1, np.int32)
     for b in range(B):
-        prompt, completion = asked[b // recipe.group], done[ids[b // recipe.group], b % recipe.group]
+        i, sample = divmod(b, recipe.group)
+        prompt, completion = asked.prompts[i], asked.done[asked.ids[i], sample]
         whole, ended = [*prompt, *completion.token_ids], completion.finish_reason == "stop"
         own = slice(len(prompt) - 1, len(whole) - 1)
         tokens[b, : len(whole)], lengths[b] = whole, len(whole)
         drawn[b, own] = [entry.logprob for entry in completion.logprobs]
         mask[b, own] = ended or not recipe.mask_cut
-        rewards[b] = reward_of(completion.text, words[b // recipe.group], ended)
+        versions[b, own] = completion.versions
+        rewards[b] = reward_of(completion.text, asked.words[i], ended)
     given = np.random.default_rng((recipe.seed, step, 1)).permutation(rewards) if recipe.control else rewards
     advantages = advantages_of(given, recipe.group, recipe.objective.loss).astype(np.float32)
-    return Rollouts(tokens, lengths, drawn, mask, rewards, advantages)
+    return Rollouts(tokens, lengths, drawn, mask, versions, rewards, advantages)
 
 
 def hash_of(recipe: Recipe, step: int, prompt: int) -> int:
@@ -195,6 +219,19 @@ def train(
     return optax.apply_updates(policy, changes), state, logprobs
 
 
+def seen(batch: Rollouts, version: int, first: Any, now: np.ndarray) -> Row:
+    """Returns the figures of a step's tokens: those of the newest weights have no gap. `first` and `now` are the first
+    model's log-probabilities and the trainer's."""
+    own, fresh = batch.versions >= 0, batch.versions == version
+    away = (np.asarray(first) - batch.drawn)[own]
+    return {
+        "gap": float(np.abs(now - batch.drawn)[fresh].max(initial=0)),
+        "old": round(1 - float(fresh.sum() / own.sum()), 4),
+        "kl": round(float((np.exp(away) - away - 1).mean()), 6),
+        "tokens": int(own.sum()),
+    }
+
+
 def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: Row) -> Iterator[Row]:
     """Trains, and yields a row of each step. Rows of an interrupted run come first."""
     base: Params | None = None
@@ -218,29 +255,31 @@ def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: 
     options = engine.token_logprobs_options()
     how: dict[str, Any] = {"objective": recipe.objective, "options": tuple(options.items())}
     refer = jax.jit(partial(jllm.token_logprobs, config=model.config, **options))
+    asked: Asked | None = None
     for step in range(len(rows), steps):
         begin = time.perf_counter()
         if base is None:
-            engine.update(policy, running=recipe.running, quantize=recipe.quantize)
+            version = engine.update(policy, running=recipe.running, quantize=recipe.quantize)
         else:
-            engine.adapters.update(POLICY, policy, running=recipe.running)
-        batch = rollouts(engine, model, recipe, step, length)
-        engine.sleep()
+            version = engine.adapters.update(POLICY, policy, running=recipe.running)
+        batch = rollouts(engine, asked or ask(engine, model, recipe, step), recipe, step, length)
+        if recipe.ahead and step + 1 < steps:
+            asked = ask(engine, model, recipe, step + 1)
+            for _ in range(recipe.ahead):
+                asked.take(engine.step())
+        else:
+            engine.sleep()
         drew = time.perf_counter()
-        own, gap = batch.drawn != 0, 0.0
         first = refer(model.params, tokens=batch.tokens, lengths=batch.lengths)
-        away = np.where(own, np.asarray(first) - batch.drawn, 0)
-        for inner in range(recipe.inner):
+        before_step = []
+        for _ in range(recipe.inner):
             policy, state, logprobs = train(policy, state, batch, base, config=model.config, **how)
-            if inner == 0:
-                gap = float(np.abs(np.where(own, np.asarray(logprobs) - batch.drawn, 0)).max())
+            before_step.append(np.asarray(logprobs))
         engine.wake()
         row = {
             "step": step,
             "reward": round(float(batch.rewards.mean()), 4),
-            "gap": gap,
-            "kl": round(float((np.exp(away) - away - 1).sum() / own.sum()), 6),
-            "tokens": int(own.sum()),
+            **seen(batch, version, first, before_step[0]),
             "rollout_s": round(drew - begin, 2),
             "train_s": round(time.perf_counter() - drew, 2),
         }
@@ -300,14 +339,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--high", type=positive_number, default=0.2, help="clips ratios above 1 + HIGH")
     parser.add_argument("--mask-cut", action="store_true", help="train nothing on samples that were cut by length")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards")
-    parser.add_argument("--running", choices=RUNNING, default=RUNNING[0], help="as in Engine.update")
+    ahead = "steps of the engine that draw the next samples before the weights change"
+    parser.add_argument("--ahead", type=positive, default=0, metavar="STEPS", help=ahead)
+    running = "what becomes of the samples that --ahead began, as in Engine.update"
+    parser.add_argument("--running", choices=RUNNING, default=RUNNING[0], help=running)
     parser.add_argument("--quantize", help="scheme of the weights that draw")
     parser.add_argument("--lora", type=positive, metavar="RANK", help="train an adapter of this rank, not the weights")
     parser.add_argument("--not-deterministic", dest="deterministic", action="store_false", help="draw in any order")
     parser.add_argument("--seed", type=seed_number, default=0, help="decides prompts and draws")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="keep the state there, and go on from it")
     add_result_options(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.running != RUNNING[0] and not args.ahead:
+        parser.error(f"--running {args.running} needs --ahead: else no sample runs while the weights change")
+    if args.ahead and args.checkpoint:
+        parser.error("--ahead and --checkpoint do not go together: samples that run are not kept")
+    return args
 
 
 if __name__ == "__main__":

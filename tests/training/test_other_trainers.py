@@ -85,7 +85,8 @@ def test_two_steps_of_grpo_on_the_same_samples_are_those_of_trl(objective, mask_
     with jax.enable_x64(True):
         lengths, advantages = jnp.asarray(prompts + ends), advantages_of(THEIRS["rewards"], 4, objective.loss)
         drawn = jllm.token_logprobs(policy.params, config, tokens, lengths)
-        batch = Rollouts(tokens, lengths, drawn, jnp.asarray(mask, float), THEIRS["rewards"], advantages)
+        numbers = drawn, jnp.asarray(mask, float), mask.astype(np.int32), THEIRS["rewards"], advantages
+        batch = Rollouts(tokens, lengths, *numbers)
         params, state = policy.params, objective.optimizer.init(policy.params)
         for step in range(2):
             theirs = {name: THEIRS[f"{objective.loss}/{step}/{name}"] for name in ("loss", "policy", "mu", "nu")}
