@@ -5,6 +5,7 @@ import random
 import threading
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from jllm.programs.packed_step import WHOLE_STEP
 from jllm.quant.quantize import quantize
 from jllm.step.buckets import Bucket
 from jllm.step.state import Variant
+from jllm.training.logprobs import token_logprobs
 from tests.ascii import TOKENIZER
 from tests.tiny import tiny_model
 
@@ -37,6 +39,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+ROWS, LENGTH = 24, 40  # more than a run's samples and their tokens
 OPTIONS = {
     "max_slots": 3,
     "page_size": 8,
@@ -63,8 +66,9 @@ class Fork:
 class Fresh:
     """Continues tokens with an engine of each model's own, as a request that begins there would."""
 
-    def __init__(self):
-        self.engines = [Engine(model, **OPTIONS, prefix_cache=False) for model in MODELS]
+    def __init__(self, models=MODELS):
+        self.models = models
+        self.engines = [Engine(model, **OPTIONS, prefix_cache=False) for model in models]
         self.known: dict = {}
         engine = self.engines[0]
         request = engine.submit((3,), SamplingParams(max_new_tokens=2))
@@ -102,11 +106,11 @@ def scores(completion) -> list[tuple[int, float]]:
 class Run:
     """Drives an engine with requests, forks, updates, sleep and snapshots, and looks at what each sample got."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.done = engine, {}
+    def __init__(self, engine: Engine, models=MODELS):
+        self.engine, self.weights, self.done = engine, [model.params for model in models], {}
         engine.wake()
         list(engine.run())  # what a run that failed has left
-        self.models = {engine.update(MODELS[0].params): 0}  # by version
+        self.models = {engine.update(self.weights[0]): 0}  # by version
         list(engine.run())
         self.asked: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
         self.forks: dict[Name, Fork] = {}
@@ -123,7 +127,7 @@ class Run:
     def update(self, model: int, running: str = "recompute", form=lambda params: params) -> None:
         if running == "keep":
             self.kept.update((seq.request_id, seq.sample) for seq in self.engine._scheduler.running)
-        self.models[self.engine.update(form(MODELS[model].params), running=running)] = model
+        self.models[self.engine.update(form(self.weights[model]), running=running)] = model
 
     def running(self) -> list[Name]:
         requests = self.engine._ledger._requests
@@ -144,6 +148,13 @@ class Run:
             sampling = replace(sampling, n=1, max_new_tokens=4, seed=5000 + len(self.asked))
             request = self.engine.resume(snapshot, sampling, share=snapshot.length > 0)
             self.asked[request] = tuple(map(int, snapshot.tokens)), sampling, guided
+
+    def rescore(self, name: Name) -> None:
+        """Submits the tokens of a sample that has ended as a prompt, and asks for their log-probabilities."""
+        tokens = (*self.asked[name[0]][0], *self.done[name].token_ids)
+        sampling = SamplingParams(max_new_tokens=1, logprobs=0, include_end=True, prompt_logprobs=True, ignore_eos=True)
+        sampling = replace(sampling, seed=5000 + len(self.asked))
+        self.asked[self.engine.submit(tokens, sampling)] = tokens, sampling, len(tokens)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -167,10 +178,27 @@ class Run:
                     assert (got[:begin], versions[:begin]) == (scores(origin)[:begin], origin.versions[:begin])
             cuts = [i for i in range(begin, len(tokens)) if i == begin or versions[i] != versions[i - 1]]
             for start, stop in zip(cuts, [*cuts[1:], len(tokens)]):
-                one = replace(sampling, n=1, max_new_tokens=stop - start)
+                one = replace(sampling, n=1, max_new_tokens=stop - start, prompt_logprobs=False)
                 model, so_far = self.models[versions[start]], (*prompt, *tokens[:start])
                 want = fresh.continued(model, so_far, one, name[1], guided if sampling.guide else len(so_far))
                 assert got[start:stop] == want, (name, start, stop, versions)
+        self.check_trainer(fresh.models)
+
+    def check_trainer(self, models) -> None:
+        """Checks that trainers compute all these log-probabilities, drawn ones and those of prompts, to the bit."""
+        ends = [(name, end) for name, end in self.done.items() if name not in self.kept and end.token_ids]
+        tokens, lengths = np.zeros((ROWS, LENGTH), np.int32), np.zeros(ROWS, np.int32)
+        for row, (name, end) in enumerate(ends):
+            whole = (*self.asked[name[0]][0], *end.token_ids)
+            tokens[row, : len(whole)], lengths[row] = whole, len(whole)
+        score = partial(token_logprobs, tokens=tokens, lengths=lengths, **self.engine.token_logprobs_options())
+        found = [np.asarray(score(model.params, model.config), np.float64) for model in models]
+        for row, (name, end) in enumerate(ends):
+            begin = len(self.asked[name[0]][0]) - 1
+            for i, (version, drawn) in enumerate(zip(end.versions, end.logprobs)):
+                assert found[self.models[version]][row, begin + i] == drawn.logprob, (name, i, version)
+            if end.prompt_logprobs:
+                assert found[self.models[end.versions[0]]][row, :begin].tolist() == list(end.prompt_logprobs), name
 
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -190,8 +218,9 @@ def interleave(rng: random.Random, engine: Engine, fresh: Fresh, most: int = 22)
     run = Run(engine)
     guided = rng.random() < 0.3
     for _ in range(rng.randint(6, most)):
-        what = rng.choice(["submit", "submit", "step", "step", "step", "update", "update", "fork", "sleep", "resume"])
-        names = run.running()
+        ways = ["submit", "submit", "step", "step", "step", "update", "update", "fork", "sleep", "resume", "rescore"]
+        what, names = rng.choice(ways), run.running()
+        ended = [name for name, end in run.done.items() if end.token_ids]
         if what == "submit" and len(run.asked) < 9:
             prompt = rng.choice(PROMPTS)
             new = rng.randint(2, 9) + (len(prompt) < 3) * 14
@@ -210,6 +239,8 @@ def interleave(rng: random.Random, engine: Engine, fresh: Fresh, most: int = 22)
             run.fork(rng.choice(names))
         elif what == "resume" and names and (name := rng.choice(names)) not in run.kept:
             run.resume(name)
+        elif what == "rescore" and ended and len(run.asked) < 9:
+            run.rescore(rng.choice(ended))
     run.check(fresh)
     return run
 
@@ -222,7 +253,7 @@ def test_any_interleaving_gives_each_token_as_the_weights_of_its_version_do(engi
 
 def scripted(engine: Engine, fresh: Fresh) -> Run:
     """Two updates, in whose company samples run, wait, share prefixes and are preempted for pages."""
-    run = Run(engine)
+    run = Run(engine, fresh.models)
     run.submit(PROMPTS[0], 14)
     run.submit(PROMPTS[2], 14, n=2)
     run.step(6)
@@ -234,6 +265,7 @@ def scripted(engine: Engine, fresh: Fresh) -> Run:
     run.step(4)
     run.update(2)
     run.submit(PROMPTS[0], 3)
+    run.rescore(next(iter(run.done)))
     for token in (7, 8, 9):  # short prompts, whose outputs need more pages than there are
         run.submit((token, 9), 22)
     run.check(fresh)
@@ -249,6 +281,12 @@ def test_versions_preemptions_and_updates_are_told(engine, fresh):
     assert told["preemptions_by_cause"]["update"] > 1
     assert told["preemptions"] > told["preemptions_by_cause"]["update"], "another test than it was: pages are enough"
     assert told["prefix_hits"] > 0
+
+
+def test_and_in_float64():
+    with jax.enable_x64(True):
+        models = [tiny_model("float64", seed=seed, num_layers=1, tokenizer=TOKENIZER) for seed in range(3)]
+        scripted(Engine(models[0], **OPTIONS), Fresh(models))
 
 
 def keep_prefixes(patch) -> None:
