@@ -1,7 +1,6 @@
 """Checks shapes, dtypes and formats of arguments before anything runs."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -213,16 +212,3 @@ def check_logits(softcap: float | None, sinks: jax.Array | None, num_heads: int)
         raise ValueError(f"sinks has shape {sinks.shape}, expected [{num_heads}]")
     given = {"softcap": softcap, "sinks": sinks}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def with_plain_logits(check: Callable[..., None], name: str) -> Callable[..., None]:
-    """Returns a backend's check that takes whether logits are neither capped nor joined by sinks, as its last argument.
-    It raises NotImplementedError for others."""
-
-    def checked(*args: Any) -> None:
-        *rest, plain = args
-        if not plain:
-            raise NotImplementedError(f"softcap and sinks are not supported by backend {name}")
-        check(*rest)
-
-    return checked

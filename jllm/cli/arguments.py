@@ -46,7 +46,7 @@ seeds: with --seed S, prompt number i (from 0) uses S + i, unless its line has a
 
 models: LLaMA, Mistral, Qwen2 and 3, Gemma 2 and 3, OLMo 2 and 3, SmolLM3, Phi-3 and 4, Granite 3, and the mixtures
   Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and gpt-oss. Attention with softcaps or sinks (Gemma 2, gpt-oss) runs as plain
-  jnp, or on Triton kernels by --backend triton.
+  jnp, or on kernels by --backend mosaic or triton.
 
 speculation: a drafter guesses the next tokens of each sequence, and one step of the model checks them all. Only tokens
   that the model itself draws are kept, so the text is the same as without a drafter. Good guesses make it faster. A

@@ -10,8 +10,10 @@ from pallas_kernels.backends import capability
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def check(num_tokens: int, head_dim: int, dtype: jnp.dtype, window: int | None) -> None:
-    """Raises NotImplementedError for what it does not run."""
+def check(num_tokens: int, head_dim: int, dtype: jnp.dtype, window: int | None, plain: bool) -> None:
+    """Raises NotImplementedError for what it does not run. `plain`: there are neither softcap nor sinks."""
+    if not plain:
+        raise NotImplementedError("softcap and sinks are not supported by backend cudnn")
     if int(capability().partition(".")[0] or 0) < 8:
         raise NotImplementedError("backend cudnn is for GPUs of compute capability 8.0 and later")
     if dtype not in DTYPES:

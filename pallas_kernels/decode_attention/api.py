@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, attention_backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -15,7 +15,6 @@ from pallas_kernels.checks import (
     check_logits,
     check_pages,
     check_window,
-    with_plain_logits,
 )
 from pallas_kernels.debug import check_decode_values
 from pallas_kernels.decode_attention import xla
@@ -122,10 +121,11 @@ def _check_segments(segments: Segments, R: int, Q: int) -> None:
         raise ValueError(f"segments.ancestors is {masks.dtype}{list(masks.shape)}, expected uint32{list(shape)}")
 
 
-def _mosaic(q, pages, page_table, lengths, scale, window, segments, work, rows) -> jax.Array:
+def _mosaic(q, pages, page_table, lengths, scale, window, segments, work, rows, **logits) -> jax.Array:
     from pallas_kernels.decode_attention import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.decode_attention(q, pages, page_table, lengths, scale, window, work, segments, width=rows)
+    arguments = q, pages, page_table, lengths, scale, window, work, segments
+    return mosaic_sm90.decode_attention(*arguments, width=rows, **logits)
 
 
 def _mosaic_plan(
@@ -165,10 +165,8 @@ def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments,
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=_mosaic_plan),
-    "triton": Backend(
-        _triton, lambda q, pages, rows, plain: check_triton(q, pages, rows), with_plain_logits(check_triton, "triton")
-    ),
+    "mosaic": attention_backend("mosaic", _mosaic, check_supported, _mosaic_plan),
+    "triton": attention_backend("triton", _triton, check_triton),
     "xla": Backend(_xla, lambda q, pages, rows, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

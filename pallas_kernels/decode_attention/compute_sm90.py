@@ -18,11 +18,20 @@ from pallas_kernels.decode_attention.config import ROWS
 from pallas_kernels.decode_attention.masks_sm90 import bounds_of, visible, without_unused
 from pallas_kernels.decode_attention.shape_sm90 import Item, Shape, Sum, kv_head_of, tile_range
 from pallas_kernels.decode_attention.storage_sm90 import Storage
-from pallas_kernels.decode_attention.sums_sm90 import add_sums, empty_sum, scaled, store_partial, store_result
+from pallas_kernels.decode_attention.sums_sm90 import (
+    add_sums,
+    empty_sum,
+    scaled,
+    store_partial,
+    store_result,
+    sum_of_sinks,
+    with_sinks,
+)
 from pallas_kernels.decode_attention.warp_layouts_sm90 import reduce_warp, spread
 from pallas_kernels.decode_attention.warp_queries_sm90 import Queries
 from pallas_kernels.decode_attention.warp_stores_sm90 import BY_ROWS
 from pallas_kernels.hopper.hadamard_sm90 import turn
+from pallas_kernels.hopper.logits_sm90 import LOG2_E, capped
 
 Seen = Callable[[jax.Array, jax.Array], jax.Array]  # tokens and their logits, to those that columns see
 
@@ -59,6 +68,7 @@ def compute_item(
     out_ref: Any,
     part_ref: Any,
     trees_ref: Any,
+    sinks_ref: Any,
     item: Item,
     state: tuple[jax.Array, jax.Array, jax.Array, Sum, Queries | None],
     *,
@@ -99,6 +109,7 @@ def compute_item(
     if shape.by_warps:
         attend = partial(_by_warps, shape, item, seen, queries)
     log2_scale = _log2_scale(shape, queries, q_raw.dtype, others)
+    sinks = None if sinks_ref is None else sum_of_sinks(shape, item, sinks_ref)  # long before they are waited for
 
     def step(j: jax.Array, carry: Sum) -> Sum:
         slot = lax.rem(tiles + j - first_tile, jnp.int32(full.shape[0]))
@@ -114,7 +125,7 @@ def compute_item(
     acc = own.acc
     if own.zeros is not None:
         acc = acc + spread(reduce_warp(own.zeros, "add"), acc.shape[0] // 64)
-    own = without_unused(shape, item, Sum(own.top, weights, acc))
+    own = with_sinks(shape, item, sinks, without_unused(shape, item, Sum(own.top, weights, acc)))
     alone = jnp.logical_or(item.first, jnp.logical_not(item.begun))
     total = lax.cond(alone, lambda: own, lambda: add_sums(shape, before, own))
     whole = jnp.logical_and(item.last, item.begun)
@@ -130,7 +141,7 @@ def compute_item(
 
 def _log2_scale(shape: Shape, queries: Queries | None, dtype: DTypeLike, others: dict[str, Any]) -> Any:
     """Returns what logits are multiplied by, for weights as powers of two: a number, or by query [ROWS, columns]."""
-    scale = shape.scale * math.log2(math.e)
+    scale = shape.scale * LOG2_E
     if queries is not None:
         return scale if queries[1] is None else spread(queries[1] * scale, 1)
     if others["q_s"].dtype == dtype:
@@ -155,7 +166,7 @@ def _by_warpgroup(
         return ref[...]
 
     logits = pl.run_scoped(logits_of, plgpu.ACC((ROWS, shape.columns), jnp.float32))
-    logits = seen(tokens, logits * log2_scale)
+    logits = seen(tokens, capped(logits * log2_scale, shape.softcap))
     top = lax.round(reduce_rows(logits, "max", reduced, shape), lax.RoundingMethod.TO_NEAREST_EVEN)
     top = jnp.maximum(carry.top, top)
     p = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1])).astype(p_s.dtype)
@@ -184,7 +195,8 @@ def _by_warps(
         scales = others[f"{name}_scales"].at[at] if stored.groups else None
         operands.append(load(stored, others[name].at[at], scales))
     k, v = operands
-    logits = seen(tokens, warps_sm90.dot_k(shape.k, k, zero, queries[0], queries[2]) * log2_scale)
+    logits = warps_sm90.dot_k(shape.k, k, zero, queries[0], queries[2]) * log2_scale
+    logits = seen(tokens, capped(logits, shape.softcap))
     bounds = item.low - tokens, item.high - tokens
     values = warps_sm90.convert_v(shape.v, v, zero, bounds)  # while the softmax waits for its own results
     top = lax.round(reduce_warp(logits, "max"), lax.RoundingMethod.TO_NEAREST_EVEN)

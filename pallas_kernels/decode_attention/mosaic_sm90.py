@@ -51,7 +51,7 @@ from pallas_kernels.formats.segments import Segments, words_of
 from pallas_kernels.hopper.smem_sm90 import shared_bytes, swizzled
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "config", "width", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "softcap", "config", "width", "interpret"))
 def decode_attention(
     q: jax.Array,
     pages: KVPages,
@@ -62,6 +62,8 @@ def decode_attention(
     work: Work | None = None,
     segments: Segments | None = None,
     *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     config: Config | None = None,
     width: int | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -79,7 +81,7 @@ def decode_attention(
         work = make_work(lengths, num_heads, kv_heads, head_dim, narrow=pages.narrow, **options)
     config, words = work.config, 0 if work.trees is None else words_of(width)
     own = jax.ShapeDtypeStruct((num_rows * width, num_heads, head_dim), q.dtype)
-    shape = shape_of(own, pages, scale, window, page_table.shape[1] * page_size, config, width, words)
+    shape = shape_of(own, pages, scale, window, page_table.shape[1] * page_size, config, width, words, softcap)
     if width > 1 and (words > 0) != (segments is not None and segments.ancestors is not None):
         raise ValueError(f"the work list is for {'trees' if words else 'chains'}, the call's segments are not")
     if (work.rows.shape, work.width, work.heads, work.window) != ((num_rows,), width, shape.items, window):
@@ -87,7 +89,7 @@ def decode_attention(
             f"the work list is for {work.rows.shape[0]} segments of {work.width} rows, {work.heads} items and window "
             f"{work.window}, the call has {num_rows} of {width}, {shape.items} and {window}"
         )
-    out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, interpret)
+    out, parts = _attend(shape, shape.k.queries(q), pages, page_table, work, sinks, interpret)
     if shape.slots:
         out = merge_cuts(shape, out, parts, work, interpret)
     return shape.v.results(out.reshape(q.shape))
@@ -102,6 +104,7 @@ def shape_of(
     config: Config,
     width: int = 1,
     words: int = 0,
+    softcap: float | None = None,
 ) -> Shape:
     """Returns what the kernels are specialized to, for q [R Q, H, D] with Q = `width`. Masks of ancestors have `words`
     words (0: chains), and sequences at most `max_tokens` keys."""
@@ -134,6 +137,7 @@ def shape_of(
         window=window,
         words=words,
         scale=scale,
+        softcap=softcap,
         config=config,
         k=k,
         v=v,
@@ -184,6 +188,7 @@ def _attend(
     pages: KVPages,
     page_table: jax.Array,
     work: Work,
+    sinks: jax.Array | None,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns results [rows of q * H, D], without cut heads, and partial ones [sum, slot, query, D and PAD]. A
@@ -194,10 +199,10 @@ def _attend(
     for name, pool, stored in (("k_scales", pages.k, shape.k), ("v_scales", pages.v, shape.v)):
         if pool.scales is not None:
             sources[name] = stored.scale_rows(pool)
-    drafts = {"segments": work.segments, "trees": work.trees}
-    drafts = {name: array for name, array in drafts.items() if array is not None}
+    optional = {"segments": work.segments, "trees": work.trees, "sinks": sinks}
+    given = {name: array for name, array in optional.items() if array is not None}
     return plgpu.kernel(
-        partial(_attend_kernel, shape, tuple(sources), tuple(drafts)),
+        partial(_attend_kernel, shape, tuple(sources), tuple(given)),
         out_type=(
             jax.ShapeDtypeStruct((q.shape[0] * shape.num_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((config.computing * shape.sums, slots, shape.queries, head_dim + PAD), jnp.float32),
@@ -221,14 +226,14 @@ def _attend(
         work.slots,
         pages.k.layer_operand,
         *sources.values(),
-        *drafts.values(),
+        *given.values(),
     )
 
 
 def _attend_kernel(
     shape: Shape,
     names: tuple[str, ...],
-    of_drafts: tuple[str, ...],
+    given: tuple[str, ...],
     q_ref: Any,
     table_ref: Any,
     rows_ref: Any,
@@ -242,8 +247,8 @@ def _attend_kernel(
     **scratch: Any,
 ) -> None:
     sources, rest = dict(zip(names, refs)), refs[len(names) :]
-    drafts, (out_ref, part_ref) = dict(zip(of_drafts, rest)), rest[len(of_drafts) :]
-    segments_ref, trees_ref = drafts.get("segments"), drafts.get("trees")
+    optional, (out_ref, part_ref) = dict(zip(given, rest)), rest[len(given) :]
+    segments_ref, trees_ref, sinks_ref = (optional.get(name) for name in ("segments", "trees", "sinks"))
     worker, role = lax.axis_index("worker"), lax.axis_index("warpgroup")
     computing, items = shape.config.computing, items_ref[worker]
 
@@ -284,7 +289,7 @@ def _attend_kernel(
         def _clear() -> None:
             clear_unused(shape, worker, rows_ref, lengths_ref, out_ref, scratch["out_s"].at[0])
 
-        compute = partial(compute_item, shape, role, out_ref, part_ref, trees_ref, **scratch)
+        compute = partial(compute_item, shape, role, out_ref, part_ref, trees_ref, sinks_ref, **scratch)
         zero = jnp.int32(0)
         for_each_item(
             compute, (zero, zero, slots_ref[worker], empty_sum(shape), no_queries(shape, scratch["q_raw"].dtype))

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.formats.reference_pages import of_layer, read_sequence, to_numpy
+from pallas_kernels.formats.reference_pages import attended, of_layer, read_sequence, sinks_of, to_numpy
 
 
 def decode_attention(
@@ -16,11 +16,14 @@ def decode_attention(
     window: int | None,
     rows: ArrayLike | None = None,
     ancestors: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
 ) -> np.ndarray:
     """Returns float64 [R Q, H, D]. Arguments are api.py's, concrete, with the parts of Segments apart. Raises
     ValueError for lengths and pages out of range."""
     queries, tables = np.asarray(q).astype(np.float64), np.asarray(page_table)
     pages = of_layer(to_numpy(pages))
+    of_heads = sinks_of(sinks, queries.shape[1])
     width = len(queries) // max(1, len(tables))
     out = np.zeros(queries.shape, np.float64)
     for r, length in enumerate(map(int, np.asarray(lengths))):
@@ -48,6 +51,5 @@ def decode_attention(
             for h in range(queries.shape[1]):
                 kv_head = h * keys.shape[1] // queries.shape[1]
                 logits = keys[:, kv_head] @ queries[r * width + i, h] * scale
-                weights = np.exp(logits - logits.max())
-                out[r * width + i, h] = weights @ values[:, kv_head] / weights.sum()
+                out[r * width + i, h] = attended(logits, values[:, kv_head], softcap, of_heads[h])
     return out

@@ -10,8 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_attention.config import ROWS, Config
 from pallas_kernels.decode_attention.storage_sm90 import Storage
 from pallas_kernels.decode_attention.work import padded
+from pallas_kernels.hopper.logits_sm90 import LOWEST
 
-MASKED = -1e30  # finite: the difference of two is a number
+MASKED = LOWEST  # of keys that are not seen
 PAD = 4  # a partial result is followed by its largest logit, its sum of weights, and 8 bytes that align copies
 FETCHED = 8  # partial results of one copy
 REDUCTIONS = 1024  # bytes of shared memory for Pallas's own
@@ -39,6 +40,7 @@ class Shape:
     window: int | None
     words: int  # of a mask of ancestors; 0: segments are chains
     scale: float
+    softcap: float | None
     config: Config
     k: Storage
     v: Storage

@@ -1,6 +1,6 @@
 """Adds up a head's splits in decode_attention, and stores results and partial ones."""
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from pallas_kernels.decode_attention.shape_sm90 import MASKED, Item, Shape, Sum,
 from pallas_kernels.decode_attention.warp_layouts_sm90 import BY_WARP, spread
 from pallas_kernels.decode_attention.warp_stores_sm90 import BY_ROWS, store_rows, store_sums, wait_for_warps
 from pallas_kernels.hopper.hadamard_sm90 import turn
+from pallas_kernels.hopper.logits_sm90 import sinks_of
 
 _ONE_BY_ONE = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))),
@@ -37,6 +38,27 @@ def empty_sum(shape: Shape, weights: tuple[int, ...] = ()) -> Sum:
         return plgpu.layout_cast(jnp.full((*rows, shape.columns), value, jnp.float32), layout)
 
     return Sum(full(MASKED, ()), full(0.0, weights), full(0.0, (shape.head_dim,)))
+
+
+def sum_of_sinks(shape: Shape, item: Item, sinks_ref: Any) -> Sum:
+    """Returns the sum of what a head's queries have as sinks [H], whose values are zero: by warps it is the first
+    one's."""
+    empty, layout = empty_sum(shape), BY_WARP if shape.by_warps else plgpu.Layout.WGMMA.reduce(0)
+    iota = partial(plgpu.broadcasted_iota, jnp.int32, empty.top.shape, layout=layout)
+    head = lax.rem(iota(empty.top.ndim - 1), jnp.int32(shape.heads))
+    sinks = sinks_of(sinks_ref, first_query(shape, jnp.int32(0), item.head), head, shape.heads)
+    top = lax.round(sinks, lax.RoundingMethod.TO_NEAREST_EVEN)
+    total = jnp.exp2(sinks - top)
+    if shape.by_warps:
+        first = iota(0) < empty.top.shape[0] // 4
+        top, total = jnp.where(first, top, MASKED), jnp.where(first, total, 0.0)
+    return Sum(top, total, empty.acc)
+
+
+def with_sinks(shape: Shape, item: Item, sinks: Sum | None, own: Sum) -> Sum:
+    """Returns the sum of a split, after the head's sinks if the split is the first. So they are in one partial result,
+    wherever the head is cut."""
+    return own if sinks is None else lax.cond(item.first, lambda: add_sums(shape, sinks, own), lambda: own)
 
 
 def add_sums(shape: Shape, a: Sum, b: Sum) -> Sum:

@@ -4,6 +4,7 @@ nothing with kv_pages.py but its dataclasses. It also catches what shapes cannot
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages, Pages
 
@@ -72,6 +73,20 @@ def read_sequence(pages: Pages, table: np.ndarray, start: int, stop: int) -> np.
             raise ValueError(f"token {token} is in page {page}, but the pool has {num_pages} pages")
         rows.append([read_row(pages, page, head, token % page_size) for head in range(num_heads)])
     return np.array(rows, np.float64)
+
+
+def sinks_of(sinks: ArrayLike | None, num_heads: int) -> np.ndarray:
+    """Returns the sinks float64 [H], where none is one of -inf."""
+    return np.full(num_heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
+
+
+def attended(logits: np.ndarray, values: np.ndarray, softcap: float | None, sink: float) -> np.ndarray:
+    """Returns the sum float64 [D] of values [T, D] by the softmax of logits [T], capped if so, and of a sink."""
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    top = max(logits.max(), sink)
+    weights = np.exp(logits - top)
+    return weights @ values / (weights.sum() + np.exp(sink - top))
 
 
 def write_row(pages: Pages, page: int, head: int, offset: int, x: np.ndarray) -> None:

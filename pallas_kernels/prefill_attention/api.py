@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, attention_backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -13,7 +13,6 @@ from pallas_kernels.checks import (
     check_logits,
     check_pages,
     check_window,
-    with_plain_logits,
 )
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.formats.kv_pages import KVPages
@@ -100,11 +99,11 @@ def plan(
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
 
 
-def _mosaic(*args) -> jax.Array:
+def _mosaic(*args, **logits) -> jax.Array:
     from pallas_kernels.prefill_attention import mosaic_sm90  # imports all of Pallas
 
     *rest, into, first = args
-    return mosaic_sm90.prefill_attention(*rest, into=into, first=first)
+    return mosaic_sm90.prefill_attention(*rest, into=into, first=first, **logits)
 
 
 def _triton(*args, **logits) -> jax.Array:
@@ -135,13 +134,8 @@ def _placed(attend, q, *args) -> jax.Array:
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, with_plain_logits(check_supported, "mosaic"), plan=make_work),
-    "triton": Backend(
-        _triton,
-        lambda q, pages, scale, plain: check_triton(q, pages, scale),
-        with_plain_logits(check_triton, "triton"),
-        plan=_triton_plan,
-    ),
+    "mosaic": attention_backend("mosaic", _mosaic, check_supported, make_work),
+    "triton": attention_backend("triton", _triton, check_triton, _triton_plan),
     "xla": Backend(_xla, lambda q, pages, scale, plain: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

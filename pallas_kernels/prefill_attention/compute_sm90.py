@@ -14,7 +14,16 @@ from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.copy_sm90 import clear_unseen
 from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, quotient
-from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, full, stage_queries, stage_rows, write_rows
+from pallas_kernels.prefill_attention.rows_sm90 import (
+    bounded,
+    exponentials,
+    first_peak,
+    first_total,
+    full,
+    stage_queries,
+    stage_rows,
+    write_rows,
+)
 
 
 def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
@@ -69,10 +78,10 @@ class _Rows:
     def attend(self) -> tuple[jax.Array, jax.Array]:
         """Returns unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
         plan, tile, block = self.plan, self.tile, self.plan.config.block_kv
-        lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
+        start = first_peak(plan, self.refs, self._heads)
         acc = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
-        p, peak, _ = self._softmax(self._scores(tile.first), tile.first, lowest, masked=True)
-        carry = (acc, peak, p.sum(axis=1), p.astype(plan.dtype))
+        p, peak, decay = self._softmax(self._scores(tile.first), tile.first, start, masked=True)
+        carry = (acc, peak, first_total(self.refs, p, decay), p.astype(plan.dtype))
 
         # Blocks that every row sees in full need no mask.
         masked, unmasked = partial(self._step, masked=True), partial(self._step, masked=False)
@@ -86,6 +95,10 @@ class _Rows:
         carry = lax.fori_loop(begin, full_end, unmasked, carry)
         acc, _, total, p = lax.fori_loop(full_end, tile.last, masked, carry)
         return self._product(tile.last - 1, acc, p, last=True), total
+
+    def _heads(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the warpgroup's first query head, and which one from it on each row has."""
+        return head_of(self.plan, self.tile, self.wg), quotient(row, self.plan.config.queries)
 
     def _step(self, j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         """Computes P V of block j - 1, and under it the scores and the softmax of block j."""
@@ -153,7 +166,7 @@ class _Rows:
         self, scores: jax.Array, j: jax.Array, peak: jax.Array, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns P of block j (f32), the rows' new peak (in units of log2), and what earlier sums shrink by."""
-        shape = scores.shape
+        shape, scores = scores.shape, bounded(self.plan, scores)
         if masked:
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -163,7 +176,7 @@ class _Rows:
             if self.plan.window is not None:
                 seen = seen & (distance < self.plan.window)
             scores = jnp.where(seen, scores, -jnp.inf)
-        return exponentials(scores, peak, self.plan.scale)
+        return exponentials(self.plan, scores, peak)
 
     def _slot(self, j: jax.Array) -> jax.Array:
         return self.plan.slot(self.blocks + j - self.tile.first)
@@ -177,9 +190,14 @@ class _Rows:
             plgpu.barrier_arrive(self.refs.turn.at[1 - self.wg])
 
 
+def head_of(plan: Plan, tile: Tile, wg: jax.Array) -> jax.Array:
+    """Returns the first query head of a computing warpgroup."""
+    return tile.head + lax.rem(wg, jnp.int32(plan.config.heads)) * plan.config.stack
+
+
 def _store(plan: Plan, refs: Refs, tile: Tile, wg: jax.Array, below: jax.Array, out: jax.Array) -> None:
     """Writes the warpgroup's rows of the tile, and none of the next chunk's."""
-    head = tile.head + lax.rem(wg, jnp.int32(plan.config.heads)) * plan.config.stack
+    head = head_of(plan, tile, wg)
     stage_rows(plan, refs, wg, out)
     each = plan.config.queries
     write_rows(plan, refs, wg, 0, each, tile.row + below, jnp.clip(tile.rows - below, 0, each), head)

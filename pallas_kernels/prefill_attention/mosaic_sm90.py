@@ -24,7 +24,7 @@ from pallas_kernels.prefill_attention.plan_sm90 import REGISTERS, Plan, Pool, Re
 from pallas_kernels.prefill_attention.work import Work, make_work
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "config", "first", "interpret"))
+@partial(jax.jit, static_argnames=("scale", "window", "config", "first", "softcap", "interpret"))
 def prefill_attention(
     q: jax.Array,
     pages: KVPages,
@@ -37,6 +37,8 @@ def prefill_attention(
     config: Config | None = None,
     into: jax.Array | None = None,
     first: int = 0,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns [C, H, D] of q [C, H, D], page_table i32[B, M], cu_q_lens i32[B + 1] and kv_lens i32[B]; see api.py.
@@ -60,10 +62,10 @@ def prefill_attention(
         q, into = pad(q), None if into is None else pad(into)
     formats = pages.k.format, pages.v.format
     heads, sizes = (num_heads, num_kv_heads, head_dim), (page_size, pages.k.num_pages)
-    plan = Plan(*heads, *sizes, q.dtype, *formats, scale, window, work.config, first)
+    plan = Plan(*heads, *sizes, q.dtype, *formats, scale, softcap, window, work.config, first)
     plan.check()
     kernel = plgpu.kernel(
-        partial(_kernel, plan),
+        partial(_kernel, plan, sinks is not None),
         out_type=() if into is not None else jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=plan.scratch(),
         grid=(work.config.ctas,),
@@ -75,7 +77,8 @@ def prefill_attention(
         interpret=interpret,
     )
     pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
-    arrays = q, page_table, work.tiles, work.count, work.items, pages.k.layer_operand, *pools
+    own = () if sinks is None else (sinks,)
+    arrays = q, page_table, work.tiles, work.count, work.items, pages.k.layer_operand, *own, *pools
     if into is None:
         return kernel(*arrays)[:all_rows]
     out = jax.new_ref(into)
@@ -83,13 +86,14 @@ def prefill_attention(
     return jax.freeze(out)[:all_rows]
 
 
-def _kernel(plan: Plan, q: Any, table: Any, *arrays: Any, **scratch: Any) -> None:
+def _kernel(plan: Plan, joins_sinks: bool, q: Any, table: Any, *arrays: Any, **scratch: Any) -> None:
     tiles, count, items, layer, *pools, out = arrays
+    sinks = pools.pop(0) if joins_sinks else None
     rest = iter(pools)
     for name, fmt in (("k", plan.k_format), ("v", plan.v_format)):
         values, scales = next(rest), None if fmt.group is None else next(rest)
         scratch[name] = Pool(values=values, scales=scales, **scratch[name])
-    refs = Refs(q=q, table=table, tiles=tiles, count=count, items=items, layer=layer, out=out, **scratch)
+    refs = Refs(q=q, table=table, tiles=tiles, count=count, items=items, layer=layer, sinks=sinks, out=out, **scratch)
     warpgroup, computing = lax.axis_index("warpgroup"), plan.config.warpgroups
     registers = REGISTERS[computing, plan.warpgroups]
 

@@ -7,6 +7,7 @@ Sums over keys are the same wherever a chunk lies, since what is added before an
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Pack, Plan, Refs
-from pallas_kernels.prefill_attention.rows_sm90 import LOWEST, exponentials, full, stage_queries, stage_rows, write_rows
+from pallas_kernels.prefill_attention.rows_sm90 import (
+    bounded,
+    exponentials,
+    first_peak,
+    first_total,
+    full,
+    stage_queries,
+    stage_rows,
+    write_rows,
+)
 from pallas_kernels.prefill_attention.work import POSITION, ROW, ROWS
 
 SIDE = 64  # tokens and columns of V that are in registers at once
@@ -43,13 +53,12 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     _pass_by(plan, blocks, later, (k,))
     plgpu.commit_smem()  # all warps have seen V as it was
     _clean(plan, refs, slot)
-    scores = jnp.where(_seen(plan, pack, positions), scores, -jnp.inf)
-    lowest = full((WARPGROUP_ROWS,), LOWEST, plgpu.Layout.WGMMA.reduce(1))
-    p = exponentials(scores, lowest, plan.scale)[0]
+    scores = jnp.where(_seen(plan, pack, positions), bounded(plan, scores), -jnp.inf)
+    p, _, decay = exponentials(plan, scores, first_peak(plan, refs, partial(_heads, plan, pack, wg)))
     out = _product(plan, refs, wg, slot, p.astype(plan.dtype))
     plgpu.barrier_arrive(refs.v.free.at[slot])
     _pass_by(plan, blocks, later, (v,))
-    stage_rows(plan, refs, wg, out * lax.broadcast_in_dim(1 / p.sum(axis=1), out.shape, [0]))
+    stage_rows(plan, refs, wg, out * lax.broadcast_in_dim(1 / first_total(refs, p, decay), out.shape, [0]))
 
     @pl.loop(0, pack.chunks)
     def _(i: jax.Array) -> None:
@@ -112,6 +121,11 @@ def _seen(plan: Plan, pack: Pack, positions: Sequence[jax.Array]) -> jax.Array:
     distance = spread(position, 0) - spread(key, 1)
     seen = same & (distance >= 0)
     return seen if plan.window is None else seen & (distance < plan.window)
+
+
+def _heads(plan: Plan, pack: Pack, wg: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a warpgroup's first query head, and which one from it on each row has within its slot."""
+    return pack.head + wg * plan.config.stack, lax.div(row & (pack.rows - 1), pack.queries(plan))
 
 
 def _product(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array, p: jax.Array) -> jax.Array:

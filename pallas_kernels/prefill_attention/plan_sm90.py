@@ -52,6 +52,7 @@ class Refs(NamedTuple):
     count: Any
     items: Any
     layer: Any
+    sinks: Any  # [H]; None: there are none
     out: Any
     k: Pool
     v: Pool
@@ -130,6 +131,7 @@ class Plan:
     k_format: KVFormat
     v_format: KVFormat
     scale: float
+    softcap: float | None
     window: int | None
     config: Config
     first_row: int = 0  # of q and of the result, from which the work list counts rows

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.formats.reference_pages import of_layer, read_sequence, to_numpy
+from pallas_kernels.formats.reference_pages import attended, of_layer, read_sequence, sinks_of, to_numpy
 
 
 def prefill_attention(
@@ -15,11 +15,14 @@ def prefill_attention(
     kv_lens: ArrayLike,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
 ) -> np.ndarray:
     """Returns float64 [C, H, D]. Arguments are api.py's, concrete. Raises ValueError for lengths and pages out of
     range."""
     queries, tables, bounds = np.asarray(q).astype(np.float64), np.asarray(page_table), np.asarray(cu_q_lens)
     pages = of_layer(to_numpy(pages))
+    of_heads = sinks_of(sinks, queries.shape[1])
     if bounds[0] != 0 or np.any(np.diff(bounds) < 0) or bounds[-1] > len(queries):
         raise ValueError(f"cu_q_lens is {bounds}, expected nondecreasing from 0 to at most {len(queries)}")
     out = np.zeros(queries.shape, np.float64)
@@ -38,6 +41,5 @@ def prefill_attention(
             for h in range(queries.shape[1]):
                 kv_head = h * keys.shape[1] // queries.shape[1]
                 logits = keys[visible, kv_head] @ queries[bounds[b] + i, h] * scale
-                weights = np.exp(logits - logits.max())
-                out[bounds[b] + i, h] = weights @ values[visible, kv_head] / weights.sum()
+                out[bounds[b] + i, h] = attended(logits, values[visible, kv_head], softcap, of_heads[h])
     return out

@@ -1,6 +1,6 @@
 """Computes softmax of a warpgroup's 64 rows in the Hopper kernel of prefill_attention, and copies them out."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,19 +10,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.hadamard_sm90 import turn
+from pallas_kernels.hopper.logits_sm90 import LOG2_E, LOWEST, sinks_of, tanh
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs
-
-LOWEST = -1e30  # finite: a row that has seen no key yet keeps its sum without NaN
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def exponentials(scores: jax.Array, peak: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns P f32 [64, T] of masked scores (-inf), the rows' new peak (in units of log2), and what earlier sums
-    shrink by."""
-    to_log2 = scale * math.log2(math.e)
+def first_peak(plan: Plan, refs: Refs, heads: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Returns the peaks f32 [64] (in units of log2) of rows that have seen no key: their sinks, of total weight 1.
+    `heads` returns the warpgroup's first query head, and which one from it on each of rows i32[64] has."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    if refs.sinks is None:
+        return full((WARPGROUP_ROWS,), LOWEST, layout)
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=layout)
+    return sinks_of(refs.sinks, *heads(row), plan.config.stack)
+
+
+def first_total(refs: Refs, p: jax.Array, decay: jax.Array) -> jax.Array:
+    """Returns the rows' sums of weights after their first block, whose weights are p [64, T]. `decay` is what the
+    sinks' weights shrank to."""
+    total = p.sum(axis=1)
+    return total if refs.sinks is None else decay + total
+
+
+def bounded(plan: Plan, scores: jax.Array) -> jax.Array:
+    """Returns the numbers [64, T] of which `exponentials` takes powers, of scores that are not masked yet."""
+    return scores if plan.softcap is None else tanh(scores * (plan.scale / plan.softcap))
+
+
+def exponentials(plan: Plan, scores: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns P f32 [64, T] of bounded and masked scores (-inf), the rows' new peak (in units of log2), and what
+    earlier sums shrink by."""
+    to_log2 = (plan.scale if plan.softcap is None else plan.softcap) * LOG2_E
     new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
     p = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
     return p, new_peak, jnp.exp2(peak - new_peak)

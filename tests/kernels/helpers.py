@@ -1,6 +1,7 @@
 """Computes errors, poison and seeded faults for the kernels' tests."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,15 @@ def error(out, expected) -> float:
     relative = distances / np.where(norms > 0, norms, 1)
     relative[(norms == 0) & (distances > 0)] = np.inf
     return float(np.max(np.nan_to_num(relative, nan=np.inf)))
+
+
+def logits_of(number: int, num_heads: int, dtype: str) -> dict[str, Any]:
+    """Returns what the number-th case of attention has besides: nothing, sinks, or sinks and a softcap. Most sinks take
+    about as much as all keys. One is none, one takes nothing, and one takes all."""
+    if number % 3 == 1:
+        return {}
+    sinks = np.resize([4.0, -np.inf, 2.0, 60.0, -60.0, 6.0], num_heads)
+    return {"sinks": jnp.asarray(sinks, dtype), "softcap": None if number % 3 else 1.5}
 
 
 def same_bits(a, b) -> bool:

@@ -20,7 +20,16 @@ from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import KVPages, allocate
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
+from tests.kernels.helpers import (
+    TOLERANCE,
+    error,
+    logits_of,
+    missed,
+    poison,
+    same_bits,
+    swap_entries,
+    visible_slots,
+)
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_decode_attention import first_visible
 
@@ -47,10 +56,10 @@ def poisoned(case: Case):
     return q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths
 
 
-def interpreted(case: Case, arguments, config: Config = TINY):
+def interpreted(case: Case, arguments, config: Config = TINY, **logits):
     """Runs the kernel under the GPU interpreter; a race fails."""
-    out = mosaic_sm90.decode_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
-    return jax.block_until_ready(out)
+    options = {"config": config, "interpret": FIND_RACES} | logits
+    return jax.block_until_ready(mosaic_sm90.decode_attention(*arguments, case.scale, case.window, **options))
 
 
 def small(**changes) -> Case:
@@ -65,11 +74,11 @@ INTERPRETED = [
         dataclasses.replace(TINY, computing=1, split=256),
     ),
     (small(lengths=(140,), heads=(1, 1), page_size=32, head_dim=256, k_format="fp8", v_format="int8-g256"), NARROW),
-    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), NARROW),
     (
         small(lengths=(70, 300), heads=(4, 2), k_format="fp8", v_format="int4-g8"),
         dataclasses.replace(TINY, by_warps=False, sms=3),
     ),
+    (small(lengths=(70,), heads=(71, 1), page_size=64, window=1, k_format="f16"), NARROW),
     (small(lengths=(300, 30), heads=(4, 2), k_format="int8-g8", v_format="fp8"), dataclasses.replace(TINY, sms=3)),
     (small(lengths=(70, 0, 20), heads=(4, 4), page_size=8, k_format="int4-g8", v_format="int8-g16"), TINY),
     (small(lengths=(100,), heads=(3, 1), k_format="int8-g64", v_format="fp8", dtype="float16", window=50), NARROW),
@@ -93,21 +102,31 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
-def test_matches_the_formula_and_reads_nothing_else(case, config):
-    arguments = poisoned(case)
-    out = interpreted(case, arguments, config)
+@pytest.mark.parametrize("number", range(len(INTERPRETED)))
+def test_matches_the_formula_and_reads_nothing_else(number):
+    case, config = INTERPRETED[number]
+    arguments, logits = poisoned(case), logits_of(number, case.heads[0], case.dtype)
+    out = interpreted(case, arguments, config, **logits)
     assert out.dtype == case.dtype
-    assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < TOLERANCE[case.dtype]
+    expected = reference.decode_attention(*arguments, case.scale, case.window, **logits)
+    assert error(out, expected) < TOLERANCE[case.dtype]
+
+
+def test_sinks_of_minus_infinity_change_no_bit():
+    for kv in ("bf16", "fp8"):
+        case = small(lengths=(70,), heads=(1, 1), k_format=kv, v_format=kv)
+        both = None, jnp.full(1, -jnp.inf, case.dtype)
+        assert same_bits(*(interpreted(case, poisoned(case), NARROW, sinks=sinks) for sinks in both))
 
 
 @pytest.mark.parametrize(("kv", "changes"), [("bf16", {"sms": 5}), ("fp8", {"sms": 3, "computing": 1})], ids=str)
 def test_bits_depend_neither_on_the_run_nor_on_company_nor_on_where_heads_are_cut(kv, changes):
     case = small(lengths=(300, 40), heads=(2, 2), k_format=kv, v_format=kv)
+    run = partial(interpreted, case, **logits_of(0, 2, case.dtype))
     q, pages, table, lengths = case.inputs()
-    out = interpreted(case, (q, pages, table, lengths))
-    assert same_bits(out, interpreted(case, (q, pages, table, lengths)))
-    alone = interpreted(case, (q[:1], pages, table[:1], lengths[:1]), dataclasses.replace(TINY, **changes))
+    out = run((q, pages, table, lengths))
+    assert same_bits(out, run((q, pages, table, lengths)))
+    alone = run((q[:1], pages, table[:1], lengths[:1]), dataclasses.replace(TINY, **changes))
     assert same_bits(out[:1], alone)
 
 
@@ -307,8 +326,8 @@ def supported(case: Case) -> bool:
     return True
 
 
-def lower(case: Case, function=decode_attention) -> str:
-    f = jax.jit(partial(function, scale=case.scale, window=case.window, backend="mosaic"))
+def lower(case: Case, function=decode_attention, **logits) -> str:
+    f = jax.jit(partial(function, scale=case.scale, window=case.window, backend="mosaic", **logits))
     return f.trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -339,9 +358,10 @@ LOWERED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=str)
-def test_lowers_for_cuda(case):
-    assert "mosaic_gpu" in lower(case)
+@pytest.mark.parametrize("number", range(len(LOWERED)))
+def test_lowers_for_cuda(number):
+    case = LOWERED[number]
+    assert "mosaic_gpu" in lower(case, **logits_of(number, case.heads[0], case.dtype))
 
 
 @pytest.mark.parametrize(
@@ -456,17 +476,28 @@ ON_DEVICE = [
 ]  # fmt: skip
 
 
+FAMILIES = [  # heads of gpt-oss, whose every other layer has this window, and of Gemma 2
+    small(lengths=(1300, 1, 0, 300), k_format=kv, v_format=kv, heads=heads, head_dim=head_dim, window=window)
+    for kv in ("bf16", "fp8")
+    for heads, head_dim, window in (((64, 8), 64, 128), ((64, 8), 64, None), ((8, 4), 256, None))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*ON_DEVICE, *filter(supported, CASES)], ids=str)
-def test_on_the_device(case):
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [*product([*ON_DEVICE, *filter(supported, CASES)], [1]), *product([*ON_DEVICE, *FAMILIES], [0, 2])],
+    ids=str,
+)
+def test_on_the_device(case, number):
     case = dataclasses.replace(case, lengths=(*case.lengths, 1100))  # that every default splits
-    arguments = poisoned(case)
-    run = jax.jit(partial(decode_attention, scale=case.scale, window=case.window, backend="mosaic"))
+    arguments, logits = poisoned(case), logits_of(number, case.heads[0], case.dtype)
+    run = jax.jit(partial(decode_attention, scale=case.scale, window=case.window, backend="mosaic", **logits))
     out = run(*arguments)
     both_narrow = arguments[1].narrow and case.dtype == "float16"  # then codes times scales are rounded to it as well
     turned = case.k_format.endswith("-h") or case.v_format.endswith("-h")  # queries or results are rounded once more
     tolerance = 7e-4 if both_narrow else (1.5 if turned else 1) * TOLERANCE[case.dtype]
-    assert error(out, reference.decode_attention(*arguments, case.scale, case.window)) < tolerance
+    assert error(out, reference.decode_attention(*arguments, case.scale, case.window, **logits)) < tolerance
     assert same_bits(out, run(*arguments))
 
 

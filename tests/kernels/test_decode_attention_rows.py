@@ -27,7 +27,7 @@ from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, visible_slots
+from tests.kernels.helpers import TOLERANCE, error, logits_of, missed, poison, same_bits, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_decode_attention_mosaic import NARROW, TINY, items_of, partial_results, shapes, small
 from tests.kernels.test_segments import queries, random_trees, words
@@ -56,15 +56,16 @@ def poisoned(case: Case, segments: Segments, width: int):
     return q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths
 
 
-def interpreted(case: Case, arguments, segments, config=TINY):
+def interpreted(case: Case, arguments, segments, config=TINY, **logits):
     """Runs the kernel under the GPU interpreter; a race fails."""
     call = mosaic_sm90.decode_attention.__wrapped__  # nothing is cached: faults are planted in the kernel
-    out = call(*arguments, case.scale, case.window, None, segments, config=config, interpret=FIND_RACES)
-    return jax.block_until_ready(out)
+    options = {"config": config, "interpret": FIND_RACES} | logits
+    return jax.block_until_ready(call(*arguments, case.scale, case.window, None, segments, **options))
 
 
-def formula(case: Case, arguments, segments: Segments) -> np.ndarray:
-    return reference.decode_attention(*arguments, case.scale, case.window, segments.rows, segments.ancestors)
+def formula(case: Case, arguments, segments: Segments, **logits) -> np.ndarray:
+    parts = segments.rows, segments.ancestors
+    return reference.decode_attention(*arguments, case.scale, case.window, *parts, **logits)
 
 
 def pairwise():
@@ -92,13 +93,14 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "width", "tree", "rows", "config"), INTERPRETED, ids=str)
-def test_matches_the_formula_and_reads_nothing_else(case, width, tree, rows, config):
-    segments = segments_of(rows, width, tree)
+@pytest.mark.parametrize("number", range(len(INTERPRETED)))
+def test_matches_the_formula_and_reads_nothing_else(number):
+    case, width, tree, rows, config = INTERPRETED[number]
+    segments, logits = segments_of(rows, width, tree), logits_of(number, case.heads[0], case.dtype)
     arguments = poisoned(case, segments, width)
-    out = interpreted(case, arguments, segments, config)
+    out = interpreted(case, arguments, segments, config, **logits)
     assert out.dtype == case.dtype
-    assert error(out, formula(case, arguments, segments)) < TOLERANCE[case.dtype]
+    assert error(out, formula(case, arguments, segments, **logits)) < TOLERANCE[case.dtype]
     unused = np.arange(width) >= np.asarray(rows)[:, None]
     assert not np.asarray(out).reshape(len(rows), width, -1)[unused].any()
 
@@ -107,11 +109,11 @@ def test_matches_the_formula_and_reads_nothing_else(case, width, tree, rows, con
 def test_rows_of_a_chain_are_plain_decoding_bit_for_bit(kv, window):
     """Takes lengths whose splits are of one size."""
     case, width = small(lengths=(200,), heads=(1, 1), k_format=kv, v_format=kv, window=window), 3
-    q = queries(case, width)
+    q, run = queries(case, width), partial(interpreted, case, **logits_of(0, 1, case.dtype))
     _, pages, table, lengths = case.inputs()
-    together = interpreted(case, (q, pages, table, lengths), None, dataclasses.replace(NARROW, sms=3))
+    together = run((q, pages, table, lengths), None, dataclasses.replace(NARROW, sms=3))
     for i in range(width):
-        alone = interpreted(case, (q[i : i + 1], pages, table, lengths - width + i + 1), None, NARROW)
+        alone = run((q[i : i + 1], pages, table, lengths - width + i + 1), None, NARROW)
         assert same_bits(together[i : i + 1], alone)
 
 
@@ -137,18 +139,20 @@ def test_what_a_row_does_not_see_changes_none_of_its_bits(kv):
 
 
 def test_faults_of_the_kernel_are_caught(monkeypatch):
-    case, width = small(lengths=(66, 20), heads=(2, 1), window=12), 4
+    case, width = small(lengths=(134, 20), heads=(2, 1), window=12), 4  # the first window has keys of two splits
     chains, trees = (segments_of((4, 3), width, tree, seed=2) for tree in (False, True))
     arguments = [poisoned(case, kind, width) for kind in (chains, trees)]
-    expected = [formula(case, each, kind) for each, kind in zip(arguments, (chains, trees))]
+    logits = {"sinks": jnp.asarray([1.0, 2.0], case.dtype)}
+    expected = [formula(case, each, kind, **logits) for each, kind in zip(arguments, (chains, trees))]
     bounds, seen, row = masks_sm90.bounds_of, masks_sm90.visible, masks_sm90._row_of_column
+    with_sinks, sum_of_sinks = compute_sm90.with_sinks, compute_sm90.sum_of_sinks
 
     def wrong(name=None, fault=None, module=compute_sm90, tree=False, segments=None):
         with monkeypatch.context() as patch:
             if name is not None:
                 patch.setattr(module, name, fault)
             kind = segments or (trees if tree else chains)
-            return error(interpreted(case, arguments[tree], kind, NARROW), expected[tree])
+            return error(interpreted(case, arguments[tree], kind, NARROW, **logits), expected[tree])
 
     def moved(low: int, high: int):
         def fault(*of):
@@ -159,6 +163,12 @@ def test_faults_of_the_kernel_are_caught(monkeypatch):
 
     def later(shape, item, *rest):
         return seen(shape, dataclasses.replace(item, committed=item.committed + 1), *rest)
+
+    def in_each_split(shape, item, *sums):
+        return with_sinks(shape, dataclasses.replace(item, first=jnp.bool_(True)), *sums)
+
+    def of_another_head(shape, item, sinks_ref):
+        return sum_of_sinks(dataclasses.replace(shape, heads=1), item, sinks_ref)
 
     for tree in (False, True):
         assert wrong(tree=tree) < TOLERANCE[case.dtype]
@@ -174,6 +184,9 @@ def test_faults_of_the_kernel_are_caught(monkeypatch):
         "another parent": wrong(tree=True, segments=dataclasses.replace(trees, ancestors=swapped)),
         "rows ignored": wrong("without_unused", lambda shape, item, total: total),
         "rows of a tree ignored": wrong("without_unused", lambda shape, item, total: total, tree=True),
+        "sinks forgotten": wrong("with_sinks", lambda shape, item, sinks, own: own),
+        "sinks in each split": wrong("with_sinks", in_each_split),
+        "a sink of another head": wrong("sum_of_sinks", of_another_head),
         "a row too few": wrong(segments=dataclasses.replace(chains, rows=chains.rows - 1)),
     }
     assert not missed(faults, TOLERANCE[case.dtype])
@@ -319,13 +332,16 @@ ON_DEVICE = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kv", "heads", "width", "tree", "window", "dtype"), ON_DEVICE)
-def test_on_the_device(kv, heads, width, tree, window, dtype):
+@pytest.mark.parametrize(("of", "number"), [*product(ON_DEVICE, [1]), *product(ON_DEVICE[::3], [0])], ids=str)
+def test_on_the_device(of, number):
+    kv, heads, width, tree, window, dtype = of
     lengths = (1300, width, 0, 300, 129)
     case = small(lengths=lengths, heads=heads, head_dim=128, k_format=kv, v_format=kv, window=window, dtype=dtype)
     segments = segments_of((width, width, 0, 1, width // 2), width, tree)
     arguments = poisoned(case, segments, width)
-    run = jax.jit(partial(decode_attention, scale=case.scale, window=window, segments=segments, backend="mosaic"))
+    logits = logits_of(number, heads[0], dtype)
+    options = {"scale": case.scale, "window": window, "segments": segments, "backend": "mosaic"}
+    run = jax.jit(partial(decode_attention, **options, **logits))
     out = run(*arguments)
-    assert error(out, formula(case, arguments, segments)) < (7e-4 if dtype == "float16" else TOLERANCE[dtype])
+    assert error(out, formula(case, arguments, segments, **logits)) < (7e-4 if dtype == "float16" else TOLERANCE[dtype])
     assert same_bits(out, run(*arguments))

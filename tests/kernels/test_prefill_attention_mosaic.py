@@ -13,12 +13,29 @@ from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import allocate
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from pallas_kernels.prefill_attention import make_work, mosaic_sm90, prefill_attention, reference
+from pallas_kernels.prefill_attention import (
+    compute_sm90,
+    make_work,
+    mosaic_sm90,
+    pack_sm90,
+    prefill_attention,
+    reference,
+    rows_sm90,
+)
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
 from pallas_kernels.prefill_attention.work import HEAD, ROW
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, visible_slots
+from tests.kernels.helpers import (
+    TOLERANCE,
+    error,
+    logits_of,
+    missed,
+    poison,
+    same_bits,
+    swap_entries,
+    visible_slots,
+)
 from tests.kernels.interpreter import FIND_RACES
 
 
@@ -50,93 +67,109 @@ def poisoned(case: Case) -> tuple:
     return q, pages, jnp.asarray(np.where(unseen, 2**30, table), jnp.int32), cu_q_lens, kv_lens
 
 
-def interpreted(case: Case, config: Config, *arguments) -> jax.Array:
+def interpreted(case: Case, config: Config, *arguments, run=mosaic_sm90.prefill_attention, **logits) -> jax.Array:
     """Runs the kernel under the GPU interpreter; a race fails."""
-    out = mosaic_sm90.prefill_attention(*arguments, case.scale, case.window, config=config, interpret=FIND_RACES)
-    return jax.block_until_ready(out)
+    options = {"config": config, "interpret": FIND_RACES} | logits
+    return jax.block_until_ready(run(*arguments, case.scale, case.window, **options))
+
+
+INTERPRETED = [
+    (SMALL, FEW),
+    (dataclasses.replace(SMALL, heads=(4, 1)), dataclasses.replace(FEW, **ALONE, stack=4)),
+    (
+        dataclasses.replace(SMALL, kv_lens=(330, 9, 129, 5), heads=(4, 2), page_size=8, window=150, **HALF),
+        dataclasses.replace(FEW, heads=2, block_kv=64, stages=3, ctas=1),
+    ),
+    (
+        dataclasses.replace(SMALL, q_lens=(70,), kv_lens=(70,), unused=0, head_dim=128, page_size=128),
+        dataclasses.replace(FEW, alternate=False, warpgroups=3, ctas=1),
+    ),
+    (
+        dataclasses.replace(SMALL, q_lens=(3, 2), kv_lens=(70, 2), unused=0, head_dim=256, page_size=64, window=1),
+        dataclasses.replace(FEW, alternate=False, warpgroups=1, block_kv=64, ctas=1),
+    ),
+    (
+        dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
+        dataclasses.replace(FEW, block_kv=64, ctas=1, **ALONE, stack=2, converters=2),
+    ),
+    (
+        dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1),
+    ),
+    (
+        dataclasses.replace(SMALL, page_size=128, k_format="int4-g64", v_format="f16", **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False),
+    ),
+    (  # few scales a page and head: copied with those of the next KV heads
+        dataclasses.replace(SMALL, heads=(4, 4), page_size=16, k_format="int8-g32", v_format="int4-g64", **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1),
+    ),
+    (  # padded, as a whole page has fewer than a copy moves
+        dataclasses.replace(SMALL, page_size=16, k_format="int8-g64", v_format="int4-g32", **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
+    ),
+    (
+        dataclasses.replace(SMALL, page_size=16, k_format="int4-g64-zp", v_format="int8-g8-zp-h", **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1),
+    ),
+    (
+        dataclasses.replace(SMALL, page_size=16, k_format="bf16", v_format="fp8", window=100, **SHORT),
+        dataclasses.replace(FEW, block_kv=128, ctas=1, alternate=False),
+    ),
+    (
+        dataclasses.replace(SMALL, heads=(2, 2), page_size=32, k_format="bf16-h", v_format="int4-g32-h", **SHORT),
+        dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # keys of NaN, masked afterwards
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        (SMALL, FEW),
-        (dataclasses.replace(SMALL, heads=(4, 1)), dataclasses.replace(FEW, **ALONE, stack=4)),
-        (
-            dataclasses.replace(SMALL, kv_lens=(330, 9, 129, 5), heads=(4, 2), page_size=8, window=150, **HALF),
-            dataclasses.replace(FEW, heads=2, block_kv=64, stages=3, ctas=1),
-        ),
-        (
-            dataclasses.replace(SMALL, q_lens=(70,), kv_lens=(70,), unused=0, head_dim=128, page_size=128),
-            dataclasses.replace(FEW, alternate=False, warpgroups=3, ctas=1),
-        ),
-        (
-            dataclasses.replace(SMALL, q_lens=(3, 2), kv_lens=(70, 2), unused=0, head_dim=256, page_size=64, window=1),
-            dataclasses.replace(FEW, alternate=False, warpgroups=1, block_kv=64, ctas=1),
-        ),
-        (
-            dataclasses.replace(SMALL, page_size=64, k_format="int8-g8", v_format="int4-g32", head_dim=128),
-            dataclasses.replace(FEW, block_kv=64, ctas=1, **ALONE, stack=2, converters=2),
-        ),
-        (
-            dataclasses.replace(SMALL, page_size=8, k_format="fp8", v_format="int8-g8", window=40, **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1),
-        ),
-        (
-            dataclasses.replace(SMALL, page_size=128, k_format="int4-g64", v_format="f16", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1, stages=1, warpgroups=1, alternate=False),
-        ),
-        (  # few scales a page and head: copied with those of the next KV heads
-            dataclasses.replace(SMALL, heads=(4, 4), page_size=16, k_format="int8-g32", v_format="int4-g64", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1),
-        ),
-        (  # padded, as a whole page has fewer than a copy moves
-            dataclasses.replace(SMALL, page_size=16, k_format="int8-g64", v_format="int4-g32", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
-        ),
-        (
-            dataclasses.replace(SMALL, page_size=16, k_format="bf16", v_format="fp8", window=100, **SHORT),
-            dataclasses.replace(FEW, block_kv=128, ctas=1, alternate=False),
-        ),
-        (
-            dataclasses.replace(SMALL, page_size=16, k_format="int4-g64-zp", v_format="int8-g8-zp-h", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1),
-        ),
-        (
-            dataclasses.replace(SMALL, heads=(2, 2), page_size=32, k_format="bf16-h", v_format="int4-g32-h", **SHORT),
-            dataclasses.replace(FEW, block_kv=64, ctas=1, alternate=False),
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_matches_the_formula_and_reads_nothing_else(case, config):
-    arguments = poisoned(case)
-    out = interpreted(case, config, *arguments)
+@pytest.mark.parametrize("number", range(len(INTERPRETED)))
+def test_matches_the_formula_and_reads_nothing_else(number):
+    case, config = INTERPRETED[number]
+    arguments, logits = poisoned(case), logits_of(number, case.heads[0], case.dtype)
+    out = interpreted(case, config, *arguments, **logits)
     assert out.dtype == arguments[0].dtype
-    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
+    expected = reference.prefill_attention(*arguments, case.scale, case.window, **logits)
+    assert error(out, expected) < tolerance(case)
 
 
 def test_company_and_order_change_no_bit():
-    """Attends a chunk alone, and among others at other rows of q, on other CTAs, all heads together or one by one."""
-    case = dataclasses.replace(SMALL, heads=(2, 2))
+    """Attends a chunk alone, and among others at other rows of q, on other CTAs, all heads together or one by one.
+    Attends a part of a chunk, whose first row has the window that another one has in the whole."""
+    case = dataclasses.replace(SMALL, heads=(2, 2), window=100)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
-    together = interpreted(case, FEW, q, pages, table, cu_q_lens, kv_lens)
-    apart = interpreted(case, dataclasses.replace(FEW, together=1), q, pages, table, cu_q_lens, kv_lens)
+    run = partial(interpreted, case, **logits_of(0, 2, case.dtype))
+    together = run(FEW, q, pages, table, cu_q_lens, kv_lens)
+    apart = run(dataclasses.replace(FEW, together=1), q, pages, table, cu_q_lens, kv_lens)
     assert same_bits(together, apart)
-    alone = q[71:76], pages, table[3:], jnp.asarray([0, 5], jnp.int32), kv_lens[3:]
-    alone = interpreted(case, dataclasses.replace(FEW, ctas=1), *alone)
-    assert same_bits(alone, together[71:76])
+    for first, last, chunk in ((71, 76, 3), (50, 66, 0)):
+        bounds, length = jnp.asarray([0, last - first], jnp.int32), kv_lens[chunk] - cu_q_lens[chunk + 1] + last
+        alone = q[first:last], pages, table[chunk : chunk + 1], bounds, length[None]
+        assert same_bits(run(dataclasses.replace(FEW, ctas=1), *alone), together[first:last])
 
 
-def test_seeded_faults_are_caught():
-    case = dataclasses.replace(SMALL, q_lens=(66, 5), kv_lens=(130, 40), unused=1, heads=(1, 1), window=90)
+def test_seeded_faults_are_caught(monkeypatch):
+    case = dataclasses.replace(SMALL, q_lens=(66, 5), kv_lens=(130, 40), unused=1, heads=(2, 1), window=90)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
-    expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window)
-    longer = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, case.window + 1)
-    run = partial(interpreted, case, dataclasses.replace(FEW, ctas=1))
+    logits = {"sinks": jnp.asarray([3.0, 5.0], case.dtype)}
+    formula = partial(reference.prefill_attention, q, pages, table, cu_q_lens, kv_lens, case.scale, **logits)
+    expected, longer = formula(case.window), formula(case.window + 1)
+    kernel = mosaic_sm90.prefill_attention.__wrapped__  # nothing is cached: faults are planted in the kernel
+    run = partial(interpreted, case, dataclasses.replace(FEW, ctas=1), run=kernel, **logits)
+    first_peak, first_total = rows_sm90.first_peak, rows_sm90.first_total
 
     def wrong_by(table=table, cu_q_lens=cu_q_lens, kv_lens=kv_lens, expected=expected):
         return error(run(q, pages, table, cu_q_lens, kv_lens), expected)
+
+    def planted(name, fault):
+        with monkeypatch.context() as patch:
+            for module in (compute_sm90, pack_sm90):
+                patch.setattr(module, name, fault)
+            return wrong_by()
+
+    def of_another_head(plan, refs, heads):
+        return first_peak(plan, refs, lambda row: (1 - heads(row)[0], heads(row)[1]))
 
     assert wrong_by() < tolerance(case)
     (unowned,) = set(range(pages.k.num_pages)) - set(np.asarray(table).flat)
@@ -147,6 +180,9 @@ def test_seeded_faults_are_caught():
         "one key too many": wrong_by(kv_lens=kv_lens.at[0].add(1)),
         "a query of the next chunk": wrong_by(cu_q_lens=cu_q_lens.at[1].add(1)),
         "a shorter window": wrong_by(expected=longer),
+        "sinks forgotten": planted("first_total", lambda refs, p, decay: p.sum(axis=1)),
+        "sinks counted twice": planted("first_total", lambda refs, p, decay: first_total(refs, p, decay) + decay),
+        "a sink of another head": planted("first_peak", of_another_head),
     }
     assert not missed(faults, tolerance(case))
 
@@ -234,8 +270,10 @@ VARIANTS = [  # with zero points, and rotated
 def test_every_kind_of_case_lowers_for_cuda():
     """Leaves lengths out, which change nothing; heads change a number."""
     cases = (*SUPPORTED[: -len(MOSAIC_CASES) : 8], *MOSAIC_CASES, *VARIANTS)
-    for case in dict.fromkeys(dataclasses.replace(case, q_lens=(70,), kv_lens=(100,), unused=0) for case in cases):
-        attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic")
+    cases = dict.fromkeys(dataclasses.replace(case, q_lens=(70,), kv_lens=(100,), unused=0) for case in cases)
+    for number, case in enumerate(cases):
+        logits = logits_of(number, case.heads[0], case.dtype)
+        attend = partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic", **logits)
         text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
@@ -312,13 +350,26 @@ def test_what_is_not_supported_says_what_is():
         assert choose_config(*shapes(dataclasses.replace(SMALL, heads=heads))[:2]).tile_rows == rows
 
 
+FAMILIES = [  # heads of gpt-oss, whose every other layer has this window, and of Gemma 2
+    dataclasses.replace(MOSAIC_CASES[0], k_format=kv, v_format=kv, heads=heads, head_dim=head_dim, window=window)
+    for kv in ("bf16", "fp8")
+    for heads, head_dim, window in (((64, 8), 64, 128), ((64, 8), 64, None), ((8, 4), 256, None))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*VARIANTS, *SUPPORTED], ids=str)
-def test_gpu_matches_the_formula_and_repeats_itself(case):
-    arguments = poisoned(case)
-    attend = jax.jit(partial(prefill_attention, scale=case.scale, window=case.window, backend="mosaic"))
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [*product([*VARIANTS, *SUPPORTED], [1]), *product([*VARIANTS, *FAMILIES, *MOSAIC_CASES[-4:]], [0, 2])],
+    ids=str,
+)
+def test_gpu_matches_the_formula_and_repeats_itself(case, number):
+    arguments, logits = poisoned(case), logits_of(number, case.heads[0], case.dtype)
+    options = {"scale": case.scale, "window": case.window, "backend": "mosaic"}
+    attend = jax.jit(partial(prefill_attention, **options, **logits))
     out = attend(*arguments)
-    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
+    expected = reference.prefill_attention(*arguments, case.scale, case.window, **logits)
+    assert error(out, expected) < (1.3 if logits else 1) * tolerance(case)  # fewer heads count beside sinks
     assert same_bits(out, attend(*arguments))
 
 

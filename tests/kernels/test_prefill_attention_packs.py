@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.prefill_attention import make_work, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
-from tests.kernels.helpers import error, missed, same_bits, swap_entries
+from tests.kernels.helpers import error, logits_of, missed, same_bits, swap_entries
 from tests.kernels.test_prefill_attention_mosaic import ALONE, FEW, HALF, SMALL, interpreted, poisoned, tolerance
 
 # Chunks that share a warpgroup by eight, four and two, and one that needs it for itself, out of order: starts of
@@ -25,38 +25,39 @@ FEW_CHUNKS = dataclasses.replace(PACKED, q_lens=(8, 3, 5, 9), kv_lens=(8, 3, 20,
 MIXED = dataclasses.replace(PACKED, q_lens=(8, 70, 3, 5, 9), kv_lens=(8, 150, 3, 20, 9))  # one that is not short
 
 
+INTERPRETED = [
+    (PACKED, FEW),
+    (
+        dataclasses.replace(PACKED, heads=(4, 1), page_size=8, window=6, **HALF),
+        dataclasses.replace(FEW, heads=2, block_kv=64, stages=1, ctas=1),
+    ),
+    (
+        dataclasses.replace(PACKED, heads=(2, 1), head_dim=128, page_size=64, window=20),
+        dataclasses.replace(FEW, **ALONE, stack=2, ctas=1),
+    ),
+    (
+        dataclasses.replace(PACKED, head_dim=128, k_format="int8-g8", v_format="int4-g32"),
+        dataclasses.replace(FEW, block_kv=64, ctas=1),
+    ),
+    (
+        dataclasses.replace(MIXED, heads=(4, 2), page_size=8, k_format="fp8", v_format="bf16"),
+        dataclasses.replace(FEW, block_kv=64),
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        (PACKED, FEW),
-        (
-            dataclasses.replace(PACKED, heads=(4, 1), page_size=8, window=6, **HALF),
-            dataclasses.replace(FEW, heads=2, block_kv=64, stages=1, ctas=1),
-        ),
-        (
-            dataclasses.replace(PACKED, heads=(2, 1), head_dim=128, page_size=64, window=20),
-            dataclasses.replace(FEW, **ALONE, stack=2, ctas=1),
-        ),
-        (
-            dataclasses.replace(PACKED, head_dim=128, k_format="int8-g8", v_format="int4-g32"),
-            dataclasses.replace(FEW, block_kv=64, ctas=1),
-        ),
-        (
-            dataclasses.replace(MIXED, heads=(4, 2), page_size=8, k_format="fp8", v_format="bf16"),
-            dataclasses.replace(FEW, block_kv=64),
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_short_chunks_share_a_warpgroup(case, config):
-    arguments = poisoned(case)
+@pytest.mark.parametrize("number", range(len(INTERPRETED)))
+def test_short_chunks_share_a_warpgroup(number):
+    case, config = INTERPRETED[number]
+    arguments, logits = poisoned(case), logits_of(number, case.heads[0], case.dtype)
     q, pages, _, *lengths = arguments
     count = np.asarray(make_work(q, pages, *lengths, window=case.window, config=config).count)
     short = [n for n, kv in zip(case.q_lens, case.kv_lens) if n <= 64 and kv <= config.block_kv]
     assert count[1:].sum() == sum(-(-n // min(config.tile_rows, 64)) for n in short) > 3
-    out = interpreted(case, config, *arguments)
-    assert error(out, reference.prefill_attention(*arguments, case.scale, case.window)) < tolerance(case)
+    out = interpreted(case, config, *arguments, **logits)
+    expected = reference.prefill_attention(*arguments, case.scale, case.window, **logits)
+    assert error(out, expected) < tolerance(case)
 
 
 def rows_of(case: Case) -> list[slice]:
@@ -77,7 +78,8 @@ def test_a_short_chunk_is_the_same_alone():
 def test_a_chunk_is_the_same_packed_and_not_and_stacked_with_another_head():
     case = dataclasses.replace(FEW_CHUNKS, heads=(2, 1))
     configs = FEW, dataclasses.replace(FEW, pack=False), dataclasses.replace(FEW, **ALONE, stack=2)
-    first, *others = (interpreted(case, config, *case.inputs()) for config in configs)
+    logits = logits_of(0, 2, case.dtype)
+    first, *others = (interpreted(case, config, *case.inputs(), **logits) for config in configs)
     assert all(same_bits(first, other) for other in others)
 
 
@@ -158,7 +160,8 @@ def test_gpu_what_is_not_finite_stays_in_its_short_chunk():
 def test_gpu_a_short_chunk_is_the_same_alone():
     case = dataclasses.replace(PACKED, head_dim=128)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
-    attend = jax.jit(partial(prefill_attention, scale=case.scale, backend="mosaic"))
+    logits = logits_of(0, 2, case.dtype)
+    attend = jax.jit(partial(prefill_attention, scale=case.scale, backend="mosaic", **logits))
     together = attend(q, pages, table, cu_q_lens, kv_lens)
     for i, rows in enumerate(rows_of(case)):
         count = rows.stop - rows.start

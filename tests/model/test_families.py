@@ -14,7 +14,6 @@ from jllm.model.norms import add_linear
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.calibration.migration import scale_keys
 from jllm.quant.rotation import rotate
-from pallas_kernels import decode_attention
 from tests.parity import OPTIONS, PARITY, WIDE, expected
 from tests.tiny import full_logits, log_softmax, serve
 
@@ -74,7 +73,3 @@ def test_what_a_family_cannot_do_is_refused_by_name():
         jax.grad(lambda p: jllm.token_logprobs(p, models["gemma2"].config, tokens, lengths).sum())(
             models["gemma2"].params
         )
-    pages = jllm.init_state(config, slots=1, num_pages=4, page_size=8, dtype=jnp.bfloat16).cache[0]
-    q = jnp.zeros((1, config.num_heads, config.head_dim), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="softcap and sinks are not supported by backend mosaic"):
-        decode_attention.plan(q, pages, lengths, plain=False, backend="mosaic")
