@@ -25,7 +25,7 @@ from jllm.model.rope import unturned
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
-from pallas_kernels.backends import DETERMINISTIC, on_hopper
+from pallas_kernels.backends import DETERMINISTIC, on_hopper, where_faster
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.formats.kv_formats import KVFormat, decode, encode
@@ -177,7 +177,7 @@ def _open_block(
     tap: Tap,
 ) -> tuple[jax.Array, KVPages | None]:
     """Computes the block one operation at a time, with a name for each value."""
-    rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    rows = tap("attn_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=where_faster(backend))[0])
     out, kept = open_attend(p, rows, inputs, pages, config=config, window=window, backend=backend, tap=tap)
     return add_linear(x, out, p.o, p.o_bias, config=config, backend=backend, tap=tap, name="o"), kept
 

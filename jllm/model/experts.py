@@ -75,7 +75,7 @@ def _routed(
     """Returns the normed rows, each one's experts, and their shares."""
     experts = config.experts
     assert experts is not None, "a config whose layers have experts describes them"
-    rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=where_faster(backend))[0])
     scores = tap("router", linear(rows, p.router, bias, backend=backend))
     routes = tap("routes", fenced(backend, partial(choose_experts, experts=experts), scores))
     return rows, routes, fenced(backend, partial(shares_of, experts=experts), scores, routes)

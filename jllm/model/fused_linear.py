@@ -61,7 +61,7 @@ def norm_linear(
     norm and the product."""
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if isinstance(w, Adapted):
-        rows = norm_quant(x, weight, eps=eps, backend=backend)[0]
+        rows = norm_quant(x, weight, eps=eps, backend=where_faster(backend))[0]
         return linear(rows, w, bias, out_dtype=out_dtype, backend=backend)
     if not isinstance(w, QuantizedWeight):
         return matmul(x, w, norm=weight, eps=eps, bias=bias, out_dtype=out_dtype, backend=where_faster(backend))

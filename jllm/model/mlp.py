@@ -16,6 +16,7 @@ from jllm.model.norms import add_linear
 from jllm.model.params import MLPParams
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
+from pallas_kernels.backends import where_faster
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
@@ -52,7 +53,7 @@ def _fast_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str
 
 def _open_block(p: MLPParams, x: jax.Array, *, config: LlamaConfig, backend: str | None, tap: Tap) -> jax.Array:
     """Computes the block one operation at a time, with a name for each value."""
-    rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=backend)[0])
+    rows = tap("mlp_norm", norm_quant(x, p.norm, eps=config.norm_eps, backend=where_faster(backend))[0])
     gate_up = tap("gate_up", tap.add("gate_up", rows, linear(rows, p.gate_up, p.gate_up_bias, backend=backend)))
     rows = tap("silu_mul", silu_mul_quant(gate_up, backend=backend))
     return add_linear(x, rows, p.down, p.down_bias, config=config, backend=backend, tap=tap, name="down")

@@ -11,6 +11,7 @@ from jllm.model.linear import linear
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
+from pallas_kernels.backends import where_faster
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
@@ -37,7 +38,7 @@ def norm_rows(
     """Returns the model's norm of each row."""
     if config.norm_offset:
         return fenced(backend, lambda x: rms_norm(x, weight, config.norm_eps, config.norm_offset), x)
-    return norm_quant(x, weight, eps=config.norm_eps, backend=backend)[0]
+    return norm_quant(x, weight, eps=config.norm_eps, backend=where_faster(backend))[0]
 
 
 @shaped

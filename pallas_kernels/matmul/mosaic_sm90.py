@@ -12,7 +12,7 @@ from pallas_kernels.hopper.gemm_sm90.gemv import gemv
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla
 from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant
+from pallas_kernels.norm_quant.mosaic_sm90 import normed
 
 
 def matmul(
@@ -33,7 +33,7 @@ def matmul(
     elif config is None:
         config = choose_config(len(rows), n, k, x.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     if norm is not None and isinstance(config, Config):
-        rows, norm = norm_quant(rows, norm, eps=eps, interpret=interpret)[0], None
+        rows, norm = normed(rows, norm, eps=eps, interpret=interpret), None
     if bias is not None and bias.dtype == jnp.float64:
         bias = bias.astype(jnp.float32)  # as it is added
     added = None if residual is None else residual.reshape(-1, w.shape[0])

@@ -30,6 +30,17 @@ def norm_quant(
     return _norm_quant(x, weight, residual, eps, kind, interpret)
 
 
+def normed(
+    rows: jax.Array, norm: jax.Array, *, eps: float, interpret: plgpu.InterpretGPUParams | None = None
+) -> jax.Array:
+    """Returns the norm of rows [M, K] for a kernel that takes more K than this one: plain jnp computes the others."""
+    try:
+        check_supported(str(rows.dtype), *rows.shape)
+    except NotImplementedError:
+        return xla.norm_quant(rows, norm, eps=eps)[0]
+    return norm_quant(rows, norm, eps=eps, interpret=interpret)[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _norm_quant(
     x: jax.Array,

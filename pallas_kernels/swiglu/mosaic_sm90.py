@@ -12,7 +12,7 @@ from pallas_kernels.hopper.gemm_sm90.gemv import gemv
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, choose_config
 from pallas_kernels.matmul import xla as matmul_xla
 from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.norm_quant.mosaic_sm90 import norm_quant
+from pallas_kernels.norm_quant.mosaic_sm90 import normed
 from pallas_kernels.silu_mul_quant import xla as silu_xla
 
 
@@ -32,7 +32,7 @@ def swiglu(
     elif config is None:
         config = choose_config(len(rows), n, k, x.dtype.itemsize)
     if norm is not None and isinstance(config, Config):
-        rows, norm = norm_quant(rows, norm, eps=eps, interpret=interpret)[0], None
+        rows, norm = normed(rows, norm, eps=eps, interpret=interpret), None
     return _swiglu(rows, w, norm, eps, config, interpret).reshape(*x.shape[:-1], n // 2)
 
 

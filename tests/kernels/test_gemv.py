@@ -196,6 +196,15 @@ def test_operations_take_the_norm_along_where_they_can(gated):
 
 
 @pytest.mark.parametrize("operation", [matmul, swiglu])
+def test_rows_of_any_width_have_a_norm_before_it(operation):
+    """Takes gpt-oss's width, of which norm_quant has no kernel."""
+    x, w, norm = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 2880), (64, 2880), (2880,)))
+    product = jax.jit(lambda x, w, norm: operation(x, w, norm=norm, eps=EPS, backend="mosaic"))
+    text = product.trace(x, w, norm).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("operation", [matmul, swiglu])
 def test_a_norm_of_another_shape_or_dtype_is_refused(operation):
     x, w, _ = Case(16, 64).inputs()
     for norm in (jnp.ones(32, "bfloat16"), jnp.ones(64, "float32")):

@@ -10,7 +10,7 @@ import pytest
 import jllm
 from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError, EvaluationError, QuantizationError
-from jllm.model.norms import add_linear
+from jllm.model.norms import add_linear, norm_rows
 from jllm.parallel.mesh import make_mesh, spread
 from jllm.quant.calibration.migration import scale_keys
 from jllm.quant.rotation import rotate
@@ -56,6 +56,13 @@ def test_a_residual_multiplier_is_not_rounded_to_the_dtype():
     x = jnp.zeros_like(rows)
     got = add_linear(x, rows, jnp.ones((1, 1), x.dtype), config=config, backend="xla")
     np.testing.assert_array_equal(got, (rows.astype(jnp.float32) * 0.22).astype(jnp.bfloat16))
+
+
+def test_a_model_that_names_kernels_has_norms_of_widths_that_these_lack():
+    model = jllm.load(PARITY / "gpt-oss")
+    x, norm = jnp.ones((4, model.config.hidden_size), jnp.bfloat16), jnp.ones(model.config.hidden_size, jnp.bfloat16)
+    assert model.config.hidden_size % 128
+    np.testing.assert_array_equal(norm_rows(x, norm, model.config, "mosaic"), x)
 
 
 def test_what_a_family_cannot_do_is_refused_by_name():
