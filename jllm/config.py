@@ -116,6 +116,8 @@ class LlamaConfig:
     activation_parts: int = field(default=1, repr=False)
     # The devices that share each layer (jllm.parallel); None: one device.
     mesh: "Mesh | None" = field(default=None, repr=False)
+    # Whether each device of a mesh has whole experts, or columns of all; None: whole if their number divides.
+    expert_parallel: bool | None = field(default=None, repr=False)
     # The mesh's axis, in the config of one device's share.
     axis: "MeshAxis | None" = field(default=None, repr=False)
     kv_copies: int = field(default=1, repr=False)  # devices that have the same KV heads, in the same config
@@ -148,6 +150,8 @@ class LlamaConfig:
                 raise ConfigError(f"experts.layers has {len(self.experts.layers)} entries for {self.num_layers} layers")
             if self.activation_parts > 1:
                 raise ConfigError("activation_parts are for models without experts")
+        elif self.expert_parallel is not None:
+            raise ConfigError(f"expert_parallel={self.expert_parallel} is for a mixture of experts, not for one MLP")
         if odd := [window for window in self.windows if window is not None and not 1 <= window <= MOST]:
             raise ConfigError(f"a sliding window must be at least 1 and at most {MOST}, not {odd[0]}")
         for name, known in (("norms", ("before", "after", "around")), ("activation", ("silu", "gelu_tanh"))):
@@ -189,7 +193,13 @@ class LlamaConfig:
             experts = replace(experts, layers=()) if self.has_experts(layer) else None
         own = slice(layer, layer + 1)
         kinds: dict[str, Any] = {"windows": self.windows[own], "unrotated": self.unrotated[own], "experts": experts}
+        kinds["expert_parallel"] = None if experts is None else self.expert_parallel
         return replace(self, num_layers=1, embedding_multiplier=1.0, **kinds)
+
+    @property
+    def all_experts(self) -> bool:
+        """Returns whether every layer has experts, so that none has columns of an MLP."""
+        return self.experts is not None and not self.experts.layers
 
     @property
     def rotated_dims(self) -> int:

@@ -322,6 +322,11 @@ def add_numbers(group: Group) -> None:
     group.add_argument("--quantize", metavar="SCHEME", help=f"quantize the weights: {SCHEMES} (default: none)")
     group.add_argument("--devices", type=int, metavar="N", help="shard every layer of the model over N devices")
     group.add_argument(
+        "--expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="give each of --devices whole experts, or columns of all (default: whole ones if their number divides)",
+    )
+    group.add_argument(
         "--kv-cache",
         metavar="FORMAT",
         help=f"format of the KV cache: {KV_FORMATS}; or k=FORMAT,v=FORMAT (default: the weights' dtype)",

@@ -145,7 +145,7 @@ def make_engine(model: "Model | Head", folder: Path, args: Namespace, **options:
 def _how(args: Namespace) -> dict[str, Any]:
     """Returns the options of load that the flags give."""
     numbers = {"dtype": args.dtype, "quantize": args.quantize, "mesh": args.devices}
-    return numbers | {"eos_token_ids": args.eos_token_id}
+    return numbers | {"expert_parallel": args.expert_parallel, "eos_token_ids": args.eos_token_id}
 
 
 def compiled(engine: "Engine | Replicas") -> str:

@@ -32,7 +32,8 @@ def made_with(args: Namespace) -> dict[str, object]:
     asked |= {name: value for name, value in numbers.items() if value is not None}
     asked |= {} if args.eos_token_id is None else {"eos_token_id": args.eos_token_id}
     asked |= {} if args.adapters is None else {"adapters": {name: str(path) for name, path in args.adapters.items()}}
-    asked |= {} if args.devices is None else {"devices": args.devices}  # a sum over several devices rounds differently
+    for name in ("devices", "expert_parallel"):  # a sum over several devices rounds differently
+        asked |= {} if getattr(args, name) is None else {name: getattr(args, name)}
     return asked | ({"chat": True} if getattr(args, "chat", False) else {})
 
 

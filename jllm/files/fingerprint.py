@@ -20,7 +20,7 @@ from jllm.files.safetensors_io import StoredTensor, read_bytes
 from jllm.model.param_specs import param_specs
 from jllm.model.params import Params
 from jllm.model.shards import ShareIndices, share_indices
-from jllm.parallel.mesh import ranks_of
+from jllm.parallel.mesh import has_whole_experts, ranks_of
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, unpacked
 
 PIECE = 16 << 10  # bytes read at a place
@@ -109,7 +109,7 @@ def of_model(params: Params, config: LlamaConfig) -> str:
     """Returns the fingerprint of everything that K and V depend on besides tokens and their formats.
 
     It covers the weights, their dtype and formats, and the config. If inputs are quantized, it covers in how many
-    parts.
+    parts, and whether experts have parts too.
     """
     weights = of_params(params) if config.mesh is None else of_shares(params, config)
     leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
@@ -117,6 +117,8 @@ def of_model(params: Params, config: LlamaConfig) -> str:
     rounds = any(fmt is not None and fmt.activations is not None for fmt in formats)
     parts = config.activation_parts * ranks_of(config) if rounds else 1  # one of the two is 1
     found = f"{weights} {params.dtype} {formats} {config} {parts}"
+    if parts > 1 and has_whole_experts(config):
+        found += " whole experts"
     return hashlib.sha256(found.encode()).hexdigest()[:32]
 
 

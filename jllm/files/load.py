@@ -41,6 +41,7 @@ def load(
     quantize: str | Path | Scheme | None = None,
     mesh: Mesh | int | None = None,
     activation_parts: int = 1,
+    expert_parallel: bool | None = None,
     memory: Memory | None = None,
     eos_token_ids: Sequence[int] | None = None,
 ) -> Model:
@@ -61,6 +62,9 @@ def load(
     most a whole layer, or embedding and head. activation_parts quantizes activations on one device as a mesh of that
     many devices does. Raises ConfigError for a mesh that does not fit the model.
 
+    On a mesh each device has some of a mixture's experts if their number divides, else some columns of each expert.
+    expert_parallel=True or False asks for one of the two.
+
     Raises NoRoomError, before any weight is read, for weights that take more than memory() bytes. Its message names
     changes that would fit. The default of memory asks the device.
     """
@@ -68,7 +72,9 @@ def load(
     wanted = _dtype(dtype, scheme)
     folder = find_model(path)
     config, tokenizer = load_head(folder, eos_token_ids=eos_token_ids)
-    config = replace(config, activation_parts=activation_parts)
+    config = replace(config, activation_parts=activation_parts, expert_parallel=expert_parallel)
+    if mesh is None and expert_parallel is not None:
+        raise ConfigError(f"expert_parallel={expert_parallel} says how devices share experts: give mesh, too")
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from jllm.files.stored import StoredWeight
 from jllm.files.stored_names import modules_renamed
 from jllm.model.param_specs import LeafSpec, param_dtype, param_specs, weight_specs
 from jllm.model.params import EMBED, HEAD, Params, Weight, matrix_modules
-from jllm.model.shards import share
-from jllm.parallel.mesh import ranks_of
+from jllm.model.shards import share, share_changed
+from jllm.parallel.mesh import has_whole_experts, ranks_of
 from jllm.quant.codes import scale_rows
 from jllm.quant.quantize import check_shapes, map_weights, quantize_weight, that_fit
-from jllm.quant.schemes import Formats, Scheme
+from jllm.quant.schemes import Formats, Scheme, choose_format
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
@@ -105,6 +106,11 @@ def load_params(
         def load_weight(name: str, spec: LeafSpec, wanted: Formats) -> Weight:
             if name in quantized:
                 return placed(spec, _build(path, quantized[name], stored, advance, spec, factors))
+            if wanted and spec.entry.over is not None and has_whole_experts(config):
+                fmt = choose_format(name, spec.shape, wanted)
+                if not fmt.scales_together:  # else experts are quantized together, as on one device
+                    coded = share_changed(partial(quantize_weight, name, formats=(fmt,)), read(spec), spec, config)
+                    return jax.block_until_ready(coded)
             if wanted:
                 return placed(spec, quantize_weight(name, jax.device_put(read(spec)), wanted))
             return placed(spec, read(spec))
@@ -173,6 +179,7 @@ def _build(
     spec: LeafSpec,
     factors: Mapping[str, np.float32],
 ) -> QuantizedWeight:
+    """Returns a stored weight, as its importer makes it of arrays on the host."""
     with _named(path):
         found: dict[str, np.ndarray] = {}
         for name in weight.tensors:
@@ -185,7 +192,7 @@ def _build(
         if any(name in factors for name, _ in spec.parts):
             rows = np.concatenate([np.full(rows, factors.get(name, 1), np.float32) for name, rows in spec.parts])
             built = scale_rows(built, rows, factors.get(f"{spec.modules[0]}.input_scale"))
-    return jax.block_until_ready(jax.device_put(built))
+    return built
 
 
 @contextlib.contextmanager

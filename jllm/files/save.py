@@ -61,7 +61,7 @@ def save(
     leaves, dtype = _leaves_to_store(params, config)
     tensors = [t for spec, leaf in leaves for t in _tensors(spec, jax.eval_shape(lambda x: x, leaf), config)]
     written = (t for spec, leaf in leaves for t in _tensors(spec, leaf, config))
-    raw = to_hf(replace(config, dtype=dtype.name, mesh=None))
+    raw = to_hf(replace(config, dtype=dtype.name, mesh=None, expert_parallel=None))
     if formats := weight_formats(params):
         raw["quantization_config"] = quantization_config(formats, matrix_modules(params))
     shards: list[list[_Tensor]] = [[]]

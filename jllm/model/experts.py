@@ -3,6 +3,9 @@
 A router gives each expert a share of each token. The k experts with the largest shares compute the token, and their
 outputs are added by share. Rows are sorted by expert, so that each expert's weight meets all of its rows at once. The
 sum over a token's experts goes in the order of their numbers, in float32 at least.
+
+On a mesh all devices have all rows and route them alike. Each one has some experts, or some columns of each expert. It
+adds the outputs of its own, and one exchange sums what the devices have added.
 """
 
 import functools
@@ -13,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jllm.config import Experts, LlamaConfig
-from jllm.model.linear import decoded, linear, with_gradient
+from jllm.model.linear import decoded, linear, linear_part, with_gradient
 from jllm.model.mlp import mlp_block
 from jllm.model.params import BiasedExpertsParams, ExpertsParams, SharedExpertParams, Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
 from jllm.model.taps import Tap
 from jllm.model.weight_inputs import part_outliers, rounded_inputs, row_codes
-from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.backends import DIFFERENTIABLE, where_faster
+from pallas_kernels.all_reduce import MeshAxis, all_reduce
+from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.block_floats import KINDS
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -39,7 +42,7 @@ def _(
     p: ExpertsParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
 ) -> Float[Array, "T E"]:
     rows, routes, shares = _routed(p, x, None, config, backend, tap)
-    return _joined(x, run_experts(p, rows, routes, shares, backend=backend), config, backend)
+    return _joined(x, run_experts(p, rows, routes, shares, axis=config.axis, backend=backend), config, backend)
 
 
 @mlp_block.register
@@ -48,9 +51,12 @@ def _(
     p: SharedExpertParams, x: Float[Array, "T E"], *, config: LlamaConfig, backend: str | None, tap: Tap
 ) -> Float[Array, "T E"]:
     rows, routes, shares = _routed(p, x, None, config, backend, tap)
-    added = run_experts(p, rows, routes, shares, backend=backend)
-    gate_up = linear(rows, p.shared_gate_up, backend=backend)
-    shared = linear(silu_mul_quant(gate_up, backend=where_faster(backend)), p.shared_down, backend=backend)
+    added = run_experts(p, rows, routes, shares, axis=config.axis, backend=backend)
+    hidden = silu_mul_quant(linear(rows, p.shared_gate_up, backend=backend), backend=where_faster(backend))
+    if config.axis is None:
+        shared = linear(hidden, p.shared_down, backend=backend)
+    else:
+        shared = linear_part(hidden, p.shared_down, axis=config.axis, backend=backend)
 
     def add(added: jax.Array, shared: jax.Array, gate: jax.Array) -> jax.Array:
         return added + jax.nn.sigmoid(gate.astype(added.dtype)) * shared.astype(added.dtype)
@@ -66,7 +72,8 @@ def _(
 ) -> Float[Array, "T E"]:
     rows, routes, shares = _routed(p, x, p.router_bias, config, backend, tap)
     biases = p.gate_up_bias, p.down_bias
-    return _joined(x, run_experts(p, rows, routes, shares, biases, backend=backend), config, backend)
+    added = run_experts(p, rows, routes, shares, biases, axis=config.axis, backend=backend)
+    return _joined(x, added, config, backend)
 
 
 def _routed(
@@ -98,10 +105,14 @@ def choose_experts(scores: Float[Array, "T X"], experts: Experts) -> Int32[Array
 @shaped
 def shares_of(scores: Float[Array, "T X"], routes: Int32[Array, "T k"], experts: Experts) -> Float[Array, "T k"]:
     """Returns the share of each chosen expert, in float32 at least. The shares of a token add up to 1 if the model
-    normalizes them."""
+    normalizes them. A route that is no expert's number has none."""
     wide = jax.nn.softmax(scores.astype(compute_dtype(scores.dtype)), axis=1)
-    shares = jnp.take_along_axis(wide, routes, axis=1)
-    return shares / total(shares)[:, None] if experts.normalize else shares
+    there = (routes >= 0) & (routes < experts.count)
+    shares = jnp.where(there, jnp.take_along_axis(wide, routes, axis=1, mode="clip"), 0)
+    if not experts.normalize:
+        return shares
+    sums = total(shares)[:, None]
+    return shares / jnp.where(sums == 0, 1, sums)
 
 
 @shaped
@@ -112,23 +123,32 @@ def run_experts(
     shares: Float[Array, "T k"],
     biases: tuple[Float[Array, " gate_up"], Float[Array, " down"]] | None = None,
     *,
+    axis: MeshAxis | None = None,
     backend: str | None = None,
 ) -> Float[Array, "T E"]:
     """Returns the sum of each token's experts by their shares, in the shares' dtype. With `biases`, which are added to
-    gates and ups and to outputs, gates and ups are clamped."""
-    (T, k), X = routes.shape, p.router.shape[0]
+    gates and ups and to outputs, gates and ups are clamped. With `axis` it returns a device's part of the sum."""
+    (T, k), X, own = routes.shape, p.router.shape[0], p.down.shape[0] // x.shape[1]
     flat = routes.reshape(-1)
+    if own < X:
+        assert axis is not None, "one device has all experts"
+        flat = flat - jax.lax.axis_index(axis.name) * own
+    flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # rows of no expert here come last, and no group has them
     place, order = places(flat)
-    sizes = jnp.sum(flat[None, :] == jnp.arange(X, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    sizes = jnp.sum(flat[None, :] == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     rows = jnp.take(x, order // k, axis=0)
+    columns = axis if own == X else None  # of which each device has a part
     if biases is None:
         hidden = ragged_linear(rows, p.gate_up, sizes, gated=True, backend=backend)
-        out = ragged_linear(hidden, p.down, sizes, backend=backend)
+        out = ragged_linear(hidden, p.down, sizes, axis=columns, backend=backend)
     else:
-        gate_up_bias, down_bias = (each.reshape(X, -1)[flat[order]] for each in biases)
+        there = flat[order] < own
+        once = there if columns is None else there & (jax.lax.axis_index(columns.name) == 0)
+        gate_up_bias, down_bias = (each.reshape(own, -1)[jnp.minimum(flat[order], own - 1)] for each in biases)
         gate_up = ragged_linear(rows, p.gate_up, sizes, backend=backend)
         hidden = fenced(backend, _clamped_swiglu, gate_up, gate_up_bias)
-        out = fenced(backend, jnp.add, ragged_linear(hidden, p.down, sizes, backend=backend), down_bias)
+        out = ragged_linear(hidden, p.down, sizes, axis=columns, backend=backend)
+        out = fenced(backend, jnp.add, out, jnp.where(once[:, None], down_bias, 0))
 
     def add(place: jax.Array, shares: jax.Array) -> jax.Array:
         total = jnp.zeros((place.shape[0], out.shape[1]), shares.dtype)
@@ -183,18 +203,22 @@ def ragged_linear(
     sizes: Int32[Array, " X"],
     *,
     gated: bool = False,
+    axis: MeshAxis | None = None,
     backend: str | None = None,
 ) -> Float[Array, "rows outputs"]:
     """Returns the rows of group i times block i of w [X outputs, inputs], in x's dtype. Rows are sorted by group.
-    gated: each block has gate's rows and as many of up's, and SiLU(x gate^T) * (x up^T) is returned."""
+    gated: each block has gate's rows and as many of up's, and SiLU(x gate^T) * (x up^T) is returned. With `axis` the
+    result is a device's part of the product, as linear_part's is."""
     if not isinstance(w, QuantizedWeight):
         return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
-    run, straight = partial(_of_codes, gated=gated, backend=backend), partial(_straight_through, gated=gated)
-    return with_gradient(run, straight)(x, w, sizes)
+    how: dict[str, Any] = {"gated": gated, "axis": axis.name if axis and backend == DETERMINISTIC else None}
+    return with_gradient(partial(_of_codes, **how, backend=backend), partial(_straight_through, **how))(x, w, sizes)
 
 
-def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool, backend: str | None) -> jax.Array:
-    how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": None}
+def _of_codes(
+    x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool, axis: str | None, backend: str | None
+) -> jax.Array:
+    how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": axis}
     if w.format.outliers is not None:
         wide: dict[str, Any] = {"out_dtype": compute_dtype(x.dtype), "backend": where_faster(backend)}
         rest, large = fenced(backend, partial(part_outliers, threshold=w.format.outliers), x)
@@ -202,7 +226,7 @@ def _of_codes(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool
         products = (ragged_matmul(each, w, sizes, **wide) for each in rows)
         return fenced(backend, partial(_added, gated=gated, dtype=x.dtype), *products)
     if w.format.activations in KINDS:
-        x = fenced(backend, partial(rounded_inputs, fmt=w.format, scale=w.input_scale), x)
+        x = fenced(backend, partial(rounded_inputs, **how), x)
     elif w.format.row_codes is not None:
         codes = fenced(backend, partial(row_codes, **how), x)
         return ragged_matmul(codes, w, sizes, gated=gated, out_dtype=x.dtype, backend=where_faster(backend))
@@ -218,8 +242,10 @@ def _added(codes: jax.Array, large: jax.Array, *, gated: bool, dtype: Any) -> ja
     return y.astype(dtype)
 
 
-def _straight_through(x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool) -> jax.Array:
+def _straight_through(
+    x: jax.Array, w: QuantizedWeight, sizes: jax.Array, *, gated: bool, axis: str | None
+) -> jax.Array:
     """Computes ragged_linear on decoded values. Rounded activations pass gradients straight through."""
     wide = compute_dtype(x.dtype)
-    rounded = rounded_inputs(x, w.format, w.input_scale).astype(wide)
+    rounded = rounded_inputs(x, w.format, w.input_scale, axis=axis).astype(wide)
     return ragged_matmul(rounded, decoded(w, wide), sizes, gated=gated, backend=DIFFERENTIABLE).astype(x.dtype)

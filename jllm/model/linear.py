@@ -68,22 +68,27 @@ def linear(
         if axis is None:
             added = with_addend(x, w, residual, **how)
             return linear(x, w.base, bias, residual=added, parts=parts, **how)
-        part = _part(x, w.base, with_addend(x, w, None, **how), axis=axis, **how)
+        part = linear_part(x, w, axis=axis, **how)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     if parts > 1 and isinstance(w, QuantizedWeight) and w.format.row_codes is not None:
         assert not isinstance(x, QuantizedRows), "parts take inputs that are not quantized yet"
         each = zip(jnp.split(x, parts, axis=-1), column_parts(w, parts))
         return sum_parts([linear(*one, out_dtype=out_dtype, backend=backend) for one in each], bias, residual)
     if axis is not None:
-        part = _part(x, w, None, axis=axis, out_dtype=out_dtype, backend=backend)
+        part = linear_part(x, w, axis=axis, out_dtype=out_dtype, backend=backend)
         return all_reduce(part, axis, bias=bias, residual=residual, backend=where_faster(backend))
     return _product(x, w, bias, residual, out_dtype=out_dtype, backend=backend, parts=parts)
 
 
-def _part(
-    x: Inputs, w: Weight, added: jax.Array | None, *, axis: MeshAxis, out_dtype, backend: str | None
+def linear_part(
+    x: Inputs, w: Weight | Adapted, *, axis: MeshAxis, out_dtype=None, backend: str | None = None
 ) -> jax.Array:
-    """Returns a device's part of the product, plus `added`, which is its own."""
+    """Returns a device's part of linear with `axis`, which the sum over devices completes. Adapters add to it."""
+    added = None
+    if isinstance(w, Adapted):
+        assert not isinstance(x, QuantizedRows), "adapters take plain rows"
+        added = with_addend(x, w, None, out_dtype=x.dtype if out_dtype is None else out_dtype, backend=backend)
+        w = w.base
     name = axis.name if backend == DETERMINISTIC else None
     if isinstance(w, QuantizedWeight) and w.columns is not None:
         x, w = _in_order(x, w, axis, name, backend)

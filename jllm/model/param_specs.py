@@ -117,11 +117,14 @@ def init_params(config: LlamaConfig, key: jax.Array, dtype: DTypeLike | None = N
     """Returns random Params: weights are normal(0, 0.02), norms one, biases zero. Weights that write to the residual
     stream (o, down) are smaller by 1/sqrt(2 layers) (GPT-2's rule). Values are drawn in float32 at least, then rounded
     to dtype. Raises NoRoomError if the device of `key` has too little free memory for them."""
-    dtype = param_dtype(config, dtype)
-    specs = param_specs(config)
+    return draw_params(param_specs(config), key, param_dtype(config, dtype))
+
+
+def draw_params(specs: Params, key: jax.Array, dtype: np.dtype) -> Params:
+    """Returns init_params of leaves with these specs. A leaf that is None stays None."""
     if not isinstance(key, jax.core.Tracer):
         _check_room(specs, dtype, key)
-    keys = jax.random.split(key, config.num_layers + 1)
+    keys = jax.random.split(key, len(specs.layers) + 1)
     top = _draw(replace(specs, layers=()), keys[0], dtype)
     layers = tuple(_draw(layer, keys[i + 1], dtype) for i, layer in enumerate(specs.layers))
     return replace(top, layers=layers)

@@ -2,9 +2,9 @@
 
 Rows are sharded by the first axis of their dimension, and so are columns. "heads head_dim" is sharded by heads, "ffn"
 and "vocab" by themselves. Each part of a merged weight is sharded separately. So a rank has its query rows, its key
-rows and its value rows, in this order. Codes, scales and zeros of a quantized weight go with their rows and columns: a
-share has the same values as the whole weight. The vocabulary is padded to a multiple of the ranks by rows that are
-never read.
+rows and its value rows, in this order. Where ranks have whole experts, these keep all their rows and columns. Codes,
+scales and zeros of a quantized weight go with their rows and columns: a share has the same values as the whole weight.
+The vocabulary is padded to a multiple of the ranks by rows that are never read.
 """
 
 import math
@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
-from jllm.model.param_specs import LeafSpec, init_params, param_specs
+from jllm.model.param_specs import LeafSpec, draw_params, param_specs
 from jllm.model.params import Params, WeightEntry
-from jllm.parallel.mesh import SHARED, rank_config
+from jllm.parallel.mesh import SHARED, has_whole_experts
 from jllm.parallel.ranks import REPLICATED, STACKED
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales, unpacked
 from pallas_kernels.formats.weight_codes import pack4, unpack4
@@ -55,6 +55,19 @@ def share(leaf: Any, entry: WeightEntry, config: LlamaConfig, name: str = "") ->
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=on), jax.eval_shape(next(shares), leaf)
     )
+
+
+def share_changed(change: Callable[[jax.Array], Any], leaf: np.ndarray, spec: LeafSpec, config: LlamaConfig) -> Any:
+    """Returns change(share) of each rank's share of a leaf on the host, as a stack. Each device has its share alone."""
+    assert config.mesh is not None, "devices of a mesh have shares"
+    assert _columns(spec.entry, config, 0) is None, "a share has whole rows"
+
+    def one(rank: int, device: jax.Device) -> Any:
+        if device.process_index != jax.process_index():  # which makes its own
+            return None
+        return change(jax.device_put(leaf[_rows(spec.entry, config, rank)], device))
+
+    return stack((one(*rank) for rank in enumerate(config.mesh.devices.flat)), config.mesh)
 
 
 def whole(leaf: Any, entry: WeightEntry, config: LlamaConfig, shape: tuple[int, ...]) -> Any:
@@ -128,9 +141,12 @@ def _is_abstract(leaf: object) -> bool:
 
 def _rows(entry: WeightEntry, config: LlamaConfig, rank: int) -> np.ndarray:
     """Returns the indices of the rows of a weight that a rank has."""
-    found, start = [], 0
-    for _, dimension in entry.modules_of(config.axes):
-        axis, size = dimension.split()[0], math.prod(config.axes[a] for a in dimension.split())
+    modules, found, start = [each for _, each in entry.modules_of(config.axes)], [], 0
+    sizes = [(each.partition(" ")[0], math.prod(config.axes[a] for a in each.split())) for each in modules]
+    if _has_whole(entry, config):
+        assert config.mesh is not None, "devices of a mesh have shares"
+        return np.arange(sum(size for _, size in sizes)).reshape(config.mesh.size, -1)[rank]
+    for axis, size in sizes:
         first, count = _span(axis, size, config, rank)
         found.append(start + np.minimum(np.arange(first, first + count), size - 1))
         start += size
@@ -145,9 +161,14 @@ def _columns(entry: WeightEntry, config: LlamaConfig, rank: int) -> tuple[int, i
 
 def _shared_columns(entry: WeightEntry, config: LlamaConfig) -> int | None:
     """Returns the number of columns that ranks share, or None if each rank has all."""
-    if entry.columns is None or entry.columns.split()[0] not in SHARED:
+    if entry.columns is None or entry.columns.split()[0] not in SHARED or _has_whole(entry, config):
         return None
     return math.prod(config.axes[a] for a in entry.columns.split())
+
+
+def _has_whole(entry: WeightEntry, config: LlamaConfig) -> bool:
+    """Returns whether ranks share out the experts of this weight."""
+    return entry.over is not None and has_whole_experts(config)
 
 
 def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, int]:
@@ -244,11 +265,25 @@ def random_share(
     """Returns random Params on the config's mesh, as share_params returns them. Each rank's share is made on its
     device, one layer at a time. make(i, params) may quantize layer i, which is a model of its own."""
     assert config.mesh is not None
-    n, own = config.mesh.size, replace(rank_config(config), axis=None)
+    n = config.mesh.size
 
     def layer(i: int, rank: int, device: jax.Device) -> Params:
-        small = replace(own.one_layer(i), vocab_size=1 if i else -(-config.vocab_size // n))
-        return make(i, init_params(small, jax.device_put(jax.random.fold_in(key, i * n + rank), device), dtype))
+        one = replace(config.one_layer(i), vocab_size=1 if i else config.vocab_size)
+        specs = param_specs(one)
+
+        def draw(of: int, *, cut: bool) -> Params:
+            """Returns the leaves that ranks cut, or those that they have alike, by the key of a rank."""
+
+            def some(spec: LeafSpec) -> LeafSpec | None:
+                own = share_shape(spec, one)[1:]
+                return replace(spec, shape=own) if cut == (own != spec.shape) else None
+
+            by = jax.device_put(jax.random.fold_in(key, i * n + of), device)
+            return draw_params(jax.tree.map(some, specs), by, jnp.dtype(dtype))
+
+        own, alike = draw(rank, cut=True), draw(0, cut=False)
+        both = jax.tree.map(lambda x, y: y if x is None else x, own, alike, is_leaf=lambda leaf: leaf is None)
+        return make(i, both)
 
     ranks = list(enumerate(config.mesh.devices.flat))
     found = [stack((layer(i, *rank) for rank in ranks), config.mesh) for i in range(config.num_layers)]

@@ -55,7 +55,7 @@ ROWS_OF_HEAD = ("norm", "logits")  # the names of TOP that have the rows of the 
 SEAMS = ("input", "middle", "output")  # the names of LAYER outside a layer's two blocks
 EXPERTS = {  # of a Mixture of Experts, after mlp_norm; such a layer has neither gate_up nor silu_mul
     "router": "[T, X] the experts' scores, before softmax",
-    "routes": "[T, k] i32, the numbers of the experts that compute each token",
+    "routes": "[T, k] i32, the numbers of the experts that compute each token; -1: none",
 }
 NAMED = ("weights", *EXPERTS)
 NEAR = 4  # names that an error suggests

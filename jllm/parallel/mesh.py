@@ -2,7 +2,7 @@
 
 A mesh has the one axis "model". The rank of a device is its place on that axis. Each rank has some query heads and
 their KV heads, some columns of the MLP, and some rows of the vocabulary. With fewer KV heads than ranks, several ranks
-keep the same KV head.
+keep the same KV head. Of a Mixture of Experts each rank has some experts whole, or some columns of each.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jllm.parallel.memory import free_memory, is_host
 from pallas_kernels.all_reduce import MeshAxis
 
 AXIS = "model"
-SHARED = ("heads", "kv_heads", "ffn", "expert_ffn", "vocab")  # the axes of weights that ranks share out
+SHARED = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")  # the axes of weights that ranks share out
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
@@ -45,10 +45,6 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
         raise ConfigError(f"the mesh has different devices ({', '.join(kinds)}): expected one kind")
     if type(config) is not LlamaConfig:
         raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
-    if config.experts is not None and (config.experts.shared_ffn or config.experts.biases):
-        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its experts have more parts")
-    if config.sinks:
-        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its heads have sinks")
     if config.qk_norm_whole:
         raise ConfigError(f"a {config.architecture} cannot be spread over devices: its norms of q and k need all heads")
     if config.activation_parts > 1:
@@ -56,23 +52,52 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
             f"activation_parts={config.activation_parts} is for one device: on a mesh each device has one part"
         )
     if mesh.size not in fitting(config):
-        columns = " and ".join(map(str, _widths(config)))
-        sizes = f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {columns} MLP columns"
         fits = ", ".join(map(str, fitting(config)))
         devices = counted(mesh.size, "device")
-        raise ConfigError(f"{devices} cannot share {sizes} evenly; these numbers of devices can: {fits}")
+        raise ConfigError(f"{devices} cannot share {_sizes(config)} evenly; these numbers of devices can: {fits}")
     return replace(config, mesh=mesh)
 
 
 def fitting(config: LlamaConfig) -> list[int]:
     """Returns the numbers of ranks that share a model evenly. The vocabulary is padded, so any number fits it."""
-    H, K, widths = config.num_heads, config.num_kv_heads, _widths(config)
-    return [n for n in range(1, H + 1) if not any(w % n for w in (H, *widths)) and (K % n == 0 or n % K == 0)]
+    H, K = config.num_heads, config.num_kv_heads
+
+    def fits(n: int) -> bool:
+        even = not any(size % n for size in (H, *_widths(config, whole=_takes_whole(config, n))))
+        return even and (K % n == 0 or n % K == 0)
+
+    return [n for n in range(1, H + 1) if fits(n)]
 
 
-def _widths(config: LlamaConfig) -> tuple[int, ...]:
-    """Returns the numbers of columns of a model's MLPs: of the dense ones, and of an expert."""
-    return (config.intermediate_size, *(() if config.experts is None else (config.experts.ffn,)))
+def has_whole_experts(config: LlamaConfig) -> bool:
+    """Returns whether each device of the config's mesh has some experts whole, not some columns of each."""
+    return config.mesh is not None and _takes_whole(config, config.mesh.size)
+
+
+def _takes_whole(config: LlamaConfig, ranks: int) -> bool:
+    """Returns whether that number of ranks shares out whole experts. They are whole by default if they divide."""
+    if config.experts is None:
+        return False
+    return config.experts.count % ranks == 0 if config.expert_parallel is None else config.expert_parallel
+
+
+def _widths(config: LlamaConfig, whole: bool) -> list[int]:
+    """Returns what ranks share of a model's MLPs: columns of the dense ones, experts or their columns."""
+    found, experts = [] if config.all_experts else [config.intermediate_size], config.experts
+    if experts is not None:
+        found += [experts.count if whole else experts.ffn, *([experts.shared_ffn] if experts.shared_ffn else [])]
+    return found
+
+
+def _sizes(config: LlamaConfig) -> str:
+    """Returns a phrase that names what ranks have to share."""
+    found, experts = [f"{config.num_heads} heads", f"{config.num_kv_heads} KV heads"], config.experts
+    found += [] if config.all_experts else [f"{config.intermediate_size} MLP columns"]
+    if experts is not None:
+        ways = {None: f"{experts.count} experts or {experts.ffn} columns of each", True: f"{experts.count} experts"}
+        found.append(ways.get(config.expert_parallel, f"{experts.ffn} columns of each expert"))
+        found += [f"{experts.shared_ffn} columns of the shared expert"] if experts.shared_ffn else []
+    return f"{', '.join(found[:-1])} and {found[-1]}"
 
 
 def rank_config(config: LlamaConfig) -> LlamaConfig:
@@ -80,12 +105,15 @@ def rank_config(config: LlamaConfig) -> LlamaConfig:
     if config.mesh is None:
         return config
     n, experts = config.mesh.size, config.experts
+    if experts is not None:
+        ffn = experts.ffn if has_whole_experts(config) else experts.ffn // n
+        experts = replace(experts, ffn=ffn, shared_ffn=experts.shared_ffn // n)
     return replace(
         config,
         num_heads=config.num_heads // n,
         num_kv_heads=max(1, config.num_kv_heads // n),
-        intermediate_size=config.intermediate_size // n,
-        experts=None if experts is None else replace(experts, ffn=experts.ffn // n),
+        intermediate_size=max(1, config.intermediate_size // n),  # nothing has it if all layers have experts
+        experts=experts,
         mesh=None,
         axis=mesh_axis(config.mesh),
         kv_copies=max(1, n // config.num_kv_heads),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jllm.errors import CheckpointError
@@ -102,7 +101,7 @@ def group_weight(
     pads = ((0, padded(N) - N), (0, 0))
     values = np.pad(codes, pads)
     if fmt.packed:
-        values = np.asarray(pack4(jnp.asarray(values)))
+        values = pack4(values)
     half = np.pad(_finite(module, scales, np.float16), pads)
     zeros = None if zeros is None else np.pad(zeros, pads).T
     return _assemble(values, half.T, zeros, (N, K), fmt, columns)
@@ -130,7 +129,7 @@ def block_weight(
     pads = ((0, padded(N) - N), (0, 0))
     values = np.pad(codes, pads)
     if fmt.packed:
-        values = np.asarray(pack4(jnp.asarray(values)))
+        values = pack4(values)
     steps = None if tensor is None else np.full(padded(N), tensor[0])
     return _assemble(values, np.pad(scales, pads).T, None, (N, K), fmt, input_scale=input_scale, steps=steps)
 

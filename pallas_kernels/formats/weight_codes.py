@@ -120,15 +120,15 @@ def decode_scales(codes: jax.Array, steps: jax.Array) -> jax.Array:
     return scales.reshape(codes.shape).astype(jnp.float16)
 
 
-def pack4(codes: jax.Array) -> jax.Array:
+def pack4[A: (jax.Array, np.ndarray)](codes: A) -> A:
     """Packs two codes of 4 bits a byte: [..., K] of any integers gives uint8 [..., K/2], K a multiple of 32. Each 32
     columns 8p + 2c + i are stored as nibble 4i + p of 32-bit word c, p and c below 4 and i below 2. So word c is what
     one thread in four gives to wgmma's 16-bit left operand, whose pairs (i) are 16 bits apart."""
     if codes.shape[-1] % 32:
         raise ValueError(f"{codes.shape[-1]} codes cannot be packed: expected a multiple of 32")
-    parts = jnp.moveaxis(codes.astype(jnp.uint8).reshape(*codes.shape[:-1], -1, 4, 4, 2), -3, -1)  # [.., c, i, p]
-    low, high = parts[..., 0::2], parts[..., 1::2]
-    return ((low & jnp.uint8(15)) | (high << jnp.uint8(4))).reshape(*codes.shape[:-1], -1)
+    parts = codes.astype(np.uint8).reshape(*codes.shape[:-1], -1, 4, 4, 2).swapaxes(-3, -2).swapaxes(-2, -1)
+    low, high = parts[..., 0::2], parts[..., 1::2]  # of [.., c, i, p]
+    return ((low & np.uint8(15)) | (high << np.uint8(4))).reshape(*codes.shape[:-1], -1)
 
 
 def unpack4(packed: jax.Array, *, signed: bool) -> jax.Array:

@@ -66,10 +66,9 @@ def test_a_model_that_names_kernels_has_norms_of_widths_that_these_lack():
 
 
 def test_what_a_family_cannot_do_is_refused_by_name():
-    models = {family: jllm.load(PARITY / family) for family in ("olmo2", "gpt-oss", "phi4", "gemma2")}
-    for family, words in (("olmo2", "need all heads"), ("gpt-oss", "its experts have more parts")):
-        with pytest.raises(ConfigError, match=f"cannot be spread over devices.*{words}"):
-            spread(models[family].config, make_mesh(1))
+    models = {family: jllm.load(PARITY / family) for family in ("olmo2", "phi4", "gemma2")}
+    with pytest.raises(ConfigError, match="cannot be spread over devices.*need all heads"):
+        spread(models["olmo2"].config, make_mesh(1))
     phi, config = models["phi4"].params.layers[0], models["phi4"].config
     with pytest.raises(QuantizationError, match="where whole heads are rotated"):
         scale_keys(phi, config, jnp.ones((config.num_kv_heads, config.head_dim)))

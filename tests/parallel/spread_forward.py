@@ -29,7 +29,7 @@ from pallas_kernels.formats.weight_codes import fit_scales
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.sample.noise import _high as high
 from tests.parallel.meshes import model_of, on_mesh
-from tests.tiny import experts_model, with_fields
+from tests.tiny import with_fields
 
 jax.config.update("jax_enable_x64", True)
 TOKENS = jnp.arange(20, dtype=jnp.int32) * 3 % 97
@@ -48,13 +48,6 @@ def check(model, devices: int, one=None) -> None:
 @pytest.mark.parametrize("devices", [1, 4, 8])
 def test_logits_are_those_of_one_device(devices):
     check(model_of(), devices)
-
-
-@pytest.mark.parametrize("scheme", [None, "w8a16"])
-def test_each_device_has_columns_of_every_expert(scheme):
-    model = experts_model("float64")
-    params = model.params if scheme is None else quantize(model.params, scheme)
-    check(replace(model, params=params), 2)
 
 
 def test_biases_count_once_and_norms_of_heads_are_whole():
