@@ -129,7 +129,8 @@ def _read(folder: Path, config: LlamaConfig) -> _Read:
                 magnitudes[field] = _magnitudes(folder, target, own)
     if factors:
         layer, module = next(iter(factors))
-        raise CheckpointError(f"{folder / WEIGHTS}: changes {layer_prefix(layer)}{module}, which this model lacks")
+        why = "and experts take no adapters" if ".experts." in module else "which this model lacks"
+        raise CheckpointError(f"{folder / WEIGHTS}: changes {layer_prefix(layer)}{module}, {why}")
     return _Read(adapter, magnitudes)
 
 

@@ -20,7 +20,16 @@ from jllm.config import LlamaConfig
 from jllm.errors import ConfigError, QuantizationError, WeightsError
 from jllm.model.adapted import Adapted, OneAdapter, Slots
 from jllm.model.param_specs import LeafSpec, param_dtype, param_specs
-from jllm.model.params import LayerParams, Params, WeightEntry, matrices, matrix_entries, with_matrices
+from jllm.model.params import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    LayerParams,
+    Params,
+    WeightEntry,
+    matrices,
+    matrix_entries,
+    with_matrices,
+)
 from jllm.model.shapes import AnyArray, Array, Int32
 from jllm.model.shards import share_indices, stack
 from jllm.parallel.ranks import STACKED, place
@@ -28,6 +37,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 MOST_RANK = 1024
+OF_EXPERTS = {module.rpartition(".")[2] for module in (*EXPERT_GATE_UP, *EXPERT_DOWN)}  # modules without adapters
 
 
 @jax.tree_util.register_dataclass
@@ -93,16 +103,18 @@ def all_targets(config: LlamaConfig) -> dict[str, Target]:
 
 def choose_targets(config: LlamaConfig, names: Collection[str] | None) -> dict[str, Target]:
     """Returns the targets by field that have one of these modules, such as q_proj; None: all. Raises ConfigError for a
-    module that the model lacks."""
+    module that the model lacks, or that its experts alone have."""
     every = all_targets(config)
     if names is None:
         return every
-    fields = {module.rpartition(".")[2]: name for name, target in every.items() for module in target.modules}
+    modules = {name: [module.rpartition(".")[2] for module in target.modules] for name, target in every.items()}
+    known = dict.fromkeys(module for some in modules.values() for module in some)
     if isinstance(names, str):
         raise ConfigError(f"adapter targets are a list of modules, not the string {names!r}")
-    if unknown := [name for name in names if name not in fields]:
-        raise ConfigError(f"adapter target {unknown[0]!r}: the model has {', '.join(fields)}")
-    return {name: every[name] for name in every if name in {fields[each] for each in names}}
+    if unknown := [name for name in names if name not in known]:
+        why = "experts take no adapters; " if config.experts is not None and unknown[0] in OF_EXPERTS else ""
+        raise ConfigError(f"adapter target {unknown[0]!r}: {why}the model has {', '.join(known)}")
+    return {name: every[name] for name in every if set(modules[name]) & set(names)}
 
 
 def init_adapter(

@@ -11,10 +11,12 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.config import Experts
 from jllm.engine.engine import Engine
-from jllm.errors import ConfigError, EvaluationError
+from jllm.errors import CheckpointError, ConfigError, EvaluationError
 from jllm.files.importers import stored_weights
-from jllm.files.safetensors_io import StoredTensor
+from jllm.files.peft import PREFIX, WEIGHTS, load_adapter, save_adapter
+from jllm.files.safetensors_io import StoredTensor, write_file
 from jllm.model import experts as experts_module
+from jllm.model.adapters import choose_targets, init_adapter, merge_params
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.experts import choose_experts, places, ragged_linear, run_experts, shares_of
 from jllm.model.linear import linear
@@ -178,6 +180,34 @@ def test_gradients_are_finite_differences():
         slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), gradient, direction)))
         moved = [jax.tree.map(lambda x, d, h=h: x + h * d, m.params, direction) for h in (1e-6, -1e-6)]
         assert slope == pytest.approx(float(loss(moved[0]) - loss(moved[1])) / 2e-6, rel=1e-5)
+
+
+def test_adapters_are_of_all_but_experts(tmp_path):
+    """On attention, router and the expert that computes every token they are merged weights."""
+    with jax.enable_x64(True):
+        m = experts_model("float64", replace(EXPERTS, shared_ffn=16, layers=()))
+        adapter, rng = init_adapter(m.config, jax.random.key(1), 2), np.random.default_rng(0)
+        adapter = {name: replace(each, b=0.2 * rng.normal(size=each.b.shape)) for name, each in adapter.items()}
+        assert set(adapter) == {"qkv", "o", "router", "shared_gate", "shared_gate_up", "shared_down"}
+        sampling = [replace(greedy(8), adapter=name) for name in ("a", None)]
+        places = {"adapters": {"a": adapter}, "max_adapters": 1, "adapter_rank": 2}
+        got = serve(m, [IDS, IDS], sampling, **one_size(2, tokens=12), **places)
+        merged = replace(m, params=merge_params(m.params, m.config, adapter))
+        want = [serve(each, [IDS], [greedy(8)], **one_size(2, tokens=12))[0] for each in (merged, m)]
+    assert [each.token_ids for each in got] == [each.token_ids for each in want]
+    assert got[0].token_ids != got[1].token_ids
+    assert set(choose_targets(m.config, ["down_proj"])) == {"shared_down"}
+    both = replace(m.config, experts=replace(m.config.experts, layers=(False, True)))
+    assert set(choose_targets(both, ["gate_proj"])) == {"gate_up", "shared_gate_up"}
+    with pytest.raises(ConfigError, match="adapter target 'up_proj': experts take no adapters; the model has q_proj"):
+        init_adapter(
+            experts_model(experts=replace(EXPERTS, layers=())).config, jax.random.key(1), 2, targets=["up_proj"]
+        )
+    save_adapter(tmp_path, {"qkv": adapter["qkv"]}, m.config)
+    factors = {f"{PREFIX}model.layers.1.mlp.experts.0.up_proj.lora_{x}.weight": np.ones((2, 2), "f") for x in "AB"}
+    write_file(tmp_path / WEIGHTS, factors)
+    with pytest.raises(CheckpointError, match="changes model.layers.1.mlp.experts.0.up_proj, and experts take no adap"):
+        load_adapter(tmp_path, m.config)
 
 
 FAULTS = {
