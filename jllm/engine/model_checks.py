@@ -9,7 +9,7 @@ from jllm.engine.options import EngineOptions
 from jllm.errors import ConfigError, EvaluationError
 from jllm.model.linear import linear
 from jllm.model.params import HEAD, Params, linears
-from jllm.model.taps import EXPERTS, SEAMS, resolve_taps, tap_numbers
+from jllm.model.taps import EXPERTS, SEEN, resolve_taps, tap_numbers
 from jllm.parallel.mesh import has_processes
 from pallas_kernels.backends import DETERMINISTIC
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -39,9 +39,9 @@ def _check_taps(options: EngineOptions, config: LlamaConfig) -> None:
             _check_kind(name, config)
     except EvaluationError as error:
         raise ConfigError(f"taps: {error}") from None
-    inner = [name for name in names if name.startswith("layers.") and name.rpartition(".")[2] not in SEAMS]
+    inner = [name for name in names if name.startswith("layers.") and name.rpartition(".")[2] not in SEEN]
     if options.deterministic and inner:
-        seams = ", ".join(f"layers.*.{name}" for name in SEAMS)
+        seams = ", ".join(f"layers.*.{name}" for name in SEEN)
         raise ConfigError(f"taps: a step that keeps {inner[0]} may round otherwise, and deterministic takes {seams}")
 
 

@@ -6,7 +6,7 @@ reader of a value has quantized activations, the value is that before the roundi
 of short segments, then C prompt tokens. The head's values have the rows that the head runs on.
 
 A layer with a tap or an edit inside its blocks runs one operation at a time (Tap.open). In 16 bits it may round
-differently from the fused operations of a step without taps.
+differently from the fused operations of a step without taps. Those of SEEN round as without taps.
 """
 
 from collections.abc import Sequence
@@ -58,6 +58,7 @@ EXPERTS = {  # of a Mixture of Experts, after mlp_norm; such a layer has neither
     "routes": "[T, k] i32, the numbers of the experts that compute each token; -1: none",
 }
 NAMED = ("weights", *EXPERTS)
+SEEN = (*SEAMS, *EXPERTS)  # that no operation hides
 NEAR = 4  # names that an error suggests
 
 
@@ -77,8 +78,8 @@ class Tap:
 
     @property
     def open(self) -> bool:
-        """Returns whether a value inside a block is tapped, edited or added to. Then no fused operation may hide it."""
-        return any(name not in SEAMS for name in (*self.names, *self._edits)) or bool(self._addends)
+        """Returns whether a value inside a block is tapped, edited or added to, which a fused operation could hide."""
+        return any(name not in SEEN for name in (*self.names, *self._edits)) or bool(self._addends)
 
     @property
     def _edits(self) -> "dict[str, Function]":

@@ -5,9 +5,11 @@ the same tiles of rows as in a step. The backward pass goes through the layers f
 is differentiated without a cache, at the input that it had in the forward pass. Activations, K and V are rounded as
 they were there, and the rounding passes gradients straight through (Bengio et al., arXiv 1308.3432). The gradient of a
 quantized weight is that of the weight from which it was made. An adapter is served in a place of its own, as an
-engine has it. Its gradient is that of plain products.
+engine has it. Its gradient is that of plain products. Experts compute the backward pass of the tokens that they
+computed in the forward pass.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +33,7 @@ from jllm.model.adapters import (
 )
 from jllm.model.backbone import head, run_layers, tapped_backbone
 from jllm.model.cache import KVCache, make_cache, parse_kv_cache
+from jllm.model.hooks import Edits, HookRows, make_edits
 from jllm.model.linear import decoded, embed
 from jllm.model.norms import norm_rows
 from jllm.model.paged import PAGE_SIZE, Chunks, Packed, no_segments, paged_batch
@@ -63,6 +66,17 @@ from pallas_kernels.tiled_attention import check_page_size
 HEAD_ROWS = 128  # rows of logits in memory at once
 
 Scored = tuple[jax.Array, jax.Array]  # log-probabilities [B, L] and entropies [B, L]
+Routes = dict[str, jax.Array]  # by the tap's name, layers.I.routes: i32[B, L, k]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """Holds what a forward pass leaves for the backward pass."""
+
+    inputs: tuple[jax.Array, ...]  # of each layer, [B L, E]
+    routes: Routes  # of each layer with experts
+    hidden: jax.Array  # the input of the head, [B L, E]
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ def token_logprobs(
     adapters: Adapter | None = None,
     adapter_rank: int | None = None,
     adapter_targets: tuple[str, ...] | None = None,
+    routes: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns float32 [B, L] (float64 in that dtype). Entry [b, t] is the log-probability of tokens[b, t + 1] after
     tokens[b, : t + 1]. It is 0, with no gradient, from lengths[b] - 1 on. A length beyond L counts as L.
@@ -109,6 +124,9 @@ def token_logprobs(
 
     With `adapters`, a pytree as init_adapter returns it, all sequences take that adapter. The engine's places for it
     have adapter_rank (default: its own) and adapter_targets.
+
+    `routes` replaces the experts that a router chooses, as an engine's taps have them: layers.I.routes -> i32[B, L, k],
+    where -1 is no expert. Layers that it does not name choose their own. The shares are those of these weights.
 
     It is differentiable once, by params and adapters: under jit, grad and remat. Raises EvaluationError under vmap, for
     second derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has, and
@@ -147,9 +165,21 @@ def token_logprobs(
         return (nothing, nothing) if entropy else nothing
     # Through float32, in which an engine keeps it.
     heat = _constant(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32).astype(wide))
+    given = {} if routes is None else {name: jnp.asarray(each, jnp.int32) for name, each in routes.items()}
+    _check_routes(given, config, tokens.shape)
     ints = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
-    logprobs, entropies = _jitted(how, params, adapters, *ints, heat)
+    logprobs, entropies = _jitted(how, params, adapters, *ints, given, heat)
     return (logprobs, entropies) if entropy else logprobs
+
+
+def _check_routes(routes: Routes, config: LlamaConfig, shape: tuple[int, ...]) -> None:
+    """Raises ConfigError for routes of layers without experts, and ValueError for those of another shape."""
+    names = [f"layers.{i}.routes" for i in range(config.num_layers) if config.has_experts(i)]
+    for name, each in routes.items():
+        if name not in names or config.experts is None:
+            raise ConfigError(f"routes of {name!r}: the model has {', '.join(names) or 'no experts'}")
+        if each.shape != (want := (*shape, config.experts.chosen)):
+            raise ValueError(f"routes of {name} have shape {each.shape}, expected {want}")
 
 
 def _rank(
@@ -189,9 +219,10 @@ def _scored(
     adapter: Adapter | None,
     tokens: jax.Array,
     lengths: jax.Array,
+    routes: Routes,
     temperature: jax.Array,
 ) -> Scored:
-    return _forward(how, params, adapter, tokens, lengths, temperature)[0]
+    return _forward(how, params, adapter, tokens, lengths, routes, temperature)[0]
 
 
 _jitted = partial(jax.jit, static_argnums=0)(_scored)
@@ -203,11 +234,14 @@ def _forward(
     adapter: Adapter | None,
     tokens: jax.Array,
     lengths: jax.Array,
+    routes: Routes,
     temperature: jax.Array,
     keep: bool = False,
-) -> tuple[Scored, tuple[jax.Array, ...]]:
-    """Returns the engine's log-probabilities and, to keep, the input of each layer [B L, E] and of the head."""
-    params, adapter, tokens, lengths, temperature = _alone((params, adapter, tokens, lengths, temperature))
+) -> tuple[Scored, Kept | None]:
+    """Returns the engine's log-probabilities, and what the backward pass keeps."""
+    params, adapter, tokens, lengths, routes, temperature = _alone(
+        (params, adapter, tokens, lengths, routes, temperature)
+    )
     served = replace(_served(how, params), adapters=_in_a_place(how, adapter))
     served = jax.lax.optimization_barrier(served)  # else XLA may leave out how these are rounded
     (B, L), config = tokens.shape, how.config
@@ -219,7 +253,10 @@ def _forward(
         batch = replace(batch, adapter=jnp.full(B * L, -1 if adapter is None else 0, jnp.int32))
     cache = make_cache(config, B * M, how.page_size, how.stored)
     taps = tuple(f"layers.{i}.input" for i in range(config.num_layers)) if keep else ()
-    hidden, _, found = tapped_backbone(served, config, batch, cache, taps, backend=how.backend)
+    chosen = tuple(f"layers.{i}.routes" for i in range(config.num_layers) if keep and config.has_experts(i))
+    edits = _replay({name: each.reshape(B * L, -1) for name, each in routes.items()}, B * L, config.num_layers)
+    how_run: dict[str, Any] = {"backend": how.backend, "edits": edits}
+    hidden, _, found = tapped_backbone(served, config, batch, cache, taps + chosen, **how_run)
 
     def score(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> Scored:
         if how.tempered:
@@ -233,7 +270,24 @@ def _forward(
     inputs = hidden, _targets(tokens), jnp.full(B * L, temperature)
     logprobs, entropies = in_tiles(rows, *inputs, size=min(HEAD_ROWS, B * L))
     scored = _masked(logprobs.reshape(B, L), lengths), _masked(entropies.reshape(B, L), lengths)
-    return scored, (*(found[name] for name in taps), hidden)
+    if not keep:
+        return scored, None
+    taken = {name: found[name].reshape(B, L, -1) for name in chosen}
+    return scored, Kept(tuple(found[name] for name in taps), taken, hidden)
+
+
+def _replay(routes: Routes, rows: int, num_layers: int) -> Edits | None:
+    """Returns edits that replace the routes of so many rows: i32[rows, k] by name."""
+    number = jnp.arange(rows, dtype=jnp.int32)
+    return make_edits(
+        {name: jax.tree_util.Partial(_routes_of_rows, each) for name, each in routes.items()},
+        num_layers,
+        HookRows(number, jnp.zeros_like(number), jnp.zeros_like(number)),
+    )
+
+
+def _routes_of_rows(routes: jax.Array, value: jax.Array, rows: HookRows) -> jax.Array:
+    return routes.at[rows.slot].get(mode="clip")
 
 
 def _keep(
@@ -242,17 +296,18 @@ def _keep(
     adapter: Adapter | None,
     tokens: jax.Array,
     lengths: jax.Array,
+    routes: Routes,
     temperature: jax.Array,
 ) -> tuple:
     if how.config.logit_softcap is not None:
         raise EvaluationError("token_logprobs has no gradient for a model that caps its logits; packed_logits has one")
-    scored, kept = _forward(how, params, adapter, tokens, lengths, temperature, keep=True)
-    return scored, (params, adapter, tokens, lengths, temperature, kept)
+    scored, kept = _forward(how, params, adapter, tokens, lengths, routes, temperature, keep=True)
+    return scored, (params, adapter, tokens, lengths, routes, temperature, kept)
 
 
 def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
-    """Returns the gradients of _scored's arguments by params, adapter, tokens, lengths and temperature."""
-    masters, adapter, tokens, lengths, temperature, (*inputs, hidden) = residuals
+    """Returns the gradients of _scored's arguments from params on."""
+    masters, adapter, tokens, lengths, routes, temperature, kept = residuals
     params, low, of = _alone((_cast(how, masters), None if adapter is None else _cast(how, adapter), of))
     (B, L), config, formats = tokens.shape, how.config, dict(how.formats)
     of_logprobs, of_entropies = (_masked(each, lengths).reshape(-1) for each in of)
@@ -264,7 +319,7 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
         rows, heat = norm_rows(hidden, norm, config, DIFFERENTIABLE), temperature * config.logit_divisor
         return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, heat))
 
-    _, pull = jax.vjp(top, params.norm, own, hidden)
+    _, pull = jax.vjp(top, params.norm, own, kept.hidden)
     dnorm, dhead, dx = pull((of_logprobs, of_entropies))
     dx, layers = dx.reshape(B, L, -1), []
     of_low: dict[str, list[LowRank]] = {name: [] for name in low or {}}
@@ -272,12 +327,13 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
     for i in reversed(range(config.num_layers)):
         named = {field: f"{layer_prefix(i)}{entry.name}" for field, entry in matrix_entries(params.layers[i]).items()}
         wanted = tuple((field, formats.get(name, ())) for field, name in named.items())
-        x = inputs[i].reshape(B, L, -1)
+        x, chosen = kept.inputs[i].reshape(B, L, -1), kept.routes.get(f"layers.{i}.routes")
         # A layer waits for the gradient of the one after it, so that memory holds one layer's inner values.
         here = {
             name: each.of_layer(targets[name], i) for name, each in (low or {}).items() if i in targets[name].layers
         }
-        dlayer, dlow, dx = _pull_layer(config.one_layer(i), _differing(how), wanted, params.layers[i], here, x, dx)
+        static = config.one_layer(i), _differing(how), wanted
+        dlayer, dlow, dx = _pull_layer(*static, params.layers[i], here, x, chosen, dx)
         layers.append(dlayer)
         for name, each in dlow.items():
             of_low[name].append(each)
@@ -295,7 +351,7 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
         }
         dadapter = {name: replace(adapter[name], a=a, b=b) for name, (a, b) in stacked.items()}
         dadapter = jax.tree.map(_as_master, dadapter, adapter)
-    zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in (tokens, lengths))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (tokens, lengths, routes))
     return jax.tree.map(_as_master, found, masters), dadapter, *zeros, jnp.zeros_like(temperature)
 
 
@@ -310,21 +366,23 @@ def _pull_layer(
     layer: LayerParams,
     adapter: Adapter,
     x: jax.Array,
+    routes: jax.Array | None,
     dx: jax.Array,
 ) -> tuple[LayerParams, Adapter, jax.Array]:
     """Returns the gradients by one layer's weights, by its part of an adapter, and by its input x [B, L, E], for that
-    of its output."""
+    of its output. `routes` i32[B, L, k] are those of its experts."""
 
     def unpaged(layer: LayerParams, adapter: Adapter, x: jax.Array) -> jax.Array:
         changed = {field: _straight(matrices(layer)[field], some) for field, some in formats if some}
         coded = layer_with(with_matrices(layer, changed), adapter, config)
 
-        def one(x: jax.Array) -> jax.Array:
+        def one(x: jax.Array, routes: jax.Array | None) -> jax.Array:
             position = jnp.arange(x.shape[0], dtype=jnp.int32)
             batch = Packed(position, position, jnp.zeros_like(position), stored)
-            return run_layers((coded,), config, x, batch, None, backend=TRAINING)[0]
+            edits = None if routes is None else _replay({"layers.0.routes": routes}, x.shape[0], 1)
+            return run_layers((coded,), config, x, batch, None, backend=TRAINING, edits=edits)[0]
 
-        return jax.vmap(one)(x)
+        return jax.vmap(one)(x, routes)
 
     return jax.vjp(unpaged, layer, adapter, x)[1](dx)
 

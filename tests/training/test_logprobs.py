@@ -219,6 +219,47 @@ def test_an_adapters_values_are_the_engines_and_its_gradients_those_of_merged_we
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(got)) > 0
 
 
+def test_routes_of_an_engine_are_replayed_and_choose_who_gets_a_gradient(batch):
+    """To the bit with the weights that drew. Other weights take the given routes, forward and backward."""
+    model, name = experts_model("float64"), "layers.1.routes"
+    engine = Engine(model, **one_size(3, tokens=12), taps=[name], deterministic=True)
+    asked = SamplingParams(seed=1, max_new_tokens=9, ignore_eos=True, logprobs=0)
+    engine.submit([5, 6, 7, 8], asked, taps=[name], tokens="all")
+    (done,) = [event.completion for event in engine.run() if event.completion]
+    tokens, lengths = np.asarray([[5, 6, 7, 8, *done.token_ids]]), np.asarray([13])
+    routes = np.full((1, 13, 2), -1, np.int32)
+    routes[0, :12] = done.taps[name]
+    score = jax.jit(partial(jllm.token_logprobs, config=model.config, **engine.token_logprobs_options()))
+    drawn = [each.logprob for each in done.logprobs]
+    for given in ({name: routes}, {}):
+        found = score(model.params, tokens=tokens, lengths=lengths, routes=given)
+        assert found[0, 3:12].tolist() == drawn
+    tokens, lengths, weights = batch
+    others = jnp.asarray(
+        np.random.default_rng(3).integers(0, 2, (3, 13, 2)) * [3, 1] + [0, 1], jnp.int32
+    )  # not expert 4
+
+    def value(params, **options):
+        return (jllm.token_logprobs(params, model.config, tokens, lengths, **options) * weights).sum()
+
+    def plainly(params):
+        def one(row, chosen):
+            position, edit = jnp.arange(13, dtype=jnp.int32), {name: lambda value, rows: chosen}
+            return packed_logits(params, model.config, Packed(row, position, jnp.zeros_like(position)), edit)
+
+        logp = jax.nn.log_softmax(jax.vmap(one)(tokens, others))
+        chosen = jnp.take_along_axis(logp, jnp.roll(tokens, -1, axis=1)[:, :, None], axis=2)[:, :, 0]
+        return (jnp.where(jnp.arange(13, dtype=jnp.int32)[None] < lengths[:, None] - 1, chosen, 0) * weights).sum()
+
+    got, gradient = jax.value_and_grad(partial(value, routes={name: others}))(model.params)
+    wanted, reference = jax.value_and_grad(plainly)(model.params)
+    assert abs(got - wanted) < 1e-11 < abs(got - value(model.params))
+    check_equal(gradient, reference, 1e-12)
+    down = gradient.layers[1].mlp.down.reshape(5, -1)
+    assert not down[4].any()
+    assert all(down[i].any() for i in (0, 1, 2, 3))
+
+
 def test_temperature_is_the_engines_and_lengths_end_with_the_tokens(batch):
     """The engine keeps temperatures in float32."""
     tokens, lengths, _ = batch
@@ -243,6 +284,14 @@ def test_options_of_weights_or_values_that_it_could_not_make_are_refused():
     edits = Hooks(edit={"layers.0.mlp": lambda value, rows: value * 2})
     with pytest.raises(ConfigError, match="hooks edit values"):
         serve(model, hooks=edits).token_logprobs_options()
+
+
+def test_routes_that_do_not_fit_are_refused():
+    model, given = experts_model(), (jnp.ones((1, 4), jnp.int32), jnp.asarray([4]))
+    with pytest.raises(ConfigError, match="routes of 'layers.0.routes': the model has layers.1.routes"):
+        jllm.token_logprobs(model.params, model.config, *given, routes={"layers.0.routes": np.zeros((1, 4, 2))})
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 3\), expected \(1, 4, 2\)"):
+        jllm.token_logprobs(model.params, model.config, *given, routes={"layers.1.routes": np.zeros((1, 4, 3))})
 
 
 def test_what_it_does_not_do_is_refused_in_one_line():
