@@ -1,6 +1,7 @@
 """Trains the small model that jllm bundles: a LLaMA of a few million parameters that tells fairy tales.
 
-experiments/training/fit.py describes the training. It keeps the weights with the lowest validation loss.
+experiments/training/fit.py describes the training. It keeps the weights with the lowest validation loss. With --experts
+it is a Mixtral, whose layers have so many MLPs instead of one.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from experiments.result_file import ResultFile
 from experiments.training.data import Book, read_books, train_tokenizer
 from experiments.training.fit import BLOCK, STORED, Recipe, Validation, begin, make_validation, train
 from experiments.training.resume import FILE, forget, keep, kept
-from jllm.config import LlamaConfig
+from jllm.config import Experts, LlamaConfig
 from jllm.errors import ConfigError, InputFileError, JllmError, OutputError
 from jllm.files.load_params import load_params
 from jllm.files.run_identity import digest
@@ -145,8 +146,9 @@ def save_tokenizer(out: Path, model: bytes, config: LlamaConfig) -> None:
 
 
 def make_config(args: argparse.Namespace) -> LlamaConfig:
+    mixture = Experts(args.experts, args.chosen, args.ffn) if args.experts else None
     return LlamaConfig(
-        architecture="LlamaForCausalLM",
+        architecture="LlamaForCausalLM" if mixture is None else "MixtralForCausalLM",
         vocab_size=args.vocab,
         hidden_size=args.width,
         intermediate_size=args.ffn,
@@ -156,6 +158,7 @@ def make_config(args: argparse.Namespace) -> LlamaConfig:
         head_dim=args.head_dim,
         context=args.context,
         tie_embeddings=True,
+        experts=mixture,
         bos_id=BOS,
         eos_ids=(EOS,),
     )
@@ -164,7 +167,7 @@ def make_config(args: argparse.Namespace) -> LlamaConfig:
 def make_recipe(args: argparse.Namespace) -> Recipe:
     rounded: dict[str, Any] = {name: BLOCK * math.ceil(getattr(args, name) / BLOCK) for name in ("steps", "eval_every")}
     positive = ("steps", "rows", "lr", "eval_every", "patience")
-    for name in (*positive, "warmup", "weight_decay"):
+    for name in (*positive, "warmup", "weight_decay", "balance"):
         value = getattr(args, name)
         if not (0 < value < math.inf if name in positive else 0 <= value < math.inf):
             option = name.replace("_", "-")
@@ -222,6 +225,8 @@ SHAPE = (
     ("kv-heads", 2, "KV heads K"),
     ("head-dim", 64, "head dim D"),
     ("context", 1024, "tokens of a row, and of the longest passage"),
+    ("experts", 0, "experts of each layer, each an MLP; 0: one MLP"),
+    ("chosen", 2, "experts that compute a token"),
 )
 RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("steps", 2000, "most steps, rounded up to tens"),
@@ -231,6 +236,7 @@ RECIPE: tuple[tuple[str, int | float, str], ...] = (
     ("weight-decay", 0.3, "weight decay of AdamW, times the learning rate"),
     ("dropout", 0.1, "dropout probability of a unit in a row"),
     ("subword-dropout", 0.0, "probability of leaving out a merge of subwords; it made the model worse"),
+    ("balance", 0.01, "weight of the loss that gives experts equally many tokens"),
     ("eval-every", 100, "steps between validations, rounded up to tens"),
     ("patience", 8, "stop after this many validations without gain"),
     ("seed", 0, "seed of the weights, the order and all dropout"),
@@ -253,6 +259,14 @@ SIZES = {
         71,
         MappingProxyType(
             {"vocab": 8192, "width": 512, "ffn": 1536, "layers": 10, "heads": 8, "rows": 32, "lr": 2e-3, "steps": 1500}
+        ),
+    ),
+    "mixture": Size(
+        "a mixture of 3.6 M, for experiments with experts",
+        8,
+        MappingProxyType(
+            {"vocab": 2048, "width": 128, "ffn": 256, "layers": 4, "head-dim": 32, "context": 256}
+            | {"experts": 8, "rows": 8, "steps": 1000, "weight-decay": 0.1, "dropout": 0.0}
         ),
     ),
 }

@@ -2,7 +2,8 @@
 
 Training runs the library's own forward pass (jllm.model.backbone, no cache) over rows packed with passages. The text is
 small, and a model could memorize it. So every epoch cuts it into other passages, and units are dropped out. Training
-stops when the validation loss no longer falls, and keeps the weights with the lowest one.
+stops when the validation loss no longer falls, and keeps the weights with the lowest one. A mixture also descends a
+loss that is least if its experts have equally many tokens (Switch Transformer, arXiv 2101.03961).
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from experiments.training.data import Book, Rows, batches, cut_passages, encode,
 from experiments.training.later import optax
 from experiments.training.resume import Kept
 from jllm.config import LlamaConfig
-from jllm.model.backbone import Packed, packed_logits
+from jllm.model.backbone import Packed, head, tapped_backbone
 from jllm.model.param_specs import init_params
 from jllm.model.params import Params, Weight, with_matrices
 from pallas_kernels.backends import TRAINING
@@ -45,6 +46,7 @@ class Recipe:
     patience: int  # evaluations without a better validation loss
     seed: int
     compute: str  # dtype of the forward and backward pass; weights and optimizer are float32
+    balance: float = 0.0  # weight of a mixture's loss of balance
 
 
 @jax.tree_util.register_dataclass
@@ -86,20 +88,44 @@ def drop_units(params: Params, key: jax.Array, rate: float) -> Params:
 
 def row_nats(params: Params, row: Rows, config: LlamaConfig) -> jax.Array:
     """Returns the sum of -log p of a row's targets (a row: leaves i32[L])."""
-    logits = packed_logits(params, config, Packed(row.tokens, row.positions, row.segments), backend=TRAINING)
+    return row_losses(params, row, config)[0]
+
+
+def row_losses(params: Params, row: Rows, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns row_nats, and the loss of balance of a mixture: 1 if experts have equally many tokens of the row."""
+    mixed = [i for i in range(config.num_layers) if config.has_experts(i)]
+    names = tuple(f"layers.{i}.{name}" for i in mixed for name in ("router", "routes"))
+    batch = Packed(row.tokens, row.positions, row.segments)
+    hidden, _, found = tapped_backbone(params, config, batch, None, names, backend=TRAINING)
+    logits = head(params, config, hidden, backend=TRAINING)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(row.targets, 0))
-    return jnp.sum(jnp.where(row.targets >= 0, nats, jnp.zeros_like(nats)))
+    used = row.targets >= 0
+    each = [imbalance(found[f"layers.{i}.router"], found[f"layers.{i}.routes"], used) for i in mixed]
+    return jnp.sum(jnp.where(used, nats, 0)), jnp.mean(jnp.stack(each)) if each else jnp.zeros((), nats.dtype)
+
+
+def imbalance(scores: jax.Array, routes: jax.Array, used: jax.Array) -> jax.Array:
+    """Returns X times the sum over experts of their share of tokens times their mean probability. scores [T, X], routes
+    i32[T, k]; `used` bool[T] are the tokens that count."""
+    X, k = scores.shape[1], routes.shape[1]
+    wide = jax.nn.softmax(scores.astype(jnp.float32), axis=1)
+    count = jnp.maximum(jnp.sum(used), 1).astype(wide.dtype)
+    chosen = jnp.sum(jax.nn.one_hot(routes, X, dtype=wide.dtype), axis=1)
+    shares, means = (jnp.sum(jnp.where(used[:, None], each, 0), axis=0) / count for each in (chosen / k, wide))
+    return X * jnp.sum(shares * means)
 
 
 def mean_nats(params: Params, rows: Rows, key: jax.Array, config: LlamaConfig, recipe: Recipe) -> jax.Array:
-    """Returns the training loss in nats per token over rows [B, L]. Each row has its own dropout mask."""
+    """Returns the training loss over rows [B, L]: nats per token, and the loss of balance. Each row has its own dropout
+    mask."""
     params = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), params)
 
-    def one(row: Rows, key: jax.Array) -> jax.Array:
-        return row_nats(drop_units(params, key, recipe.dropout) if recipe.dropout else params, row, config)
+    def one(row: Rows, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return row_losses(drop_units(params, key, recipe.dropout) if recipe.dropout else params, row, config)
 
-    nats = jax.vmap(one)(rows, jax.random.split(key, recipe.rows))
-    return jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
+    nats, balance = jax.vmap(one)(rows, jax.random.split(key, recipe.rows))
+    mean = jnp.sum(nats) / jnp.sum(rows.targets >= 0).astype(nats.dtype)
+    return mean if config.experts is None else mean + recipe.balance * jnp.mean(balance).astype(mean.dtype)
 
 
 def train_step(state: TrainState, rows: Rows, config: LlamaConfig, recipe: Recipe) -> tuple[TrainState, jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.config import LlamaConfig
+from jllm.config import Experts, LlamaConfig
 from jllm.errors import InputFileError
 from jllm.files.hf_config import load_config
 from jllm.files.load import BUNDLED
@@ -27,11 +27,11 @@ pytest.importorskip("optax")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from experiments import train_heads, train_small  # noqa: E402
+from experiments import grpo, train_heads, train_small  # noqa: E402
 from experiments.train_small import hold_out, main  # noqa: E402
 from experiments.training import fit, resume  # noqa: E402
 from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
-from experiments.training.fit import Recipe, Validation, drop_units, row_nats  # noqa: E402
+from experiments.training.fit import Recipe, Validation, drop_units, imbalance, row_nats  # noqa: E402
 
 TINY = LlamaConfig(
     "LlamaForCausalLM", 300, 32, 64, 2, 2, 1, 16, context=64, tie_embeddings=True, bos_id=1, eos_ids=(2,)
@@ -88,6 +88,33 @@ def test_a_tiny_model_learns_and_is_saved(corpus, tmp_path, capsys):
     assert "already holds a model" in capsys.readouterr().err
 
 
+def test_a_mixture_learns_and_grpo_goes_on_with_it(corpus, tmp_path, monkeypatch):
+    """Its trainer has the sampler's log-probabilities to the bit, and so its routes."""
+    shape = SHAPE | {"context": 128, "experts": 4, "chosen": 2}
+    options = [f"--{name}={value}" for name, value in (shape | QUICK | {"steps": 40}).items()]
+    assert main(["--corpus", str(corpus), "--out", str(tmp_path / "model"), "--results", str(tmp_path), *options]) == 0
+    model = jllm.load(tmp_path / "model", dtype="float32")
+    assert (model.config.architecture, model.config.experts) == ("MixtralForCausalLM", Experts(4, 2, 64))
+    (file,) = tmp_path.glob("train_small-*.json")
+    assert json.loads(file.read_text())["valid_loss"] < 0.6 * math.log(320)
+    monkeypatch.setattr(grpo, "PROMPT_TOKENS", 80)
+    monkeypatch.setattr(grpo, "reward_of", lambda text, words, ended: len(text) % 7 / 7)
+    asked = ["--prompts", "2", "--group", "2", "--new-tokens", "6", "--lr", "0.01", "--quantize", "w8a8"]
+    args = grpo.parse_arguments(asked)
+    recipe = grpo.Recipe(grpo.Objective(**grpo.of(grpo.Objective, args)), **grpo.of(grpo.Recipe, args))
+    rows = list(grpo.curve(model, recipe, 2, None, {}))
+    assert [row["gap"] for row in rows] == [0, 0]
+    assert rows[0]["kl"] != rows[1]["kl"]
+
+
+def test_experts_with_equally_many_tokens_have_the_least_imbalance():
+    scores = jnp.asarray([[2.0, 0.0], [0.0, 2.0], [5.0, 0.0]])
+    routes, used = jnp.asarray([[0], [1], [0]]), jnp.asarray([True, True, False])
+    assert float(imbalance(scores, routes, used)) == pytest.approx(1)
+    share = float(jax.nn.softmax(scores[0])[0])
+    assert float(imbalance(scores[:1], routes[:1], used[:1])) == pytest.approx(2 * share)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +127,10 @@ def test_a_tiny_model_learns_and_is_saved(corpus, tmp_path, capsys):
         (["--corpus", "{corpus}", "--lr", "nan"], "--lr nan must be positive"),
         (["--corpus", "{corpus}", "--steps", "20"], "--warmup 100 must be less than --steps 20"),
         (["--corpus", "{corpus}", "--heads", "3"], "3 query heads are not a multiple of 2 KV heads"),
+        (
+            ["--corpus", "{corpus}", "--experts", "2", "--chosen", "3"],
+            "experts.chosen is 3, but must be at least 1 and at",
+        ),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(arguments, message, corpus, tmp_path, capsys):
