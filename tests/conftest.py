@@ -34,6 +34,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jllm.programs import tracing  # noqa: E402
 from pallas_kernels.bench.command import RECORDED  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -62,6 +63,12 @@ def own_compile_cache(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_tracing_processes():
+    """Lets engines on a GPU trace by themselves, since many tests share its host."""
+    tracing.MOST_USUAL = 0
 
 
 @pytest.fixture(autouse=True, scope="module")

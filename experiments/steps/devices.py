@@ -169,9 +169,10 @@ class DeviceSheet:
 def _lower(best: Ceilings, found: Sustained) -> Ceilings:
     """Returns the best rates, with sustained ones in their place."""
     bandwidth = best.bandwidth if found.bandwidth_gb_s is None else 1e9 * found.bandwidth_gb_s
-    peaks = {None: 1e12 * found.dense_tflops["bf16"]} if "bf16" in found.dense_tflops else {}
-    peaks |= _eight_bits(found.dense_tflops)
-    return replace(best, bandwidth=bandwidth, peaks={**best.peaks, **peaks}, source=found.source)
+    peaks = {**best.peaks, **_eight_bits(found.dense_tflops)}
+    if "bf16" in found.dense_tflops:
+        peaks[None] = 1e12 * found.dense_tflops["bf16"]
+    return replace(best, bandwidth=bandwidth, peaks=peaks, source=found.source)
 
 
 def _eight_bits(tflops: Mapping[str, float]) -> dict[str | None, float]:

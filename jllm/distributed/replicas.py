@@ -62,6 +62,8 @@ class Replicas:
     Threads: as with an Engine.
     """
 
+    _drop_folder: Callable[[], object]  # of the steps that these engines share
+
     def __init__(
         self,
         model: Source,
@@ -121,7 +123,7 @@ class Replicas:
         self._next_id = itertools.count()
         self._closed: str | None = None
         self._last: tuple[Event, ...] = ()
-        self._drop_folder: Callable[[], object] = lambda: None  # of the steps that these engines share
+        self._drop_folder = lambda: None
         self._all: list[AnyReplica] = []
         self._has_text = has_text
 

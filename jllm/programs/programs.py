@@ -7,6 +7,7 @@ background while steps take existing ones.
 
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -234,13 +235,10 @@ class Programs:
     def _recipe(self, key: Key) -> Recipe:
         """Returns a program's recipe. Call it in the thread whose JAX settings count."""
         path, static = self.path(*key), self._shapes.static(*key)
-        files = [partial(self._find, key, path), partial(self._keep, key, path)]
-        # Processes that share a model compile each program together: none may wait for another.
-        if self._files is not None and path is not None and not self.in_step:
-            files.append(partial(self._files.claim, path))
+        files = partial(self._find, key, path), partial(self._keep, key, path), partial(self._claim, path)
         # The arguments come later: while a job waits, other weights may take the place of these.
         lower, step = partial(self._lower, key, **static), lambda: (self._shapes.arguments(*key), static)
-        return Recipe(lower, *files, name=_name(key[0]), step=step)
+        return Recipe(lower, *files, _name(key[0]), step)
 
     def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:
         return jitted(static["layout"], static["backend"]).lower(*self._shapes.arguments(*key), **static)
@@ -252,6 +250,11 @@ class Programs:
             self._kept[key] = found
             self._loaded.add(path)
         return found
+
+    def _claim(self, path: Path | None) -> AbstractContextManager[bool]:
+        if self._files is None or path is None or self.in_step:
+            return nullcontext(True)  # processes that share a model compile together: none may wait for another
+        return self._files.claim(path)
 
     def _keep(self, key: Key, path: Path | None, made: jax.stages.Compiled) -> None:
         if self._keeps:

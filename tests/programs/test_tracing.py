@@ -214,6 +214,7 @@ def test_numbers_of_processes_that_make_no_sense(number):
 
 def test_an_engine_on_a_gpu_that_is_not_told_has_half_of_the_cores(monkeypatch):
     """Several engines of a host share them. A CPU and a mesh have none, and none goes beside JAX's own cache."""
+    monkeypatch.setattr(tracing, "MOST_USUAL", 8)  # as it is but in tests
     gpu, cpu = (SimpleNamespace(platform=name) for name in ("gpu", "cpu"))
     for cores, engines, most in ((48, 1, 8), (12, 1, 6), (48, 4, 6), (1, 1, 0)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores), raising=False)
