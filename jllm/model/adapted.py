@@ -16,7 +16,6 @@ from pallas_kernels.backends import where_faster
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import fenced
 from pallas_kernels.row_matmul import row_matmul
-from pallas_kernels.row_matmul.config import MOST_ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +48,7 @@ class Adapted:
     layer: jax.Array | None  # i32[], the layer's place in Slots
     rows: jax.Array | None  # i32[T], the adapter of each row; another number than 0 .. A - 1: none
     parts: tuple[int, ...] = field(metadata={"static": True})  # rows of each merged part
+    runs: int | None = field(default=None, metadata={"static": True})  # most runs of neighbouring rows with one adapter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +72,9 @@ def with_addend(
     else:
         assert w.layer is not None, "adapters in slots are those of all layers"
         assert w.rows is not None, "rows choose among adapters in slots"
-        slots, where, how = w.adapters, (w.layer, w.rows), {"backend": _for_rows(backend, x.shape[0])}
+        # Its kernels for Hopper run where they are named.
+        how: dict[str, Any] = {"runs": w.runs, "backend": backend if backend == "mosaic" else where_faster(backend)}
+        slots, where = w.adapters, (w.layer, w.rows)
         low = row_matmul(x, slots.a, *where, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
         more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
         return row_matmul(low, slots.b, *where, out_dtype=out_dtype, **more, **how)
@@ -81,12 +83,6 @@ def with_addend(
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)
 
     return fenced(backend, add, added, residual)
-
-
-def _for_rows(backend: str | None, rows: int) -> str | None:
-    """Returns a model's backend for products of so many rows. Its kernels for Hopper are for few rows, and run where
-    they are named."""
-    return backend if backend == "mosaic" and rows <= MOST_ROWS else where_faster(backend)
 
 
 def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Array:

@@ -237,8 +237,11 @@ def _alone(each: LowRank) -> OneAdapter:
 # Adapters that a step's rows choose from
 
 
-def with_adapters(params: Params, config: LlamaConfig, rows: Int32[Array, " T"]) -> tuple[LayerParams, ...]:
-    """Returns the layers with the adapters of the params. Rows i32[T] choose theirs; -1: none."""
+def with_adapters(
+    params: Params, config: LlamaConfig, rows: Int32[Array, " T"], runs: int | None = None
+) -> tuple[LayerParams, ...]:
+    """Returns the layers with the adapters of the params. Rows i32[T] choose theirs; -1: none. `runs` is as in
+    Adapted."""
     passed, layers = Counter[str](), []
     for layer in params.layers:
         changed = {}
@@ -246,7 +249,7 @@ def with_adapters(params: Params, config: LlamaConfig, rows: Int32[Array, " T"])
             if name in params.adapters and entry.over is None:
                 parts = tuple(math.prod(config.axes[axis] for axis in rows.split()) for _, rows in entry.modules)
                 place = jnp.asarray(passed[name], jnp.int32)
-                changed[name] = Adapted(matrices(layer)[name], params.adapters[name], place, rows, parts)
+                changed[name] = Adapted(matrices(layer)[name], params.adapters[name], place, rows, parts, runs)
                 passed[name] += 1
         layers.append(with_matrices(layer, changed))
     return tuple(layers)

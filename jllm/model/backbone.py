@@ -93,7 +93,7 @@ def tapped_backbone(
     if params.adapters is not None:
         assert isinstance(batch, Paged), "params with adapters take a step's rows"
         assert batch.adapter is not None, "its rows say which adapter they take"
-        layers = with_adapters(params, config, batch.adapter)
+        layers = with_adapters(params, config, batch.adapter, batch.runs)
     x, cache, inside = run_layers(layers, config, x, batch, cache, taps, backend=backend, edits=edits)
     return x, cache, found | inside
 

@@ -86,6 +86,11 @@ class Paged:
         """Returns R Q, the number of rows before the chunks."""
         return self.decode_lengths.shape[0] * self.width
 
+    @property
+    def runs(self) -> int:
+        """Bounds the runs of neighbouring rows that have one sequence, or none."""
+        return self.decode_lengths.shape[0] + self.chunk_cu.shape[0]
+
 
 def paged_batch(
     short: ShortSegments,

@@ -18,6 +18,7 @@ def row_matmul(
     parts: tuple[int, ...] | None = None,
     scale: jax.Array | None = None,
     residual: jax.Array | None = None,
+    runs: int | None = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
@@ -28,7 +29,8 @@ def row_matmul(
     [L, X, P] multiplies each part of a product, and residual [M, N] is added. Sums are in promote_types(x.dtype,
     float32), rounded once to out_dtype (default: x's); of many rows products are rounded to w's dtype as well. Each row
     adds in the order of K, whatever its company, if the backend is deterministic. Raises ValueError where shapes or
-    dtypes disagree. x may have more bits than w, such as sums that are not rounded yet.
+    dtypes disagree. x may have more bits than w, such as sums that are not rounded yet. `runs` bounds the runs of
+    neighbouring rows of one group, where it is known that they are few.
     """
     check_int32(layer=layer, group=group)
     optional = {"scale": scale, "residual": residual}
@@ -47,7 +49,7 @@ def row_matmul(
             raise ValueError(f"{name} has shape {array.shape}, expected {wanted[name]}")
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     chosen = choose(BACKENDS, backend, each, w, scale, residual, parts, out_dtype)
-    return chosen.run(each, w, scale, layer, group, residual, parts, out_dtype)
+    return chosen.run(each, w, scale, layer, group, residual, parts, out_dtype, runs)
 
 
 def _mosaic(*arguments) -> jax.Array:

@@ -23,7 +23,7 @@ class Case:
     rows: int
     rank: int
     adapters: int  # places
-    used: int  # adapters that rows take in turn
+    used: int  # adapters that rows take
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ class Case:
 
     @property
     def group(self) -> jax.Array:
-        """Returns i32[M], the adapter of each row."""
-        return jnp.arange(self.rows, dtype=jnp.int32) % self.used
+        """Returns i32[M], the adapter of each row. Rows of one are side by side."""
+        return jnp.arange(self.rows, dtype=jnp.int32) * self.used // self.rows
 
     @property
     def moved_bytes(self) -> int:
@@ -61,5 +61,6 @@ def cases(rows: int, rank: int, adapters: int, used: int) -> list[Case]:
     return [Case(target, shrink, rows, rank, adapters, used) for target in TARGETS for shrink in (True, False)]
 
 
-# Every row its own adapter, one for all rows of as many places, and a few of a larger rank.
-BENCH_CASES = [*cases(64, 16, 64, 64), *cases(64, 16, 64, 1), *cases(16, 64, 8, 8), *cases(1, 16, 8, 1)]
+# Every row its own adapter, one for all rows of as many places, and a few of a larger rank. Then eight prompts.
+FEW_CASES = [*cases(64, 16, 64, 64), *cases(64, 16, 64, 1), *cases(16, 64, 8, 8), *cases(1, 16, 8, 1)]
+BENCH_CASES = [*FEW_CASES, *cases(8192, 64, 8, 8)]

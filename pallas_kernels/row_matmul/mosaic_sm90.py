@@ -6,6 +6,9 @@ one, the first row's block computes them all, and the others end. Each row adds 
 
 There are two kernels. Where K is large and N is small, a warp has rows of w of its own, as in gemv.py. Where K is small
 and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
+
+Many rows are multiplied by skinny.py of gemm_sm90, whose tiles are blocks of rows by slabs of the matrix of a run of
+rows. Prompts are such runs. Nothing is sorted or gathered.
 """
 
 from collections.abc import Callable
@@ -20,9 +23,22 @@ from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import row_pieces_sm90 as row_pieces
+from pallas_kernels.hopper.gemm_sm90 import skinny
 from pallas_kernels.hopper.gemm_sm90.gemv import LAYOUT
 from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
-from pallas_kernels.row_matmul.config import ALIKE, LANES, SHORT, Long, Short, short_config
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import Blocks
+from pallas_kernels.row_matmul.config import (
+    ALIKE,
+    LANES,
+    MOST_ROWS,
+    SHORT,
+    Long,
+    Short,
+    columns_of,
+    many_config,
+    short_config,
+)
 
 
 def row_matmul(
@@ -34,10 +50,14 @@ def row_matmul(
     residual: jax.Array | None,
     parts: tuple[int, ...],
     out_dtype: jnp.dtype,
-    config: Long | Short | None = None,
+    runs: int | None = None,
+    config: Long | Short | Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns [M, N] of x [M, P, K], w [L, X, N, K], scale [L, X, P] and residual [M, N]; see api.py."""
+    if isinstance(config, Config) or (config is None and x.shape[0] > MOST_ROWS):
+        most = x.shape[0] if runs is None else min(runs, x.shape[0])
+        return _many(x, w, scale, layer, group, residual, parts, jnp.dtype(out_dtype), most, config, interpret)
     if config is None:
         config = short_config(parts, w.shape[3]) if w.shape[3] in SHORT else Long()
     assert config is not None, "config.check_supported was asked"
@@ -64,6 +84,34 @@ def _call(x, w, scale, layer, group, residual, parts, out_dtype, config, interpr
     )
     vectors = (K // VECTOR, VECTOR)
     return kernel(x.reshape(M, P, *vectors), w.reshape(*w.shape[:3], *vectors), layer, group, *given.values())
+
+
+def _many(x, w, scale, layer, group, residual, parts, out_dtype, runs, config, interpret):
+    (M, P, K), (_, X, N, _) = x.shape, w.shape
+    columns = columns_of(parts, residual, out_dtype)
+    config = many_config(M, runs, columns, K, out_dtype) if config is None else config
+    sizes, own = _runs(group, runs)
+    out = skinny.gemm(
+        x.astype(w.dtype).reshape(M, P * K),
+        w[layer].reshape(X * N, K),
+        residual=None if residual is None else residual.astype(out_dtype),
+        sizes=sizes,
+        own=own,
+        blocks=Blocks(X, N, columns),
+        block_scale=None if scale is None else scale[layer].astype(jnp.float32),
+        out_dtype=out_dtype,
+        config=config,
+        interpret=interpret,
+    )
+    return out[:, :N]
+
+
+def _runs(group: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the sizes i32[most] of the runs of neighbours in group i32[M] that are alike, and what each run has."""
+    before = jnp.concatenate([group[:1], group[:-1]])
+    run = jnp.cumsum(group != before, dtype=jnp.int32)
+    sizes = jnp.zeros(most, jnp.int32).at[run].add(1, mode="drop")
+    return sizes, jnp.full(most, -1, jnp.int32).at[run].set(group, mode="drop")
 
 
 def _by_rows(

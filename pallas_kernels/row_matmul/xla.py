@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     residual: jax.Array | None  # [M, N]
 
 
-@partial(jax.jit, static_argnames=("parts", "out_dtype"))
+@partial(jax.jit, static_argnames=("parts", "out_dtype", "runs"))
 def row_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -43,13 +43,14 @@ def row_matmul(
     residual: jax.Array | None,
     parts: tuple[int, ...],
     out_dtype: DTypeLike,
+    runs: int | None = None,
 ) -> jax.Array:
     """Returns [M, N] of x [M, P, K]; see api.py."""
     run = _gathered if x.shape[0] <= FEW else _sorted
     return run(Rows(x, group, residual), Operands(w, scale, layer, parts), out_dtype)
 
 
-@partial(jax.jit, static_argnames=("parts", "out_dtype"))
+@partial(jax.jit, static_argnames=("parts", "out_dtype", "runs"))
 def in_one_order(
     x: jax.Array,
     w: jax.Array,
@@ -59,6 +60,7 @@ def in_one_order(
     residual: jax.Array | None,
     parts: tuple[int, ...],
     out_dtype: DTypeLike,
+    runs: int | None = None,
 ) -> jax.Array:
     """Returns row_matmul, computed in tiles of one number of rows."""
     of = Operands(w, scale, layer, parts)

@@ -69,7 +69,7 @@ def product(
     # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
     width = n + 16 if n == ROWS // config.fold else n
     shape = (config.split, m, n) if config.by_warp or weights else (config.split, rows, width)
-    pairs = () if sizes is None else pairs_of(sizes, m, config.tokens)
+    pairs = () if sizes is None else pairs_of(sizes, m, config.tokens).arrays()
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),

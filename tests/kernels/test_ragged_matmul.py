@@ -237,8 +237,8 @@ def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
     given, expected = arguments(kind, (3, 1, 5, 1), m, n, k, gated)
     real = skinny_plan.pairs_of
 
-    def pairs_of(sizes, m, block):
-        pairs = real(sizes, m, block)
+    def pairs_of(*sizes):
+        pairs = real(*sizes)
         if fault == "a block's rows all go out":
             return pairs._replace(first=pairs.row)
         return pairs._replace(group=pairs.group.at[0].set(1))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.row_matmul import mosaic_sm90, reference, row_matmul, xla
 from pallas_kernels.row_matmul.bench import main, subject
-from pallas_kernels.row_matmul.cases import BENCH_CASES, Case
+from pallas_kernels.row_matmul.cases import BENCH_CASES, FEW_CASES, Case, cases
 from pallas_kernels.row_matmul.config import Long, Short, short_config
 from tests.kernels.helpers import TOLERANCE, error
 from tests.kernels.interpreter import FIND_RACES
@@ -96,7 +97,26 @@ def expected(x, w, scale, layer, group, residual, parts):
 )
 def test_kernels_match_the_formula_without_races(parts, k, dtype, config):
     arguments = kernel_inputs(9, parts, k, dtype, isinstance(config, Short))
-    got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, config, FIND_RACES)
+    got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, None, config, FIND_RACES)
+    assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "k", "added", "config"),
+    [
+        (70, (48,), 64, False, Config(64, 64)),  # columns that the next matrix's rows are in
+        (150, (64, 128), 16, True, Config(128, 64)),
+        (130, (128, 64), 64, True, Config(64, 32)),
+    ],
+    ids=str,
+)
+def test_many_rows_match_the_formula_without_races(rows, parts, k, added, config):
+    """Runs of one group: prompts, single rows, rows of no group, and a tail."""
+    x, w, scale, layer, _, residual = kernel_inputs(rows, parts, k, "bfloat16", added)
+    sizes, own = (33, 1, 1, 1, rows - 40, 4), (1, 0, -1, 3, 0, -1)
+    group = jnp.asarray(np.repeat(own, sizes), jnp.int32)
+    arguments = x.astype(w.dtype), w, scale, layer, group, residual
+    got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, 7, config, FIND_RACES)
     assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10
 
 
@@ -126,13 +146,15 @@ def test_kernels_run_only_where_they_are_named_and_refuse_what_they_lack():
             group,
             **{"parts": (64, 64), "backend": "mosaic"},
         )
-    with pytest.raises(NotImplementedError, match="x has 300 rows; the mosaic kernel supports 1 to 256"):
-        row_matmul(jnp.zeros((300, 2, 16)), w, layer, jnp.zeros(300, jnp.int32), parts=(64, 64), backend="mosaic")
+    with pytest.raises(NotImplementedError, match="of 300 rows supports K % 16 == 0 and parts in multiples of 32"):
+        row_matmul(
+            jnp.zeros((300, 2, 8)), w[..., :8], layer, jnp.zeros(300, jnp.int32), parts=(64, 64), backend="mosaic"
+        )
     assert short_config((4096, 1024, 1024), 16) == Short(512)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", BENCH_CASES, ids=str)
+@pytest.mark.parametrize("case", [*FEW_CASES, *cases(400, 64, 8, 8)], ids=str)
 def test_gpu_matches_the_formula(case):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=each.shape), each.dtype) for each in (case.x, case.w()))

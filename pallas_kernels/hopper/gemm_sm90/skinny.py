@@ -10,7 +10,8 @@ With `gated`, w holds gate's rows and then as many of up's. A tile has the same 
 made of sums in registers. Half of the results are never written, and nothing reads them.
 
 With `sizes`, rows are in groups with a weight each, one below the other in w. A tile is a block of rows by a slab of
-the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group.
+the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group. With
+`blocks`, groups name their weights, and several may name the same one. No device has run these products yet.
 """
 
 from functools import partial
@@ -25,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.gemm_sm90.product import sum_over_k
 from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config
 from pallas_kernels.hopper.gemm_sm90.skinny_plan import (
+    Blocks,
     Pairs,
     Place,
     Plan,
@@ -42,7 +44,7 @@ ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 REGISTERS = 232, 40  # of each thread that computes and that copies, where two warpgroups compute
 
 
-@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "interpret"))
+@partial(jax.jit, static_argnames=("out_dtype", "config", "gated", "blocks", "interpret"))
 def gemm(
     x: jax.Array,
     w: jax.Array,
@@ -55,13 +57,19 @@ def gemm(
     config: Config,
     gated: bool = False,
     sizes: jax.Array | None = None,
+    own: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    block_scale: jax.Array | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring. bias may have 16 bits, too.
     gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added.
-    sizes i32[X]: the rows of group i meet block i of w [X N, K]. Rows after the last group are zero."""
+    sizes i32[X]: the rows of group i meet block i of w [X N, K]. Rows after the last group are zero. blocks, and own
+    i32[X]: the rows of group i meet block own[i], times block_scale f32[blocks, cuts], if there is such a block."""
     groups = 0 if sizes is None else sizes.shape[0]
     (m, k), n = x.shape, w.shape[0] // (max(groups, 1) * (2 if gated else 1))
+    if blocks is not None:
+        k, n = w.shape[1], sum(blocks.cuts)
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
     if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
@@ -69,14 +77,16 @@ def gemm(
     in_blocks = x_scale is not None and x_scale.ndim == 2
     if x_scale is not None and in_blocks:  # TMA takes rows of 16 bytes
         x_scale = jnp.pad(x_scale.T, ((0, 0), (0, -m % 4)))
-    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual, "block_scale": block_scale}
     given = {name: array for name, array in optional.items() if array is not None}
     assert not (gated and {"bias", "residual"} & set(given)), "nothing is added to a gated product"
     assert not (gated and given and not groups), "a gated product is scaled in groups alone"
-    assert not (groups and {"bias", "residual"} & set(given)), "nothing is added to products of groups"
+    assert not (groups and blocks is None and {"bias", "residual"} & set(given)), (
+        "nothing is added to products of groups"
+    )
     extra = {name: array.dtype for name, array in given.items()}
-    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, groups, in_blocks=in_blocks)
-    pairs = () if sizes is None else pairs_of(sizes, m, config.rows)
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, groups, blocks, in_blocks=in_blocks)
+    pairs = () if sizes is None else pairs_of(sizes, m, config.rows, own).arrays()
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -130,13 +140,14 @@ def copy_operand(plan: Plan, refs: Refs, source: Any, target: Any, rows: int, pa
     @pl.loop(0, tiles)
     def _(i: jax.Array) -> None:
         place = place_of(plan, refs, i)
-        begin = place.row if source is refs.x else place.w_row
+        begin, first = (place.row, place.x_column) if source is refs.x else (place.w_row, None)
 
         @pl.loop(0, steps)
         def _(s: jax.Array) -> None:
             slot = free_slot(i * steps + s, refs.free)
             for part in range(parts):
-                at = pl.ds(begin + part * plan.n, rows), pl.ds(s * plan.step, plan.step)
+                column = s * plan.step if first is None else first + s * plan.step
+                at = pl.ds(begin + part * plan.n, rows), pl.ds(column, plan.step)
                 to = target.at[slot, pl.ds(part * rows, rows)]
                 plgpu.copy_gmem_to_smem(source.at[at], to, refs.full.at[slot])
 
@@ -228,12 +239,17 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: lis
         total = silu_mul(*parts) if plan.gated else parts[0]
         if refs.bias is not None:
             total = total + spread(refs.bias_s.at[columns], COLUMN, 1)
+        if plan.blocks is not None:
+            valid = (place.block >= 0) & (place.block < plan.blocks.count)
+            if refs.block_scale is not None:
+                total = total * refs.block_scale[jnp.where(valid, place.block, 0), place.cut]
+            total = jnp.where(valid, total, 0)
         if first > 0:
             fetch_residual(plan, refs, warpgroup, row + begin, column)
         if refs.residual is not None:
             plgpu.barrier_wait(refs.residual_full.at[warpgroup])
             total = total + plgpu.load(out_s, layout=LAYOUT, optimized=False).astype(jnp.float32)
-        if plan.groups:
+        if plan.groups and plan.blocks is None:
             total = jnp.where(place.group < plan.groups, total, 0)
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()

@@ -28,6 +28,11 @@ class Pairs(NamedTuple):
     last: Any  # i32[G]: the group's end in it
     starts: Any  # i32[X + 1]: of groups
     before: Any  # i32[X + 1]: the pairs of all groups before
+    own: Any = None  # i32[X + 1]: the block of w that each group names; -1: none
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Returns what a kernel takes."""
+        return tuple(each for each in self if each is not None)
 
     def number(self, m: int, block: int) -> jax.Array:
         """Returns the number of pairs, in a kernel."""
@@ -59,11 +64,13 @@ class Refs(NamedTuple):
     residual_full: Any = None
     turn: Any = None  # warpgroups of this kernel issue products as they come
     pairs: Pairs | None = None
+    block_scale: Any = None  # f32[blocks, cuts]
 
 
-def pairs_of(sizes: jax.Array, m: int, block: int) -> Pairs:
+def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None) -> Pairs:
     """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. XLA makes two kernels of
-    it, or four if there are several blocks: all is comparisons and sums, and a single number would be one more."""
+    it, or four if there are several blocks: all is comparisons and sums, and a single number would be one more. `own`
+    i32[X] are the blocks of w that groups name."""
     groups = sizes.shape[0]
     group = jnp.arange(groups + 1, dtype=jnp.int32)
     upto, before = group[None, :groups] <= group[:, None], group[None, :groups] < group[:, None]
@@ -77,10 +84,10 @@ def pairs_of(sizes: jax.Array, m: int, block: int) -> Pairs:
     number = jnp.arange(most_pairs(m, groups + 1, block), dtype=jnp.int32)[:, None]
     spread = partial(jnp.broadcast_to, shape=(len(number), groups + 1))
     row = (spread(starts // block) + number - spread(firsts)) * block
-    own = (number >= spread(firsts)) & (number < spread(firsts + blocks))
+    mine = (number >= spread(firsts)) & (number < spread(firsts + blocks))
     columns = spread(group), row, jnp.maximum(spread(starts), row), jnp.minimum(spread(ends), row + block)
-    found = (jnp.sum(jnp.where(own, column, 0), axis=1, dtype=jnp.int32) for column in columns)
-    return Pairs(*found, starts, firsts)
+    found = (jnp.sum(jnp.where(mine, column, 0), axis=1, dtype=jnp.int32) for column in columns)
+    return Pairs(*found, starts, firsts, None if own is None else jnp.append(own, jnp.int32(-1)))
 
 
 def in_pieces(
@@ -101,6 +108,16 @@ def most_pairs(m: int, groups: int, block: int) -> int:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Describes blocks of w that groups name, where any group may meet any block: `count` of them, with `stride` rows
+    each. The result's columns are cut in parts: each of `cuts` columns multiplies columns of x of its own."""
+
+    count: int
+    stride: int
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan(Sizes):
     """Holds static sizes."""
 
@@ -108,6 +125,7 @@ class Plan(Sizes):
     config: Config
     gated: bool = False
     groups: int = 0  # X, if each group of rows has a weight; else 0
+    blocks: Blocks | None = None  # if groups name their weights
 
     @property
     def parts(self) -> int:
@@ -160,7 +178,8 @@ class Plan(Sizes):
     @property
     def vectors(self) -> list[str]:
         """Lists what is copied once a tile."""
-        return [name for name in self.extra if name != "residual" and name not in self.ring_scales]
+        apart = {"residual", "block_scale", *self.ring_scales}
+        return [name for name in self.extra if name not in apart]
 
     @property
     def ring_scales(self) -> dict[str, int]:
@@ -214,6 +233,9 @@ class Place(NamedTuple):
     first: Any = None  # the rows that are its group's, from `first` to `last`
     last: Any = None
     group: Any = None
+    block: Any = None  # of w, if groups name theirs; another number than 0 .. count - 1: none
+    cut: Any = None  # which of the columns' parts
+    x_column: Any = None  # the first column of x, if it is another than 0
 
 
 def tiles_of(plan: Plan, refs: Refs) -> jax.Array:
@@ -229,7 +251,17 @@ def place_of(plan: Plan, refs: Refs, i: jax.Array) -> Place:
     if refs.pairs is not None:
         pair, column = number // plan.slabs, lax.rem(number, jnp.int32(plan.slabs)) * plan.columns
         group, row, first, last = (each[pair] for each in refs.pairs[:4])
+        if plan.blocks is not None:
+            block, cut = refs.pairs.own[group], cut_of(plan.blocks.cuts, column)
+            w_row = jnp.clip(block, 0, plan.blocks.count - 1) * plan.blocks.stride + column
+            return Place(row, column, w_row, first, last, group, block, cut, cut * plan.k)
         w_row = jnp.minimum(group, plan.groups - 1) * plan.parts * plan.n + column
         return Place(row, column, w_row, first, last, group)
     column = number // plan.row_tiles * plan.columns
     return Place(lax.rem(number, jnp.int32(plan.row_tiles)) * plan.config.rows, column, column)
+
+
+def cut_of(cuts: tuple[int, ...], column: jax.Array) -> jax.Array:
+    """Returns the part that a column is in."""
+    ends = [sum(cuts[: i + 1]) for i in range(len(cuts) - 1)]
+    return sum((jnp.where(column >= end, 1, 0) for end in ends), start=jnp.int32(0))
