@@ -8,7 +8,7 @@ from pallas_kernels.checks import check_int32, check_out_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.ragged_matmul import xla
-from pallas_kernels.ragged_matmul.config import check_measured, check_supported
+from pallas_kernels.ragged_matmul.config import check_measured, check_supported, check_triton
 
 
 def ragged_matmul(
@@ -51,4 +51,14 @@ def _mosaic(*arguments) -> jax.Array:
     return mosaic_sm90.ragged_matmul(*arguments)
 
 
-BACKENDS = {"mosaic": Backend(_mosaic, check_supported, check_measured), "xla": Backend(xla.ragged_matmul)}
+def _triton(*arguments) -> jax.Array:
+    from pallas_kernels.ragged_matmul import triton  # imports Triton
+
+    return triton.ragged_matmul(*arguments)
+
+
+BACKENDS = {
+    "mosaic": Backend(_mosaic, check_supported, check_measured),
+    "triton": Backend(_triton, check_triton, unasked_on=()),  # no device has run it
+    "xla": Backend(xla.ragged_matmul),
+}

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backends
 from pallas_kernels.checks import check_listed
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
+from pallas_kernels.formats.weight_formats import TABLES
 from pallas_kernels.hopper.gemm_sm90.skinny_config import (
     FROM_MEMORY,
     INTO_SM,
@@ -15,6 +17,8 @@ from pallas_kernels.hopper.gemm_sm90.skinny_config import (
     most_stages,
     stage_bytes,
 )
+from pallas_kernels.scaled_matmul.config import TritonConfig
+from pallas_kernels.triton.triton_call import check_installed
 from pallas_kernels.weight_only_matmul.config import Config as CodesConfig
 
 # Weights that share a scale, by codes that plain rows are multiplied by, and what N and K are multiples of.
@@ -30,38 +34,41 @@ def check_supported(
 ) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming what they do."""
     check_listed(("out_dtype", str(out_dtype), ("bfloat16", "float16", "float32")))
-    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
-        _check_codes(x, w, groups * (2 if gated else 1))
-        return
-    if isinstance(w, QuantizedWeight):
-        plain = w.columns is None and w.scales.shape == (w.values.shape[0],)
-        codes = isinstance(x, QuantizedRows) and x.scales.ndim == 1 and x.values.dtype == w.values.dtype
-        if not (plain and codes):
-            raise NotImplementedError("the mosaic kernel multiplies rows of codes by weights with a scale a row alone")
-    elif isinstance(x, QuantizedRows) or str(x.dtype) not in ("bfloat16", "float16") or w.dtype != x.dtype:
-        kind = "codes" if isinstance(x, QuantizedRows) else x.dtype
-        raise NotImplementedError(f"the mosaic kernel has no {kind} product; supported: bfloat16, float16")
     n, k = (w.values if isinstance(w, QuantizedWeight) else w).shape
-    n = n // groups // (2 if gated else 1)
-    if n % PIECE or k % 32 or not n or not k:
+    n, multiples = n // groups // (2 if gated else 1), (PIECE, 32)
+    if isinstance(x, QuantizedRows):
+        _check_of_codes(x, w)
+    elif isinstance(w, QuantizedWeight):
+        _check_codes(x, w)
+        k, multiples = w.shape[1], CODES_PIECE
+    elif str(x.dtype) not in ("bfloat16", "float16") or w.dtype != x.dtype:
+        raise NotImplementedError(f"the mosaic kernel has no {x.dtype} product; supported: bfloat16, float16")
+    if n % multiples[0] or k % multiples[1] or not n or not k:
+        named = " and ".join(f"{name} % {size} == 0" for name, size in zip("NK", multiples))
+        raise NotImplementedError(f"weights are [{n}, {k}]; the mosaic kernel supports {named}")
+
+
+def _check_of_codes(x: QuantizedRows, w: jax.Array | QuantizedWeight, backend: str = "mosaic") -> None:
+    """Checks a product of rows of codes."""
+    of_rows = isinstance(w, QuantizedWeight) and w.columns is None and w.scales.shape == (w.values.shape[0],)
+    if not (of_rows and x.scales.ndim == 1 and x.values.dtype == w.values.dtype):
         raise NotImplementedError(
-            f"weights are [{n}, {k}]; the mosaic kernel supports N % {PIECE} == 0 and K % 32 == 0"
+            f"the {backend} kernel multiplies rows of codes by weights of such codes with a scale a row alone"
         )
 
 
-def _check_codes(x: jax.Array, w: QuantizedWeight, blocks: int) -> None:
-    fmt, (n, k) = w.format, w.shape
+def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more: tuple[str, ...] = ()) -> None:
+    """Checks a product of plain rows by codes of 4 bits. `more` are tables of such codes beside NF4."""
+    fmt, groups = w.format, dict.fromkeys(more, GROUPS["nf4"]) | GROUPS
     check_listed(
         ("rows of", str(x.dtype), ("bfloat16", "float16")),
-        ("codes", fmt.codes, tuple(GROUPS)),
-        (f"{fmt.codes} in groups of", fmt.group, GROUPS.get(fmt.codes, ())),
+        ("codes", fmt.codes, tuple(groups)),
+        (f"{fmt.codes} in groups of", fmt.group, groups.get(fmt.codes, ())),
         ("scales in", str(w.scales.dtype), ("uint8" if fmt.scale_codes == "e8m0" else "float16",)),
+        backend=backend,
     )
     if not w.takes_plain_inputs:
-        raise NotImplementedError("the mosaic kernel takes weights whose columns are in order, and not rotated")
-    if n // blocks % CODES_PIECE[0] or k % CODES_PIECE[1]:
-        multiples = " and ".join(f"{name} % {size} == 0" for name, size in zip("NK", CODES_PIECE))
-        raise NotImplementedError(f"weights are [{n // blocks}, {k}]; the mosaic kernel supports {multiples}")
+        raise NotImplementedError(f"the {backend} kernel takes weights whose columns are in order, and not rotated")
 
 
 def check_measured(
@@ -117,3 +124,27 @@ def estimate(config: Config, m: int, groups: int, n: int, k: int, itemsize: int)
     compute = 2 * config.rows * config.columns * k / OPERATIONS[itemsize]
     busiest = waves * (max(intake, compute) + LAST)
     return max(min(m, groups) * n * k * itemsize / FROM_MEMORY, busiest), busiest
+
+
+def check_triton(
+    x: jax.Array | QuantizedRows, w: jax.Array | QuantizedWeight, groups: int, gated: bool, out_dtype: jnp.dtype
+) -> None:
+    """Raises NotImplementedError for what the Triton kernels do not do, naming what they do."""
+    check_installed()
+    check_listed(("out_dtype", str(out_dtype), ("bfloat16", "float16", "float32")), backend="triton")
+    if isinstance(x, QuantizedRows):
+        _check_of_codes(x, w, backend="triton")
+        if x.values.dtype != jnp.int8 and (found := backends.capability()) in backends.WITHOUT_FLOAT8:
+            raise NotImplementedError(f"float8 is not supported by backend triton on {found}, but from 8.9 on")
+    elif isinstance(w, QuantizedWeight):
+        _check_codes(x, w, backend="triton", more=tuple(TABLES))
+    else:
+        check_listed(("rows of", str(x.dtype), ("bfloat16", "float16")), backend="triton")
+        check_listed(("weights of", str(w.dtype), (str(x.dtype),)), backend="triton")
+
+
+def triton_config(m: int, groups: int, gated: bool) -> TritonConfig:
+    """Returns the configuration for M rows in X groups: an estimate, as no device has measured it. depth: in bytes.
+    Rows and columns change no bits."""
+    rows = next((rows for rows in (16, 64) if m <= rows * groups), 128)
+    return TritonConfig(rows, 64 if gated or rows < 128 else 128, 128, warps=8 if rows == 128 else 4, stages=3)

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.weight_formats import WeightFormat
-from pallas_kernels.hopper.gemm_sm90.skinny_plan import most_pairs
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes, swizzled
+from pallas_kernels.row_groups import most_pairs
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 

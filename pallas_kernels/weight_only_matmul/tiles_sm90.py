@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
-from pallas_kernels.hopper.gemm_sm90.skinny_plan import Pairs, pairs_of
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
+from pallas_kernels.row_groups import Pairs, pairs_of
 from pallas_kernels.weight_only_matmul import warp_sm90, wgmma_sm90
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, pair_table

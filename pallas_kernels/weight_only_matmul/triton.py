@@ -19,7 +19,7 @@ from pallas_kernels.triton.codes_triton import from_e4m3
 from pallas_kernels.triton.triton_call import Launch
 from pallas_kernels.weight_only_matmul.config import TritonConfig, triton_config
 
-_TABLES = {**TABLES, "e2m1": (*E2M1, *(-x for x in E2M1))}
+CODE_VALUES = {**TABLES, "e2m1": (*E2M1, *(-x for x in E2M1))}
 
 
 @partial(jax.jit, static_argnames="out_dtype")
@@ -30,7 +30,7 @@ def weight_only_matmul(
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[0]), out_dtype)
     scales = group_scales(w)
-    table = jnp.asarray(_TABLES[w.format.codes], x.dtype) if w.format.codes in _TABLES else None
+    table = jnp.asarray(CODE_VALUES[w.format.codes], x.dtype) if w.format.codes in CODE_VALUES else None
     optional = [scales if each is None else each for each in (w.zeros, table, bias, residual)]  # not read where None
     config = triton_config(x.shape[0], x.shape[1], w.shape[0], w.format.codes)
     made = launch(x, w, bias is not None, residual is not None, out_dtype, config)
@@ -62,7 +62,7 @@ def launch(
     group = fmt.group or step
     constants = {
         "M": M, "N": N, "K": K, "STORED": w.values.shape[0], "GROUP": group, "GROUPED": fmt.group is not None,
-        "PACKED": fmt.packed, "MIDDLE": {"int4": 8, "int8": 128}.get(fmt.codes, 0), "TABLE": fmt.codes in _TABLES,
+        "PACKED": fmt.packed, "MIDDLE": {"int4": 8, "int8": 128}.get(fmt.codes, 0), "TABLE": fmt.codes in CODE_VALUES,
         "ZEROS": fmt.zero_point, "BIAS": bias, "RESIDUAL": residual, "COLUMNS": config.columns,
     }  # fmt: skip
     if config.rows == 1:
@@ -101,25 +101,18 @@ def _tile(
     begin = tl.program_id(1) * steps // PARTS
     end = (tl.program_id(1) + 1) * steps // PARTS
     at = stored + begin // (GROUP // STEP) * STORED if GROUPED else stored
-    later_scale, later_zero = tl.load(scales + at).to(tl.float32), _zero(zeros, at, ZEROS)
+    later_scale, later_zero = tl.load(scales + at).to(tl.float32), load_zeros(zeros, at, ZEROS)
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     for step in range(begin, end):
         code = tl.load(of_w + step * (STEP // CODES))
         scale, zero = later_scale, later_zero
         if GROUPED:  # the next step's are under way during this one
             at = stored + tl.minimum(step + 1, steps - 1) // (GROUP // STEP) * STORED
-            later_scale, later_zero = tl.load(scales + at).to(tl.float32), _zero(zeros, at, ZEROS)
+            later_scale, later_zero = tl.load(scales + at).to(tl.float32), load_zeros(zeros, at, ZEROS)
         part = tl.zeros([COLUMNS, ROWS], tl.float32) if GROUPED else sums
         tokens = tl.load(of_x + (step * STEP + tl.arange(0, STEP))[None, :])
-        if PACKED:  # of each 32 columns pair p of word c has columns 8 p + 2 c and the next
-            even = tl.join(
-                _pairs(code, 0, zero, table, x, MIDDLE, TABLE), _pairs(code, 2, zero, table, x, MIDDLE, TABLE)
-            )
-            odd = tl.join(
-                _pairs(code, 1, zero, table, x, MIDDLE, TABLE), _pairs(code, 3, zero, table, x, MIDDLE, TABLE)
-            )
-            numbers = tl.reshape(tl.join(even, odd), (COLUMNS, STEP // 32, 4, 2, 2, 2))
-            numbers = tl.reshape(tl.permute(numbers, (0, 1, 4, 5, 2, 3)), (COLUMNS, STEP))
+        if PACKED:
+            numbers = packed(code, zero, table, x, MIDDLE, TABLE)
         else:
             even = tl.join(_byte(code, 0, zero, MIDDLE), _byte(code, 2, zero, MIDDLE))
             odd = tl.join(_byte(code, 1, zero, MIDDLE), _byte(code, 3, zero, MIDDLE))
@@ -173,7 +166,7 @@ def _row(
         if GROUPED:
             at = tl.where(inside[:, None], at + (quad * (4 * CODES) // GROUP)[:, None] * STORED, 0)
         if MIDDLE != 0:
-            part = part * (2.0 * MIDDLE) - total * (3.0 * MIDDLE + _zero(zeros, at, ZEROS))
+            part = part * (2.0 * MIDDLE) - total * (3.0 * MIDDLE + load_zeros(zeros, at, ZEROS))
         sums += part * tl.load(scales + at).to(tl.float32) if GROUPED else part
     y = tl.sum(sums, axis=0)
     if not GROUPED:
@@ -187,7 +180,7 @@ def _row(
 
 
 @triton.jit
-def _zero(zeros, at, ZEROS: tl.constexpr):
+def load_zeros(zeros, at, ZEROS: tl.constexpr):
     """Returns what is subtracted from integer codes, float32."""
     zero = tl.zeros(at.shape, tl.float32)
     if ZEROS:
@@ -221,6 +214,18 @@ def _opaque(number: tl.constexpr):
     """Keeps the number in a register: ptxas makes one instruction of two operations that have one constant, not of
     two."""
     return tl.num_programs(2) * number  # there is one
+
+
+@triton.jit
+def packed(code, zero, table, x, MIDDLE: tl.constexpr, TABLE: tl.constexpr):
+    """Returns the codes of words [N, W] in units of scales, less their zeros [N], in x's dtype [N, 8 W]. Of each 32
+    columns pair p of word c has columns 8 p + 2 c and the next."""
+    N: tl.constexpr = code.shape[0]
+    WORDS: tl.constexpr = code.shape[1]
+    even = tl.join(_pairs(code, 0, zero, table, x, MIDDLE, TABLE), _pairs(code, 2, zero, table, x, MIDDLE, TABLE))
+    odd = tl.join(_pairs(code, 1, zero, table, x, MIDDLE, TABLE), _pairs(code, 3, zero, table, x, MIDDLE, TABLE))
+    numbers = tl.reshape(tl.join(even, odd), (N, WORDS // 4, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(numbers, (0, 1, 4, 5, 2, 3)), (N, 8 * WORDS))
 
 
 @triton.jit

@@ -8,10 +8,11 @@ import pytest
 
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.ragged_matmul import triton as ragged_triton
 from pallas_kernels.scaled_matmul import reference, triton
 from pallas_kernels.scaled_matmul.cases import Case
 from pallas_kernels.triton import triton_call
-from tests.kernels import triton_tools
+from tests.kernels import ragged_cases, triton_tools
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
 
 CASES = (
@@ -25,6 +26,18 @@ CASES = (
     Case(66, 33, 50, "float8_e4m3fn", residual=True),
     Case(3, 160, 384, "float8_e4m3fn", bias=True, out_dtype="float32", in_blocks=True),
     Case(66, 33, 300, "float8_e4m3fn", residual=True, in_blocks=True),
+)
+
+
+RAGGED = (  # kind, sizes of groups, M, N, K, gated
+    ("bfloat16", (3, 0, 5, 1), 12, 40, 72, False),
+    ("bfloat16", (3, 0, 60, 20), 90, 96, 160, True),
+    ("int8", (3, 0, 70), 80, 64, 128, True),
+    ("fp8", (0, 130, 2), 140, 64, 96, False),
+    ("w4a16-g128", (3, 0, 30), 35, 72, 256, True),
+    ("w4a16-g32-zp", (0, 5, 1), 7, 40, 96, False),
+    ("nf4", (1, 0, 0), 1, 64, 128, False),
+    ("mxfp4-weight", (1, 0, 9), 12, 72, 160, True),
 )
 
 
@@ -50,6 +63,40 @@ def test_matches_the_formula(case):
     assert (
         run(case, [None if a is None else a[:0] if i in (0, 2, 5) else a for i, a in enumerate(arrays)]).shape[0] == 0
     )
+
+
+@pytest.mark.parametrize(("kind", "sizes", "m", "n", "k", "gated"), RAGGED, ids=str)
+def test_groups_of_rows_match_the_formula(kind, sizes, m, n, k, gated):
+    (x, w, counts, *options), expected = ragged_cases.arguments(kind, sizes, m, n, k, gated)
+    out = ragged_triton.ragged_matmul(x, w, counts, *options)
+    assert error(out, expected) < TOLERANCE["bfloat16"]
+    assert not out[sum(sizes) :].any()
+    first = sum(sizes[:-1])
+    alone = jax.tree.map(lambda each: each[first : first + 1], x)  # of the last group
+    if sizes[-1]:
+        one = counts.at[:-1].set(0).at[-1].set(1)
+        assert same_bits(ragged_triton.ragged_matmul(alone, w, one, *options), out[first : first + 1])
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_seeded_faults_of_groups_are_caught(monkeypatch, number):
+    arguments, expected = ragged_cases.arguments(*RAGGED[number])
+    launch = ragged_triton.launch
+
+    def wrong(**fault):
+        def changed(*arguments):
+            made = launch(*arguments)
+            return dataclasses.replace(made, constants={**made.constants, **fault})
+
+        monkeypatch.setattr(ragged_triton, "launch", changed)
+        jax.clear_caches()
+        out = ragged_triton.ragged_matmul(*arguments)
+        return error(jax.numpy.nan_to_num(out), expected)
+
+    assert wrong() < TOLERANCE["bfloat16"]
+    faults = {name: wrong(**{name: value}) for name, value in {"HALVES": 1, "GROUPS": 1, "K": 64}.items()}
+    jax.clear_caches()
+    assert not missed(faults, TOLERANCE["bfloat16"])
 
 
 def test_seeded_faults_are_caught(monkeypatch):

@@ -76,7 +76,7 @@ def test_seeded_faults_are_caught(monkeypatch, rows):
     monkeypatch.setattr(triton, "launch", launch)
     table_case = Case((rows,), 32, 64, "nf4")
     inputs = table_case.inputs()
-    monkeypatch.setitem(triton._TABLES, "nf4", swapped)
+    monkeypatch.setitem(triton.CODE_VALUES, "nf4", swapped)
     jax.clear_caches()
     faults["table"] = allowed(table_case, run(table_case, inputs), reference.weight_only_matmul(*inputs))
     jax.clear_caches()

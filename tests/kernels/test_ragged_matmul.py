@@ -1,6 +1,5 @@
 """Products of groups of rows, each with a weight of its own."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import row_groups
 from pallas_kernels.formats.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
-from pallas_kernels.hopper.gemm_sm90 import skinny_plan
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, xla
 from pallas_kernels.ragged_matmul.config import CodesConfig
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
+from tests.kernels.ragged_cases import CODES, arguments, operands, sizes_of
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
@@ -29,10 +29,6 @@ run = jax.jit(ragged_matmul, static_argnames=("gated", "out_dtype", "backend"))
 def inputs(dtype="float32", seed=0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=(M, K)), dtype), jnp.asarray(rng.normal(size=(X, N, K)) / K**0.5, dtype)
-
-
-def sizes_of(*sizes):
-    return jnp.asarray(sizes, jnp.int32)
 
 
 @given(st.lists(st.integers(0, 40), min_size=X, max_size=X).filter(lambda sizes: sum(sizes) <= M))
@@ -149,34 +145,6 @@ def test_what_does_not_fit_is_refused():
         )
 
 
-CODES = {"int8": "w8a8", "fp8": "fp8"}  # of rows of codes, by their kind
-
-
-def arguments(kind: str, sizes: tuple[int, ...], m: int, n: int, k: int, gated: bool) -> tuple[tuple, np.ndarray]:
-    """Returns arguments of the kernel, with NaN where nothing may be read, and what the formula makes of them."""
-    rng, parts = np.random.default_rng(0), 2 if gated else 1
-    x = jnp.asarray(rng.normal(size=(m, k)), "bfloat16")
-    w = jnp.asarray(rng.normal(size=(len(sizes) * parts * n, k)) / k**0.5, "bfloat16")
-    used = np.repeat(np.asarray(sizes) > 0, parts * n)
-    if kind not in CODES:
-        x = x.at[sum(sizes) :].set(jnp.nan)
-        wide = np.nan_to_num(np.asarray(x, np.float64)), np.asarray(w, np.float64)
-        if kind == "bfloat16":
-            w = jnp.where(used[:, None], w, jnp.nan)
-        else:
-            w = encode(w, parse_weight_format(kind))
-            wide = wide[0], np.asarray(decode(w))
-            infinite = 255 if w.scales.dtype == jnp.uint8 else jnp.nan
-            w = replace(w, scales=jnp.where(used, w.scales, jnp.asarray(infinite, w.scales.dtype)))
-    else:
-        x, w = quantize_rows(x, kind), encode(w, parse_weight_format(CODES[kind]))
-        wide = np.asarray(x.values, np.float64) * np.asarray(x.scales, np.float64)[:, None], np.asarray(decode(w))
-    blocks = wide[1].reshape(len(sizes), parts, n, k)
-    products = [reference.ragged_matmul(wide[0], blocks[:, part], sizes) for part in range(parts)]
-    expected = products[0] / (1 + np.exp(-products[0])) * products[1] if gated else products[0]
-    return (x, w, sizes_of(*sizes), gated, jnp.dtype("bfloat16")), expected
-
-
 KERNEL = [  # kind, sizes, M, N, K, gated, and how it is cut
     ("bfloat16", (3, 0, 5, 1), 12, 64, 128, False, Config(64, 64, ctas=2)),
     ("bfloat16", (3, 0, 60, 20), 90, 96, 160, True, Config(128, 128, ctas=3)),
@@ -217,7 +185,7 @@ def test_bits_of_the_kernel_do_not_depend_on_a_rows_company():
 
 @pytest.mark.parametrize("block", [8, 64])
 def test_pairs_are_blocks_of_groups(block):
-    rng, m, pairs_of = np.random.default_rng(0), 60, jax.jit(skinny_plan.pairs_of, static_argnums=(1, 2))
+    rng, m, pairs_of = np.random.default_rng(0), 60, jax.jit(row_groups.pairs_of, static_argnums=(1, 2))
     for _ in range(20):
         chosen = rng.integers(0, rng.integers(1, 6), rng.integers(0, m + 1))
         sizes, wanted, start = np.bincount(chosen, minlength=5), [], 0
@@ -235,7 +203,7 @@ def test_pairs_are_blocks_of_groups(block):
 def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
     kind, _, m, n, k, gated, config = KERNEL[number]
     given, expected = arguments(kind, (3, 1, 5, 1), m, n, k, gated)
-    real = skinny_plan.pairs_of
+    real = row_groups.pairs_of
 
     def pairs_of(*sizes):
         pairs = real(*sizes)
@@ -264,14 +232,6 @@ SHAPES = [  # of Qwen3-30B-A3B and gpt-oss-20b, too
 ]
 
 
-def operands(kind: str, m: int, n: int, k: int) -> tuple:
-    """Returns x [M, K] and a weight [N, K] of a kind of arguments()."""
-    x, w = jnp.zeros((m, k), "bfloat16"), jnp.zeros((n, k), "bfloat16")
-    if kind == "bfloat16":
-        return x, w
-    return quantize_rows(x, kind) if kind in CODES else x, encode(w, parse_weight_format(CODES.get(kind, kind)))
-
-
 def test_shapes_of_models_lower_for_cuda():
     for kind, m, X, n, k in SHAPES:
         x, w = jax.eval_shape(partial(operands, kind, m, 2 * X * n, k))
@@ -287,18 +247,19 @@ def routed(m: int, groups: int, seed: int = 0) -> tuple[int, ...]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8", "w4a16-g128", "w4a16-g32-zp", "nf4", "mxfp4-weight"])
-def test_gpu_kernel_is_the_formula(kind):
-    shapes = [(8, 16, 768, 2048), (300, 12, 512, 768), (2500, 16, 192, 256), (33, 4, 2880, 2880), (70, 4, 64, 32)]
+def test_gpu_kernel_is_the_formula(kind, backend):
+    shapes = [(8, 16, 768, 2048), (300, 12, 512, 768), (2500, 16, 192, 256), (33, 4, 2880, 2880), (70, 4, 64, 64)]
     group = 1 if kind in ("bfloat16", *CODES) else parse_weight_format(kind).group
     for m, X, n, k in (shape for shape in shapes if shape[3] % group == 0):
         sizes = routed(m - 2, X)
         for gated in (False, True):
-            given, expected = arguments(kind, sizes, m, n, k, gated)
-            got = mosaic_sm90.ragged_matmul(*given)
+            (x, w, counts, *_), expected = arguments(kind, sizes, m, n, k, gated)
+            multiply = partial(ragged_matmul, gated=gated, out_dtype="bfloat16", backend=backend)
+            got = multiply(x, w, counts)
             assert error(got, expected) < 2 * tolerance(kind)
             assert not np.asarray(got, np.float32)[m - 2 :].any()
             first = sizes_of(*sizes[:1], *([0] * (X - 1)))
-            rows = jax.tree.map(partial(jax.lax.slice_in_dim, start_index=0, limit_index=max(sizes[0], 1)), given[0])
-            alone = mosaic_sm90.ragged_matmul(rows, given[1], first, *given[3:])
-            assert same_bits(alone[: sizes[0]], got[: sizes[0]])
+            rows = jax.tree.map(partial(jax.lax.slice_in_dim, start_index=0, limit_index=max(sizes[0], 1)), x)
+            assert same_bits(multiply(rows, w, first)[: sizes[0]], got[: sizes[0]])

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from pallas_kernels.scaled_matmul import api, reference
 from pallas_kernels.scaled_matmul.cases import make_cases
 from pallas_kernels.scaled_matmul.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.ragged_cases import CODES, operands
 from tests.kernels.test_gemm_tall import FP8_TOLERANCE
 from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
 
@@ -56,6 +58,41 @@ def test_compiles(capability, tmp_path, monkeypatch):
         assert made.shared <= SHARED_MEMORY[capability], launch
         assert made.spilled == 0, launch
         assert made.registers * 32 * launch.num_warps <= 65536, launch
+
+
+OF_GROUPS = (  # kind, M, X, N, K, gated: of Qwen3-30B-A3B and gpt-oss-20b
+    ("bfloat16", 8, 128, 768, 2048, True),
+    ("bfloat16", 32768, 128, 768, 2048, True),
+    ("bfloat16", 32768, 128, 2048, 768, False),
+    ("int8", 2048, 128, 768, 2048, True),
+    ("fp8", 32768, 128, 768, 2048, True),
+    ("w4a16-g128", 8, 128, 768, 2048, True),
+    ("w4a16-g32-zp", 32768, 128, 768, 2048, True),
+    ("nf4", 2048, 128, 2048, 768, False),
+    ("mxfp4-weight", 16384, 32, 5760, 2880, False),
+)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_products_of_groups_compile(capability, tmp_path, monkeypatch):
+    from pallas_kernels.ragged_matmul import triton
+    from pallas_kernels.ragged_matmul.config import triton_config
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kind, m, groups, n, k, gated in cases_of(capability, OF_GROUPS):
+        if kind == "fp8" and capability < 89:
+            continue
+        x, w = jax.eval_shape(partial(operands, kind, m, groups * n * (2 if gated else 1), k))
+        launch = triton.launch(x, w, groups, gated, jnp.dtype("bfloat16"), triton_config(m, groups, gated))
+        rows, weights = (each.values if hasattr(each, "values") else each for each in (x, w))
+        scales = ["int32", "int32"] if kind == "bfloat16" else ["float32", "float32"]
+        if kind not in ("bfloat16", *CODES):
+            zeros, table = (w.scales if w.zeros is None else w.zeros), "bfloat16"
+            scales = [w.scales.dtype, zeros.dtype, table if launch.constants["TABLE"] else w.scales.dtype]
+        made = compile_for(launch, [rows.dtype, weights.dtype, *scales, *["int32"] * 4], capability, tmp_path)
+        assert made.shared <= SHARED_MEMORY[capability], (kind, m, made)
+        assert made.spilled == 0, (kind, m, made)
+        assert made.registers * 32 * launch.num_warps <= 65536, (kind, m, made)
 
 
 def test_it_is_what_ampere_and_ada_run_unasked():

@@ -27,17 +27,16 @@ from pallas_kernels.hopper.gemm_sm90.product import sum_over_k
 from pallas_kernels.hopper.gemm_sm90.skinny_config import UNIT, Config
 from pallas_kernels.hopper.gemm_sm90.skinny_plan import (
     Blocks,
-    Pairs,
     Place,
     Plan,
     Refs,
     in_pieces,
-    pairs_of,
     place_of,
     tiles_of,
 )
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
+from pallas_kernels.row_groups import Pairs, pairs_of
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
