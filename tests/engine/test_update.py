@@ -145,7 +145,7 @@ class Run:
         snapshot = self.engine.snapshot(*name)
         if len(snapshot.tokens) < 30:
             _, sampling, guided = self.asked[name[0]]
-            sampling = replace(sampling, n=1, max_new_tokens=4, seed=5000 + len(self.asked))
+            sampling = replace(sampling, n=1, max_new_tokens=4, seed=5000 + len(self.asked), prompt_logprobs=False)
             request = self.engine.resume(snapshot, sampling, share=snapshot.length > 0)
             self.asked[request] = tuple(map(int, snapshot.tokens)), sampling, guided
 
@@ -218,7 +218,7 @@ def interleave(rng: random.Random, engine: Engine, fresh: Fresh, most: int = 22)
     run = Run(engine)
     guided = rng.random() < 0.3
     for _ in range(rng.randint(6, most)):
-        ways = ["submit", "submit", "step", "step", "step", "update", "update", "fork", "sleep", "resume", "rescore"]
+        ways = ["submit", "submit", "step", "step", "step", "update", "update", "fork", "sleep", "resume", *["rescore"] * 3]
         what, names = rng.choice(ways), run.running()
         ended = [name for name, end in run.done.items() if end.token_ids]
         if what == "submit" and len(run.asked) < 9:
