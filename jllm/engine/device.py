@@ -1,5 +1,6 @@
 """Owns the device side of the loop: the state, and the compiled steps that take and return it."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
@@ -24,7 +25,7 @@ from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
 from jllm.engine.tapped import Place, rows_of
-from jllm.engine.weights import Fit, Weights, check_remade, fit_to_round
+from jllm.engine.weights import Fit, Weights, check_remade, copied_bytes, fit_to_round
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
@@ -169,6 +170,20 @@ class Device:
         hooks: Hooks | None,
     ) -> Weights:
         """Returns new weights as programs take them. Raises WeightsError for weights that they cannot take."""
+        begin = time.perf_counter()
+        weights = self._fitted(params, copy, scheme, drafter, hooks)
+        given = (self._params if params is None else params, drafter, hooks)
+        copied = copied_bytes(given, (weights.params, weights.drafter, weights.hooks))
+        return replace(weights, copied=copied, seconds=time.perf_counter() - begin)
+
+    def _fitted(
+        self,
+        params: Params | None,
+        copy: bool,
+        scheme: str | None,
+        drafter: Drafter | None,
+        hooks: Hooks | None,
+    ) -> Weights:
         assert self._fit is not None
         assert self._drafter_fit is not None
         assert self._hooks_fit is not None

@@ -1,6 +1,7 @@
 """Defines the engine: requests go in, events come out, from any thread. loop.py has the steps."""
 
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from copy import deepcopy
@@ -411,7 +412,7 @@ class Engine:
         check_running(running)
         self._newest += 1
         version = self._newest
-        self._loop.update(lambda: self._device.rebind(weights, self._number(version)), running)
+        self._loop.update(lambda: self._rebind(weights, self._number(version)), running)
         return version
 
     def _number(self, version: int) -> int:
@@ -419,6 +420,12 @@ class Engine:
         if version < self._device.version:
             version = self._newest = self._newest + 1
         return version
+
+    def _rebind(self, weights: Weights, version: int) -> None:
+        begin, counts = time.perf_counter(), self._ledger.counts
+        self._device.rebind(weights, version)
+        counts.update_bytes += weights.copied
+        counts.update_seconds += weights.seconds + time.perf_counter() - begin
 
     @in_turn
     def sleep(self) -> None:

@@ -88,6 +88,8 @@ class RequestCounts:
     rows: int = 0  # rows that steps computed: the sizes of their buckets
     device_errors: int = 0
     updates: int = 0  # times that the engine took other weights
+    update_bytes: int = 0  # of the model's weights that updates copied
+    update_seconds: float = 0.0  # of the host for these updates, without their waits for steps
     pages_peak: int = 0  # most pages in use at once
 
 

@@ -120,6 +120,8 @@ class Weights:
     drafter: Drafter | None
     hooks: Hooks | None = None  # None: the engine's
     formats: Mapping[str, Formats] | None = None  # by name, the formats in which the engine rounds them
+    copied: int = 0  # bytes of arrays that had to be copied
+    seconds: float = 0.0  # that fitting took
 
     @property
     def gone(self) -> bool:
@@ -135,6 +137,18 @@ class Weights:
         if self.drafter is not None or not isinstance(old, QuantizedCopy):
             return old if self.drafter is None else self.drafter
         return QuantizedCopy(_round(old.params, self.params, formats_of(old.params)), old.tree)
+
+
+def copied_bytes(given: Any, taken: Any) -> int:
+    """Returns the bytes of the arrays of a pytree that do not lie where the given ones do."""
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(taken), strict=True)
+    return sum(new.nbytes for old, new in pairs if new is not old and _places(old) != _places(new))
+
+
+def _places(x: Any) -> list[tuple[Any, int]] | None:
+    if not isinstance(x, jax.Array):
+        return None
+    return [(one.device, one.data.unsafe_buffer_pointer()) for one in x.addressable_shards]
 
 
 def check_remade(copy: QuantizedCopy, config: LlamaConfig) -> None:

@@ -213,12 +213,27 @@ FORMS = {  # as trainers may hold their weights
 }
 
 
+WAYS = {"submit": 2, "step": 3, "update": 2, "fork": 1, "sleep": 1, "resume": 1, "rescore": 3}
+
+
 def interleave(rng: random.Random, engine: Engine, fresh: Fresh, most: int = 22) -> Run:
     """Plays requests, forks, updates, sleep and snapshots in any order, and checks what comes."""
     run = Run(engine)
     guided = rng.random() < 0.3
     for _ in range(rng.randint(6, most)):
-        ways = ["submit", "submit", "step", "step", "step", "update", "update", "fork", "sleep", "resume", *["rescore"] * 3]
+        ways = [
+            "submit",
+            "submit",
+            "step",
+            "step",
+            "step",
+            "update",
+            "update",
+            "fork",
+            "sleep",
+            "resume",
+            *["rescore"] * 3,
+        ]
         what, names = rng.choice(ways), run.running()
         ended = [name for name, end in run.done.items() if end.token_ids]
         if what == "submit" and len(run.asked) < 9:
@@ -384,9 +399,14 @@ def test_no_form_of_the_weights_compiles_a_step(engine, caplog, monkeypatch):
     list(engine.run())
     compiled(MODELS[0].params)  # if no test before has
     assert not compiled(MODELS[0].params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(MODELS[1].params))
+    bytes_of = {"numpy": size, "turned": MODELS[1].params.embed.nbytes}
     for name, params in forms.items():
+        engine.reset_metrics()
         assert not compiled(params), name
-        taken = engine._device._params
+        told, taken = engine.metrics(), engine._device._params
+        assert told["update_bytes"] == bytes_of.get(name, 0), name
+        assert told["update_seconds"] > 0
         for new, old in zip(jax.tree.leaves(taken), jax.tree.leaves(MODELS[1].params), strict=True):
             np.testing.assert_array_equal(new, old)
     copies = (jax.tree.leaves(engine._device._params), jax.tree.leaves(forms["turned"]))
