@@ -80,8 +80,28 @@ def summary(results: Results) -> Iterator[str]:
     shown |= {"weights w4a16-g128": "`w4a16-g128`"}
     if parts := [f"{cost[name]:+.2f} % with {what}" for name, what in shown.items() if name in cost]:
         lines.append(f"Perplexity changes by {', '.join(parts)}.")
+    lines += rewards(results)
     if lines:
         yield "\n".join(f"- {line}" for line in lines)
+
+
+def rewards(results: Results) -> Iterator[str]:
+    """Yields a sentence of GRPO's rewards, means of five steps, and of the same with shuffled rewards."""
+    runs = [entry for name in ("grpo", "grpo-control") if (entry := results.entry(name, "cpu"))]
+    if len(runs) == 2:
+        gained = [
+            " to ".join(
+                f"{sum(row['reward'] for row in rows) / len(rows):.2f}" for rows in (run.rows[:5], run.rows[-5:])
+            )
+            for run in runs
+        ]
+        own, control = (f"results/{run.path.name}" for run in runs)
+        gap = max(row["gap"] for run in runs for row in run.rows)
+        yield (
+            f"[GRPO](../docs/rollouts.md#grpo) takes the bundled model's reward from {gained[0]} "
+            f"in [{len(runs[0].rows)} steps]({own}), and from {gained[1]} with [shuffled rewards]({control}). "
+            f"Trainer and sampler differ by {gap:g}."
+        )
 
 
 def behind(results: Results) -> Iterator[str]:
