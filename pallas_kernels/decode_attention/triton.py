@@ -2,7 +2,6 @@
 It serves all rows and query heads that share them. A second kernel merges a row's splits, always in the same order. How
 a sequence is split depends on its own length and window alone, so that results are batch-invariant."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -46,12 +45,10 @@ def decode_attention(
         trees = seen, depths(segments.ancestors)
     pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
     arrays = q, *pools, page_table, lengths, rows, *trees
-    split, merge = launches(q, pages, page_table, lengths, scale, window, trees[0] is not lengths, config, softcap)
+    kinds = trees[0] is not lengths, config, softcap, sinks is not None
+    split, merge = launches(q, pages, page_table, lengths, scale, window, *kinds)
     partials = triton_call.call(split, *arrays)
-    if sinks is None:
-        return triton_call.call(merge, *partials, lengths, rows)[0]
-    merge = replace(merge, kernel=_merge_with_sinks)
-    return triton_call.call(merge, *partials, lengths, rows, sinks)[0]
+    return triton_call.call(merge, *partials, lengths, rows, lengths if sinks is None else sinks)[0]
 
 
 def launches(
@@ -64,10 +61,11 @@ def launches(
     trees: bool,
     config: TritonConfig | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> tuple[Launch, Launch]:
     """Returns the launch over splits and the one that merges them; of arrays shapes and dtypes are enough. The first
     takes q, K's values and scales, V's, the layer, the page table, lengths, rows, and of trees masks and depths. The
-    second takes what the first gives, lengths and rows."""
+    second takes what the first gives, lengths, rows and sinks (without them, any array)."""
     (count, H, D), R, (K, page) = q.shape, lengths.shape[0], pages.k.values.shape[1:3]
     Q, group = count // R, H // K
     config = config or triton_config(D, Q * group, pages)
@@ -92,7 +90,7 @@ def launches(
         _split, partials, (R * K * chunks, slots), shared | constants, num_warps=config.warps, num_stages=config.stages
     )
     out = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    return split, Launch(_merge, out, (count * H,), shared, num_warps=2)
+    return split, Launch(_merge, out, (count * H,), {**shared, "SINKS": sinks}, num_warps=2)
 
 
 @triton.jit
@@ -173,24 +171,6 @@ def _split(
 
 @triton.jit
 def _merge(
-    partial, peaks, totals, lengths, rows, merged,
-    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    _merge_splits(partial, peaks, totals, lengths, rows, lengths, merged, Q, H, D, WINDOW, SPLIT, SPLITS, SLOTS, False)
-
-
-@triton.jit
-def _merge_with_sinks(
-    partial, peaks, totals, lengths, rows, sinks, merged,
-    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    _merge_splits(partial, peaks, totals, lengths, rows, sinks, merged, Q, H, D, WINDOW, SPLIT, SPLITS, SLOTS, True)
-
-
-@triton.jit
-def _merge_splits(
     partial, peaks, totals, lengths, rows, sinks, merged,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     SLOTS: tl.constexpr, SINKS: tl.constexpr,

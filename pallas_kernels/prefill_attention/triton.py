@@ -1,7 +1,6 @@
 """Runs prefill_attention on Ampere, Ada and Hopper. A program has a tile of query rows of one head, and reads the keys
 that these see, block by block."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -38,11 +37,9 @@ def prefill_attention(
         raise ValueError(f"work was made for window {work.window}, not {window}")
     q, scale = pages_triton.upright(q, scale)
     pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), pages.k.layer_operand
-    made = launch(q, pages, page_table, work, scale, softcap)
+    made = launch(q, pages, page_table, work, scale, softcap, sinks is not None)
     arrays = q, *pools, page_table, work.tiles, work.count
-    if sinks is None:
-        return triton_call.call(made, *arrays)[0]
-    return triton_call.call(replace(made, kernel=_tile_with_sinks), *arrays, sinks)[0]
+    return triton_call.call(made, *arrays, work.count if sinks is None else sinks)[0]
 
 
 def plan(
@@ -65,9 +62,10 @@ def launch(
     work: Work,
     scale: float,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> Launch:
     """Returns the launch for arrays or their shapes and dtypes. Arguments: q, K's values and scales, V's, the layer,
-    the page table, and the tiles and the count of the work list."""
+    the page table, the tiles and the count of the work list, and sinks (without them, any array)."""
     (_, H, D), (K, page), config = q.shape, pages.k.values.shape[1:3], work.config
     if not isinstance(config, TritonConfig):
         raise ValueError("work was made for backend mosaic, not triton")
@@ -77,7 +75,7 @@ def launch(
         "K_GROUP": pages.k.format.group or 0, "K_ZEROS": pages.k.format.zero_point,
         "V_GROUP": pages.v.format.group or 0, "V_ZEROS": pages.v.format.zero_point,
         "FLOAT8": pages_triton.reads_float8(), "SOFTCAP": (softcap or 0.0) * pages_triton.LOG2_E,
-        "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv,
+        "BLOCK_Q": config.tile_rows, "BLOCK_KV": config.block_kv, "SINKS": sinks,
     }  # fmt: skip
     return Launch(
         _tile,
@@ -91,34 +89,6 @@ def launch(
 
 @triton.jit
 def _tile(
-    q, k, k_scales, v, v_scales, layer, table, tiles, count, out,
-    SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    _attend_tile(
-        q, k, k_scales, v, v_scales, layer, table, tiles, count, count, out, SCALE, H, D, HEADS, PAGE, N, PAGES, WINDOW,
-        K_GROUP, K_ZEROS, V_GROUP, V_ZEROS, FLOAT8, SOFTCAP, BLOCK_Q, BLOCK_KV, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _tile_with_sinks(
-    q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out,
-    SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ZEROS: tl.constexpr, FLOAT8: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    _attend_tile(
-        q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out, SCALE, H, D, HEADS, PAGE, N, PAGES, WINDOW,
-        K_GROUP, K_ZEROS, V_GROUP, V_ZEROS, FLOAT8, SOFTCAP, BLOCK_Q, BLOCK_KV, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _attend_tile(
     q, k, k_scales, v, v_scales, layer, table, tiles, count, sinks, out,
     SCALE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     N: tl.constexpr, PAGES: tl.constexpr, WINDOW: tl.constexpr, K_GROUP: tl.constexpr, K_ZEROS: tl.constexpr,
@@ -144,7 +114,7 @@ def _attend_tile(
         peak = tl.full([BLOCK_Q], pages_triton.LOWEST, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         if SINKS:
-            peak = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * pages_triton.LOG2_OF_E
+            peak = tl.maximum(peak, tl.load(sinks + head).to(tl.float32) * pages_triton.LOG2_OF_E)
             total += 1.0
         sums = pages_triton.zeros(v, V_GROUP, BLOCK_Q, D)
         for masked in tl.static_range(2):

@@ -10,7 +10,17 @@ from pallas_kernels.decode_attention import decode_attention, make_work, referen
 from pallas_kernels.decode_attention.cases import BENCH_CASES, CASES
 from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import KVPages, allocate
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
+from tests.kernels.helpers import (
+    TOLERANCE,
+    error,
+    logits_of,
+    missed,
+    poison,
+    same_bits,
+    swap_entries,
+    swap_scales,
+    visible_slots,
+)
 
 
 def first_visible(lengths, window):
@@ -126,8 +136,9 @@ def test_float64_is_exact_through_an_offset_window():
     with jax.enable_x64(True):
         case = dataclasses.replace(FAULTY, k_format="f64", v_format="int8-g8", dtype="float64")
         q, pages, table, lengths = case.inputs()
-        expected = reference.decode_attention(q, pages, table, lengths, case.scale, case.window)
-        out = decode_attention(q, pages, table, lengths, scale=case.scale, window=case.window)
+        logits = logits_of(0, case.heads[0], case.dtype)
+        expected = reference.decode_attention(q, pages, table, lengths, case.scale, case.window, **logits)
+        out = decode_attention(q, pages, table, lengths, scale=case.scale, window=case.window, **logits)
         assert out.dtype == jnp.float64
         assert error(out, expected) < TOLERANCE["float64"]
 

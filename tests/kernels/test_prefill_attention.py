@@ -10,7 +10,17 @@ from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import KVPages, allocate
 from pallas_kernels.prefill_attention import make_work, prefill_attention, reference
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, CASES
-from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits, swap_entries, swap_scales, visible_slots
+from tests.kernels.helpers import (
+    TOLERANCE,
+    error,
+    logits_of,
+    missed,
+    poison,
+    same_bits,
+    swap_entries,
+    swap_scales,
+    visible_slots,
+)
 
 
 # Every page size and every format; all pairs are in test_decode_attention.py, whose keys are read by the same code.
@@ -84,11 +94,9 @@ def test_chunking_changes_nothing(window):
             dtype="float64", window=window,
         )  # fmt: skip
         q, pages, table, cu_q_lens, kv_lens = case.inputs()
-        options = {"scale": case.scale, "window": window}
+        options = {"scale": case.scale, "window": window, **logits_of(0, case.heads[0], case.dtype)}
         whole = prefill_attention(q, pages, table, cu_q_lens, kv_lens, **options)
-        assert (
-            error(whole, reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, window)) < 1e-12
-        )
+        assert error(whole, reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, **options)) < 1e-12
         cuts, tables = jnp.asarray([0, 1, 8, 8, 71, 160], jnp.int32), jnp.tile(table, (5, 1))
         assert error(prefill_attention(q, pages, tables, cuts, cuts[1:], **options), whole) < 1e-12
         lengths = jnp.arange(1, 161, dtype=jnp.int32)

@@ -89,15 +89,15 @@ def shapes_of(D: int, kv: str, heads: tuple[int, int]) -> KVPages:
     return jax.eval_shape(lambda: allocate(64, heads[1], 16, D, fmt, fmt))
 
 
-COMPILED_DECODE = [  # head dim, heads, rows, window, trees
-    (128, "bf16", (32, 8), 1, None, False),
-    (128, "int8-g8", (32, 32), 1, None, False),
-    (128, "int4-g128-zp", (32, 8), 1, None, False),
-    (128, "int8-g128", (24, 1), 1, None, False),
-    (128, "fp8", (32, 8), 8, 4096, True),
-    (128, "bf16", (64, 1), 1, None, False),
-    (256, "f16", (16, 1), 4, 4096, False),
-    (256, "int8-g64-zp", (8, 4), 1, None, False),
+COMPILED_DECODE = [  # head dim, heads, rows, window, trees, softcap, with which sinks come
+    (128, "bf16", (32, 8), 1, None, False, None),
+    (128, "int8-g8", (32, 32), 1, None, False, None),
+    (128, "int4-g128-zp", (32, 8), 1, None, False, None),
+    (128, "int8-g128", (24, 1), 1, None, False, None),
+    (128, "fp8", (32, 8), 8, 4096, True, 50.0),
+    (128, "bf16", (64, 1), 1, None, False, None),
+    (256, "f16", (16, 1), 4, 4096, False, 50.0),
+    (256, "int8-g64-zp", (8, 4), 1, None, False, None),
 ]
 
 
@@ -107,14 +107,14 @@ def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for D, kv, heads, Q, window, trees in cases_of(capability, COMPILED_DECODE):
+    for D, kv, heads, Q, window, trees, cap in cases_of(capability, COMPILED_DECODE):
         q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
         table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
         pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), LAYER
         masks = jax.ShapeDtypeStruct((4, Q, 1), jnp.uint32) if trees else lengths
-        split, merge = triton.launches(q, pages, table, lengths, 0.1, window, trees)
+        split, merge = triton.launches(q, pages, table, lengths, 0.1, window, trees, softcap=cap, sinks=cap is not None)
         check_compiled(split, (q, *pools, table, lengths, lengths, masks, lengths), capability, tmp_path)
-        check_compiled(merge, (*split.out, lengths, lengths), capability, tmp_path)
+        check_compiled(merge, (*split.out, lengths, lengths, q), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -135,19 +135,19 @@ def test_cache_update_compiles(capability, tmp_path, monkeypatch):
         check_compiled(made, (qkv, qkv, qkv, angles, angles, page, page, LAYER, *pools), capability, tmp_path)
 
 
-COMPILED_PREFILL = [  # head dim, format, window, chunks: 4 of 512 rows each, or 64 of 32
-    (64, "bf16", None, 4),
-    (64, "bf16", None, 64),
-    (128, "bf16", None, 4),
-    (128, "int8-g8", 4096, 4),
-    (128, "int8-g8", 4096, 64),
-    (128, "fp8", None, 4),
-    (128, "int4-g32", None, 4),
-    (128, "int8-g8-zp", None, 4),
-    (256, "f16", None, 4),
-    (256, "int8-g8-zp", None, 4),
-    (256, "int8-g8-zp", None, 64),
-    (256, "int4-g32", None, 4),
+COMPILED_PREFILL = [  # head dim, format, window, chunks (4 of 512 rows, or 64 of 32), softcap, with which sinks come
+    (64, "bf16", None, 4, None),
+    (64, "bf16", None, 64, 50.0),
+    (128, "bf16", None, 4, None),
+    (128, "int8-g8", 4096, 4, None),
+    (128, "int8-g8", 4096, 64, None),
+    (128, "fp8", None, 4, None),
+    (128, "int4-g32", None, 4, None),
+    (128, "int8-g8-zp", None, 4, None),
+    (256, "f16", None, 4, 50.0),
+    (256, "int8-g8-zp", None, 4, None),
+    (256, "int8-g8-zp", None, 64, None),
+    (256, "int4-g32", None, 4, None),
 ]
 
 
@@ -157,14 +157,14 @@ def test_prefill_attention_compiles(capability, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for D, kv, window, chunks in cases_of(capability, COMPILED_PREFILL):
+    for D, kv, window, chunks, cap in cases_of(capability, COMPILED_PREFILL):
         table, cu, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((chunks, 64), (chunks + 1,), (chunks,)))
         q, pages = jax.ShapeDtypeStruct((2048, 8, D), jnp.bfloat16), shapes_of(D, kv, (8, 4))
         config = triton_config(q, pages, chunks, hopper=capability == 90)
         work = jax.eval_shape(partial(make_work, q, pages, window=window, config=config), cu, lens)
         pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), LAYER
-        made = triton.launch(q, pages, table, work, 0.1)
-        check_compiled(made, (q, *pools, table, work.tiles, work.count), capability, tmp_path)
+        made = triton.launch(q, pages, table, work, 0.1, cap, cap is not None)
+        check_compiled(made, (q, *pools, table, work.tiles, work.count, q), capability, tmp_path)
 
 
 def test_hopper_runs_it_unasked_where_mosaic_has_no_room():
