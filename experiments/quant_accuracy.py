@@ -5,6 +5,7 @@
     python -m experiments.quant_accuracy --schemes w8a8-all nf4 --kv int8-g8 "k=int8-g8,v=int4-g8" --grid
     python -m experiments.quant_accuracy --schemes nf4 --scheme mine:int3 --between mine:int3 nf4
     python -m experiments.quant_accuracy --outliers stream --schemes mxfp4 mxfp4+rotate-all --kv
+    python -m experiments.quant_accuracy --model MIXTURE --schemes bf16 --kv --layers --mixture 8 4 3 2
     python -m experiments.quant_accuracy --outliers kv:8 --schemes bf16 --kv int4-g64 int4-g64-h kivi2-g32 int2-g32-zp
 
 Rows have schemes with KV in the model's dtype, KV formats with weights as loaded, and some pairs; --grid has all pairs.
@@ -17,6 +18,9 @@ value of K or V, scales included. Unquantized values count as 2 bytes.
 --scheme package.module:NAME adds your own, also from the current directory. It may be a Scheme, a function that rounds
 a weight [outputs, inputs] of each linear layer (with bits per weight in its attribute `bits`), or a KVFormat. --between
 A B shows how much more A costs than B on the same documents, with its interval.
+
+--mixture rounds experts, attention and routers of a mixture in turn to each number of bits, and counts other routes
+(experiments/accuracy/mixture.py).
 
 --outliers plants outliers like those of large models (experiments/accuracy/planted.py); the reference has none.
 
@@ -41,6 +45,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jllm
+from experiments.accuracy.mixture import PARTS, mixture_rows
 from experiments.accuracy.own import Quantizer, is_own, own, own_scheme, source_of
 from experiments.accuracy.planted import ABOUT, parse_planted
 from experiments.accuracy.report import part, text_report
@@ -76,6 +81,7 @@ SCHEMES = (
 BOTH = (("w8a8", "int8-g8"), ("w8a8-all", "int8-g8"), ("w4a16-g64", "int4-g8"), ("fp8", "fp8"))
 LAYERS = ("w8a8-all", "fp8", "w4a16-g64", "nf4")  # layers of these are tried one by one
 WINDOW, WINDOWS = 512, 2  # tokens of a window, and windows, of the parts without a cache
+SHORT, MANY = 256, 64  # likewise, of the parts of a mixture
 TOKENS = 8192
 
 
@@ -114,13 +120,13 @@ def chosen(model: Model, texts: list[str], protocol: str, limit: int | None) -> 
     return texts[: int(np.searchsorted(ends, limit, side="right"))] or [encoded[0][:limit]]
 
 
-def windows_of(model: Model, texts: list[Any], protocol: str) -> np.ndarray:
-    """Returns i32[W, T] from the beginning of all texts, for the parts with windows of one size."""
+def windows_of(model: Model, texts: list[Any], protocol: str, size: int = WINDOW, most: int = WINDOWS) -> np.ndarray:
+    """Returns i32[W, T] from the beginning of all texts, for the parts with windows of one size: at most so many."""
     named = find_protocol(protocol)
     ids = [encode(model.tokenizer, text, named) if isinstance(text, str) else text for text in texts]
     flat = np.concatenate([np.asarray(each, np.int32) for each in ids])
-    size = min(WINDOW, model.config.context, len(flat))
-    count = min(WINDOWS, len(flat) // size)
+    size = min(size, model.config.context, len(flat))
+    count = min(most, len(flat) // size)
     return flat[: count * size].reshape(count, size)
 
 
@@ -147,6 +153,12 @@ def jobs(
     layers = model.config.num_layers
     named = dict.fromkeys(args.layers)
     found += [Job({"part": "layer", "scheme": name}, layers, partial(of_layers, schemes[name])) for name in named]
+    many = windows_of(model, selected, args.protocol, SHORT, MANY)
+    found += [
+        Job({"part": "mixture", "module": module, "bits": bits}, 1, partial(mixture_rows, model, many, module, bits))
+        for module in PARTS
+        for bits in args.mixture
+    ]
     return found
 
 
@@ -201,6 +213,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="combine every scheme with every KV format")
     parser.add_argument("--layers", nargs="*", default=LAYERS, help="schemes to try layer by layer")
     parser.add_argument(
+        "--mixture", nargs="+", type=positive, default=[], metavar="BITS", help="bits of a mixture's parts, in turn"
+    )
+    parser.add_argument(
         "--protocol", help="protocol of analysis.protocols (default: document; windows-512 where there is but one)"
     )
     parser.add_argument(
@@ -231,6 +246,8 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     warn_of_wide_rules(schemes)
     model = jllm.load(args.model, dtype=args.dtype)
     reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
+    if args.mixture and (model.config.experts is None or min(args.mixture) < 2):
+        raise ConfigError("--mixture takes a model with experts, and at least 2 bits")
     if args.outliers:
         model = parse_planted(args.outliers).of(model)
     if args.kv is None:

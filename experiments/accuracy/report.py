@@ -18,6 +18,7 @@ def tables(document: Row) -> list[tuple[str, Table]]:
     every = [
         ("Schemes and KV formats", scheme_table(part(rows, "scheme"))),
         ("Differences on the same documents or windows, the first less the second", pair_table(part(rows, "pair"))),
+        ("By part of a mixture: KL, KL by the routes of the model as loaded", mixture_table(part(rows, "mixture"))),
         ("By layer: KL if it alone is quantized (signal-to-noise after it if all are, dB)", layer_table(rows)),
     ]
     return [(title, table) for title, table in every if len(table) > 1]
@@ -76,6 +77,14 @@ def layer_table(rows: list[Row]) -> Table:
         return f"{row['kl']:.3g}" + ("" if row["snr_db"] is None else f" ({row['snr_db']:.1f})")
 
     return [["layer", *schemes], *([str(i), *(cell(found.get((s, i))) for s in schemes)] for i in layers)]
+
+
+def mixture_table(rows: list[Row]) -> Table:
+    table = [["part", "bits", "KL, nats/token", "KL, routes replayed", "routes changed, %"]]
+    for row in rows:
+        cost = (_with_interval(row, name, "{:.3g}") for name in ("kl", "kl_replayed"))
+        table.append([row["module"], str(row["bits"]), *cost, _with_interval(row, "routes", "{:.2f}", 100)])
+    return table
 
 
 def as_text(table: Table) -> str:

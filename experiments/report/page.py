@@ -19,7 +19,7 @@ from experiments.report.strips import strips
 from experiments.steps.devices import ceilings_of
 
 BATCHES = (1, 16, 64, 128, 256)  # of the table of decode steps
-SCHEMES = ("w8a16", "w8a8", "w8a8-all", "fp8", "nf4", "w4a16-g64", "w4a16-g128")  # of the table of accuracy
+SCHEMES = ("w8a8-all", "fp8", "w4a16-g128")  # of the table of accuracy; that of methods has more
 FORMATS = ("int8-g8", "fp8", "int4-g32")
 BF16, CODES = "bf16", "w8a8, int8-g8 KV"  # formats of decode steps
 SERVED = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
@@ -42,7 +42,7 @@ def page(results: Results) -> str:
         ("Requests a second", requests(results)),
         ("Kernels against peers", kernels(results)),
         ("Accuracy against bytes", accuracy(results)),
-        ("Methods of quantization", methods(results)),
+        ("Methods of quantization", (*methods(results), *mixture(results))),
         ("Claims of the original system", claims_table(results.entries)),
         ("Where we are behind", behind(results)),
     )
@@ -255,9 +255,27 @@ def methods(results: Results) -> Iterator[str]:
     )
     kl = {(row["scheme"], row["method"]): f"{row['kl']:.2g}" for row in rows}
     bits = {row["scheme"]: 8 * row["bytes_per_weight"] for row in sorted(rows, key=lambda row: row["bytes_per_weight"])}
-    cells = [["bits", *(f"{x:.2f}" for x in bits.values())]]
-    cells += [[name, *(kl.get((scheme, name), "") for scheme in bits)] for name in dict.fromkeys(x for _, x in kl)]
-    yield markdown(["of the bundled model", *(name.rpartition(":")[2] for name in bits)], cells)
+    cells = [[name, *(kl.get((scheme, name), "") for scheme in bits)] for name in dict.fromkeys(x for _, x in kl)]
+    heads = (f"{name.rpartition(':')[2]}, {size:.2f} bits" for name, size in bits.items())
+    yield markdown(["of the bundled model", *heads], cells)
+
+
+def mixture(results: Results) -> Iterator[str]:
+    """Yields a table with a row for each part of a mixture, and a column a number of bits."""
+    entries = [entry for entry in results.entries if entry.label.startswith("quant_accuracy") and entry.device == "cpu"]
+    of = {(x["module"], x["bits"]): x for entry in entries for x in entry.rows if x.get("part") == "mixture"}
+    if not of:
+        return
+    bits = sorted({bits for _, bits in of}, reverse=True)
+
+    def cell(row: Row) -> str:
+        low, high = row["kl_95"]
+        cost = f"{row['kl']:.2g} [{low:.2g}, {high:.2g}], {row['kl_replayed']:.2g}"
+        return f"{cost}, {100 * row['routes']:.1f} %"
+
+    head = "part of a small mixture: KL [95 %], KL if no route changed, routes that change"
+    cells = [[module, *(cell(of[module, each]) for each in bits)] for module in dict.fromkeys(name for name, _ in of)]
+    yield markdown([head, *(f"{each} bits" for each in bits)], cells)
 
 
 def _accuracy_rows(results: Results) -> list[Row]:

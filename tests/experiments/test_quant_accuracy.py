@@ -12,6 +12,7 @@ import pytest
 import jllm
 import jllm.analysis.evaluate
 from experiments import quant_accuracy
+from experiments.accuracy import mixture
 from experiments.accuracy import own as accuracy_own
 from experiments.accuracy import rows as accuracy_rows
 from experiments.accuracy import support as accuracy_support
@@ -23,7 +24,7 @@ from jllm.errors import ConfigError, InputFileError
 from jllm.files.save import save
 from jllm.quant.schemes import PRESETS
 from pallas_kernels.bench.command import RECORDED
-from tests.tiny import CONFIG, tiny_model
+from tests.tiny import CONFIG, experts_model, tiny_model
 
 TEXT = "Once upon a time there was a king who had three daughters. " * 40
 
@@ -70,6 +71,42 @@ def evaluated(monkeypatch):
     monkeypatch.setattr(quant_accuracy, "record", lambda *args, **options: None)
     evaluate.calls, evaluate.fail = calls, fail
     return evaluate
+
+
+def test_parts_of_a_mixture_are_rounded_in_turn(sweep, monkeypatch, tmp_path):
+    model = experts_model()
+    model = replace(model, config=replace(model.config, context=640), tokenizer=Pieces())
+    monkeypatch.setattr(quant_accuracy.jllm, "load", lambda *args, **options: model)
+    status, result = sweep("--schemes", "bf16", "--kv", "--mixture", "12", "2")
+    rows = [row for row in result["rows"] if row["part"] == "mixture"]
+    assert status == 0
+    assert [(row["module"], row["bits"]) for row in rows] == [(m, b) for m in mixture.PARTS for b in (12, 2)]
+    assert all(row["kl"] < 1e-3 and row["routes"] < 0.01 for row in rows[::2])
+    assert all(row["kl_95"][0] < row["kl"] < row["kl_95"][1] and row["kl"] > 0.01 for row in rows[1::2])
+    experts, attention, router = rows[1::2]
+    assert experts["routes"] == 0 < attention["routes"] < router["routes"], "the first layer with experts is the last"
+    assert experts["kl_replayed"] == experts["kl"]
+    assert router["kl_replayed"] < router["kl"]
+
+
+def test_another_route_counts_once_and_a_replay_undoes_it():
+    """Two experts of equal weights: if they change places in the router, routes change and nothing else does."""
+    model = experts_model()
+    mlp = model.params.layers[1].mlp
+    router = mlp.router.at[jnp.asarray([0, 1])].set(mlp.router[jnp.asarray([1, 0])])
+    layer = replace(model.params.layers[1], mlp=replace(mlp, router=router))
+    changed = replace(model, params=replace(model.params, layers=(model.params.layers[0], layer)))
+    tokens = jnp.arange(3, 60, dtype=jnp.int32)
+    _, routes = mixture.routed(model.params, tokens, {}, config=model.config)
+    found = mixture.of_window(changed, model, tokens)
+    one = ((routes["layers.1.routes"] < 2).sum(axis=1) == 1).mean()
+    assert found["routes"] == pytest.approx(float(one) / 2)
+    assert found["kl"] > found["kl_replayed"] > 0
+    assert mixture.of_window(model, model, tokens) == {"kl": 0, "kl_replayed": 0, "routes": 0}
+    values = mixture.round_groups(mlp.down, 3).reshape(-1, 32)
+    assert max(len(set(row.tolist())) for row in values) <= 8
+    largest = [abs(each).max(axis=1) for each in (values, mlp.down.reshape(-1, 32))]
+    assert jnp.allclose(*largest, rtol=1e-6, atol=0)
 
 
 def names(result):

@@ -226,12 +226,24 @@ def test_methods_are_by_bits(tmp_path):
     write(tmp_path, "ptq_methods-20261120-cpu", device="cpu", rows=rows)
     _, table = page(read(tmp_path)).split("Bits include scales.\n\n")
     assert table.splitlines() == [
-        "| of the bundled model | nf4 | q4_k |",
+        "| of the bundled model | nf4, 4.25 bits | q4_k, 4.50 bits |",
         "| --- | --- | --- |",
-        "| bits | 4.25 | 4.50 |",
         "| round |  | 0.0089 |",
         "| awq | 0.01 |  |",
         "| gptq | 0.02 |  |",
+    ]
+
+
+def test_parts_of_a_mixture_are_by_bits(tmp_path):
+    row = {"part": "mixture", "bits": 2, "kl": 0.123, "kl_95": [0.1, 0.2], "kl_replayed": 0.09, "routes": 0.0512}
+    rows = [row | {"module": "experts"}, row | {"module": "router"}]
+    rows += [each | {"bits": 8, "kl": 0.001, "routes": 0.0} for each in rows]
+    write(tmp_path, "quant_accuracy_mixture_valid-20261120-cpu", device="cpu", rows=rows)
+    assert page(read(tmp_path)).splitlines()[-4:] == [
+        "| part of a small mixture: KL [95 %], KL if no route changed, routes that change | 8 bits | 2 bits |",
+        "| --- | --- | --- |",
+        "| experts | 0.001 [0.1, 0.2], 0.09, 0.0 % | 0.12 [0.1, 0.2], 0.09, 5.1 % |",
+        "| router | 0.001 [0.1, 0.2], 0.09, 0.0 % | 0.12 [0.1, 0.2], 0.09, 5.1 % |",
     ]
 
 
