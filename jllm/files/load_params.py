@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, QuantizationError, counted
+from jllm.files.families import FAMILIES
 from jllm.files.find import BLOCK, stored_tensors
 from jllm.files.fit import check_weights
 from jllm.files.gguf import weights as gguf
@@ -68,7 +69,8 @@ def load_params(
         raise QuantizationError(f"{path}: is quantized already; load it without scheme {scheme.name!r}")
     apart = HEAD in quantized or (EMBED in quantized and f"{HEAD}.weight" in stored)
     specs = _specs(config, head=not config.tie_embeddings or apart)
-    stored = cut_experts(_cut_merged(specs, stored))
+    turned = config.architecture in FAMILIES and FAMILIES[config.architecture].merged_experts
+    stored = cut_experts(_cut_merged(specs, stored), turned)
     formats = {} if scheme is None else that_fit(scheme.formats(matrix_modules(specs)), config)
     _check_tensors(path, specs, quantized, stored, kv_scales)
     check_shapes(specs, formats)

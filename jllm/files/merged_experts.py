@@ -1,8 +1,9 @@
-"""Reads and writes tensors that hold all experts of a layer, as gpt-oss's files have them.
+"""Reads and writes tensors that hold all experts of a layer. In the table of weights each expert has its modules,
+[outputs, inputs].
 
-`mlp.experts.gate_up_proj` is [X, E, 2F], with each gate before its up, and `mlp.experts.down_proj` is [X, F, E]. Their
-biases, `gate_up_proj_bias` and `down_proj_bias`, lack the middle dimension. In the table of weights each expert has its
-modules, [outputs, inputs].
+gpt-oss's `mlp.experts.gate_up_proj` is [X, E, 2F], with each gate before its up, and `mlp.experts.down_proj` is [X, F,
+E]. Their biases, `gate_up_proj_bias` and `down_proj_bias`, lack the middle dimension. Files of other families may have
+what transformers 5 has in memory: [X, 2F, E], with all gates of an expert before its ups, and [X, E, F].
 """
 
 import math
@@ -30,8 +31,8 @@ class ExpertTensor(StoredTensor):
     step: int
 
 
-def cut_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors by the names of the table, each expert's modules apart."""
+def cut_experts(stored: Mapping[str, StoredTensor], turned: bool) -> dict[str, StoredTensor]:
+    """Returns the tensors by the names of the table, each expert's modules apart. `turned`: they are as gpt-oss's."""
     found: dict[str, StoredTensor] = {}
     for name, whole in stored.items():
         match = _NAME.fullmatch(name)
@@ -39,13 +40,19 @@ def cut_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             found[name] = whole
             continue
         modules = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
-        shape = (whole.shape[-1] // len(modules), *whole.shape[1:-1])
+        outputs, *inputs = reversed(whole.shape[1:]) if turned else whole.shape[1:]
+        shape = (outputs // len(modules), *inputs)
         size = math.prod(shape) * DTYPES[whole.dtype].itemsize
         for expert in range(whole.shape[0]):
-            for first, module in enumerate(modules):
+            for i, module in enumerate(modules):
                 own = f"{match[1]}{expert}.{module}.{'bias' if match[3] else 'weight'}"
-                place = (whole.name, whole.path, whole.dtype, shape, whole.offset, size)
-                found[own] = ExpertTensor(*place, whole, expert, first, len(modules))
+                begin = whole.offset + (0 if turned else (expert * len(modules) + i) * size)
+                part = StoredTensor(whole.name, whole.path, whole.dtype, shape, begin, size)
+                found[own] = (
+                    ExpertTensor(**vars(part), whole=whole, expert=expert, first=i, step=len(modules))
+                    if turned
+                    else part
+                )
     return found
 
 

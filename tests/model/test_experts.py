@@ -1,5 +1,6 @@
 """A Mixture of Experts: the formula, its routes as values, its formats, and the engine that serves it."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from jllm.analysis.activations import tap
 from jllm.config import Experts
 from jllm.engine.engine import Engine
 from jllm.errors import CheckpointError, ConfigError, EvaluationError
+from jllm.files.find import stored_tensors
 from jllm.files.importers import stored_weights
+from jllm.files.load import load
 from jllm.files.peft import PREFIX, WEIGHTS, load_adapter, save_adapter
-from jllm.files.safetensors_io import StoredTensor, write_file
+from jllm.files.safetensors_io import StoredTensor, read_as_stored, write_file
 from jllm.model import experts as experts_module
 from jllm.model.adapters import choose_targets, init_adapter, merge_params
 from jllm.model.backbone import Packed, packed_logits
@@ -28,6 +31,7 @@ from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.speculative.eagle import eagle_shapes
 from pallas_kernels.formats.quantized_weights import decode
+from tests.parity import PARITY
 from tests.tiny import CONFIG, EXPERTS, experts_model, full_logits, greedy, one_size, serve
 
 IDS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -180,6 +184,36 @@ def test_gradients_are_finite_differences():
         slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), gradient, direction)))
         moved = [jax.tree.map(lambda x, d, h=h: x + h * d, m.params, direction) for h in (1e-6, -1e-6)]
         assert slope == pytest.approx(float(loss(moved[0]) - loss(moved[1])) / 2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_files_may_have_all_experts_as_one_tensor(family, tmp_path):
+    """As transformers 5 has them in memory. A missing tensor is named, of one expert and of all."""
+    model = load(PARITY / family)
+    c, (first, *_) = model.config, model.params.layers
+    shutil.copytree(PARITY / family, tmp_path, dirs_exist_ok=True)
+    X, E = c.experts.count, c.hidden_size
+    stored = {name: read_as_stored(each) for name, each in stored_tensors(tmp_path).items()}
+    kept = {name: each for name, each in stored.items() if ".layers.0." not in name or ".experts." not in name}
+    at = "model.layers.0.mlp.experts."
+    fused = {
+        f"{at}gate_up_proj": first.mlp.gate_up.reshape(X, -1, E),
+        f"{at}down_proj": first.mlp.down.reshape(X, E, -1),
+    }
+    fused = {name: np.asarray(each) for name, each in fused.items()}
+    for index in tmp_path.glob("*.index.json"):
+        index.unlink()
+    for part in tmp_path.glob("*.safetensors"):
+        part.unlink()
+    write_file(tmp_path / "model.safetensors", kept | fused)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).params, model.params)
+    few = fused | {f"{at}down_proj": fused[f"{at}down_proj"][:-1]}
+    write_file(tmp_path / "model.safetensors", kept | few)
+    with pytest.raises(CheckpointError, match=rf"1 of \d+ tensors missing, the first is {at}{X - 1}.down_proj.weight"):
+        load(tmp_path)
+    write_file(tmp_path / "model.safetensors", kept)
+    with pytest.raises(CheckpointError, match=rf"{3 * X} of \d+ tensors missing, the first is {at}0.gate_proj.weight"):
+        load(tmp_path)
 
 
 def test_adapters_are_of_all_but_experts(tmp_path):
