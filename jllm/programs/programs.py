@@ -238,7 +238,9 @@ class Programs:
         files = partial(self._find, key, path), partial(self._keep, key, path), partial(self._claim, path)
         # The arguments come later: while a job waits, other weights may take the place of these.
         lower, step = partial(self._lower, key, **static), lambda: (self._shapes.arguments(*key), static)
-        return Recipe(lower, *files, _name(key[0]), step)
+        # What no request runs without is traced here at a start, while the processes that trace the others begin.
+        here = key[0] == self._buckets[0] and not self._open
+        return Recipe(lower, *files, _name(key[0]), None if here else step)
 
     def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:
         return jitted(static["layout"], static["backend"]).lower(*self._shapes.arguments(*key), **static)
