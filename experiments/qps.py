@@ -65,7 +65,7 @@ from jllm.model.model import Model
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options
-from pallas_kernels.bench.gpus import leave_gpus
+from pallas_kernels.bench.gpus import leave_gpus, visible_gpus
 from pallas_kernels.bench.numbers import fraction, gibibytes, natural, positive, positive_number, seed_number
 
 OVER_HTTP = (  # options of a run against a server
@@ -97,6 +97,9 @@ def measure(model: Model, requests: list[Request], args: argparse.Namespace) -> 
 
 
 def measure_plain(requests: list[Request], args: argparse.Namespace, backend: str) -> list[Row]:
+    """Returns measure_one's rows in a process that has not used JAX, with as many GPUs as one of --replicas."""
+    if gpus := visible_gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: args.devices or 1])
     with enable_compilation_cache(False):
         model = make_model(args)
         if args.devices is None:  # placed as Replicas do it, so that they find this engine's compiled steps

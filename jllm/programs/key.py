@@ -181,6 +181,7 @@ def surroundings(device: jax.Device, sources: Mapping[str, Path]) -> Iterator[ob
     """Yields everything that decides about programs besides the arguments and settings."""
     yield platform.machine(), platform.python_version()
     yield device.platform, device.device_kind, device.client.platform_version
+    yield device.client.device_count(), device.client.process_index()  # a program may belong to what JAX sees
     yield _processor() if device.platform == "cpu" else None
     yield sorted(_versions())
     yield sorted(_variables())

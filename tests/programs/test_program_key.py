@@ -272,7 +272,11 @@ def test_the_time_of_loading_is_before_the_first_module():
 # What compiles
 
 
-GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=SimpleNamespace(platform_version="13"))
+def client(version: str = "13", count: int = 8, process: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(platform_version=version, device_count=lambda: count, process_index=lambda: process)
+
+
+GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=client())
 
 
 @pytest.mark.parametrize("name", ["jax-cuda13-plugin", "jax_cuda12_pjrt", "jax-triton", "triton", "nvidia-cuda-nvcc"])
@@ -342,7 +346,7 @@ def test_variables_count_that_change_code(tree, monkeypatch, tmp_path):
 
 def test_the_device_counts(tree):
     devices = [replace_device(**change) for change in ({}, {"device_kind": "NVIDIA H100"}, {"platform": "tpu"})]
-    devices.append(replace_device(client=SimpleNamespace(platform_version="12")))
+    devices += [replace_device(client=other) for other in (client("12"), client(count=1), client(process=1))]
     assert len({basis(tree, device) for device in devices}) == len(devices)
 
 
