@@ -4,6 +4,8 @@ import io
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -209,11 +211,16 @@ def test_a_step_that_takes_more_than_is_left_is_refused(model):
         engine.compile_ahead()
 
 
-def test_a_compiler_closes_more_than_once_and_takes_no_more():
+def test_a_compiler_closes_more_than_once_and_takes_no_more(monkeypatch):
+    monkeypatch.setattr(compiling.os, "cpu_count", lambda: 2)
     compiler, recipe = Compiler(Compiled()), Recipe(lambda: jax.jit(lambda x: x + 1).lower(1.0))
     compiler.wait([compiler.add(recipe)])
+    waits = compiler.add(recipe._replace(claim=lambda: nullcontext(False)))  # for an engine that compiles it
+    compiler.wait([compiler.add(recipe)])
+    assert not waits.done()
     compiler.close()
     compiler.close()
+    assert isinstance(waits.exception(), CancelledError)
     with pytest.raises(RuntimeError, match="shutdown"):
         compiler.add(recipe)
 
@@ -283,6 +290,14 @@ def test_an_engine_names_its_steps(model, monkeypatch):
 
 def keys(engine: Engine) -> list:
     return engine._device.programs._keys(Variant())
+
+
+def test_one_that_waits_too_long_for_another_engine_compiles_by_itself(monkeypatch):
+    monkeypatch.setattr(compiling, "LONGEST", 0.0)
+    compiler = Compiler(Compiled())
+    recipe = Recipe(lambda: jax.jit(lambda x: x + 1).lower(1.0), claim=lambda: nullcontext(False))
+    assert compiler.now(recipe)(1.0) == 2.0
+    compiler.close()
 
 
 def test_what_is_traced_in_a_thread_has_the_settings_of_who_asked():
