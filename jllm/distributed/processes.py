@@ -82,7 +82,7 @@ def start_processes(
     given, size = _source(source, mesh)
     shares = share_gpus(wanted, size)
     compared = len(shares) > 1 and not isinstance(given, Model)
-    values = {"the model": given, "make": make, **_starting(options, shares, folder)}
+    values = {"the model": given, "make": make, **_starting(options, shares, size, folder)}
     packed = Packed(values | {"JAX's settings": settings(), "compared": compared})
     policy, hooks = policy_of(options.get("kv_policy") or "paged"), options.get("hooks")
     inputs = hooks.inputs if isinstance(hooks, Hooks) else None
@@ -98,7 +98,9 @@ def start_processes(
     return head
 
 
-def _starting(options: Mapping[str, Any], shares: Sequence[Sequence[str]], folder: Path) -> dict[str, Any]:
+def _starting(
+    options: Mapping[str, Any], shares: Sequence[Sequence[str]], mesh: int | None, folder: Path
+) -> dict[str, Any]:
     """Returns the options of each of several engines, with those that decide how it starts: a folder in common with the
     others, and its part of the cores. "quiet" are patterns of warnings about what the caller did not ask for. "folder"
     is what a process removes where this one is killed."""
@@ -106,7 +108,7 @@ def _starting(options: Mapping[str, Any], shares: Sequence[Sequence[str]], folde
     if options.get("executables") is None and not alone:
         given["executables"] = folder
         quiet.append(NOT_KEPT)
-    if options.get("compile_processes") is None and len(shares[0]) == 1:
+    if options.get("compile_processes") is None and shares[0] and mesh is None:
         given["compile_processes"] = usual_processes(len(shares))
         quiet.append(TRACED_HERE)
     return given | {"quiet": quiet, "folder": folder}

@@ -223,12 +223,14 @@ def test_an_engine_on_a_gpu_that_is_not_told_has_half_of_the_cores(monkeypatch):
         on["mesh"] = SimpleNamespace(config=SimpleNamespace(mesh="a mesh"), home=None)
         found = {name: programs._usual_processes(shapes) for name, shapes in on.items()}
         assert found == {"gpu": tracing.usual_processes(), "cpu": 0, "mesh": 0}
-        options = processes._starting({}, [["0"]] * engines, Path("steps"))
+        options = processes._starting({}, [["0"]] * engines, None, Path("steps"))
         assert options["compile_processes"] == most
         assert ("executables" in options) == (engines > 1)
-    assert processes._starting({"compile_processes": 3, "executables": "own"}, [["0"]] * 2, Path("steps")) == {
+    assert processes._starting({"compile_processes": 3, "executables": "own"}, [["0"]] * 2, None, Path("steps")) == {
         "compile_processes": 3, "executables": "own", "quiet": [], "folder": Path("steps"),
     }  # fmt: skip
+    for shares, mesh in (([[]], None), ([["0"]], 1)):  # a CPU, and a mesh
+        assert "compile_processes" not in processes._starting({}, shares, mesh, Path("steps"))
     monkeypatch.setattr(tracing, "jax_cache_is_on", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(48), raising=False)
     assert tracing.usual_processes() == 0
