@@ -68,7 +68,12 @@ def random_adapters(config: LlamaConfig, count: int, rank: int, dtype: Any) -> d
 def cases_of(args: argparse.Namespace) -> list[Case]:
     backends = [None if name == "default" else name for name in args.backend]
     shapes = (("decode", args.batch, args.rank), ("prefill", PROMPTS, args.prompt_rank))
-    return [Case(*shape, use, backend) for backend in backends for shape in shapes for use in USES]
+    return [
+        Case(kind, requests, rank, use, backend)
+        for backend in backends
+        for kind, requests, rank in shapes
+        for use in USES
+    ]
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

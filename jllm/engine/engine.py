@@ -156,8 +156,9 @@ class Engine:
 
         Each bucket serves requests like `samplings` (all of them together). A request that asks for more waits, while
         others run. It starts once its programs are compiled in the background. (On a mesh, temperature and filters
-        count too.) With wait=False it returns once the largest bucket is compiled. Steps then use the compiled buckets
-        until the rest is ready. metrics() has seconds, programs and hits of the persistent cache.
+        count too.) With places for adapters there are steps with and without them. With wait=False it returns once the
+        largest bucket is compiled. Steps then use the compiled buckets until the rest is ready. metrics() has seconds,
+        programs and hits of the persistent cache.
         """
         self._check_open()
         gate, samplings = self._loop.gate, list(samplings)

@@ -74,10 +74,10 @@ def with_addend(
         assert w.rows is not None, "rows choose among adapters in slots"
         # Its kernels for Hopper run where they are named.
         how: dict[str, Any] = {"runs": w.runs, "backend": backend if backend == "mosaic" else where_faster(backend)}
-        slots, where = w.adapters, (w.layer, w.rows)
-        low = row_matmul(x, slots.a, *where, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
+        slots = w.adapters
+        low = row_matmul(x, slots.a, w.layer, w.rows, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
         more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
-        return row_matmul(low, slots.b, *where, out_dtype=out_dtype, **more, **how)
+        return row_matmul(low, slots.b, w.layer, w.rows, out_dtype=out_dtype, **more, **how)
 
     def add(added: jax.Array, residual: jax.Array | None) -> jax.Array:
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)

@@ -9,6 +9,7 @@ ceiling is the best rate of the run.
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ BANDWIDTH = 0.67  # at least this share of the run's best, where every row has a
 
 def subject(case: Case, backend: str) -> Subject:
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        more = {"parts": case.parts, "out_dtype": case.out_dtype, "backend": backend, "runs": case.used}
+        more: dict[str, Any] = {"parts": case.parts, "out_dtype": case.out_dtype, "backend": backend, "runs": case.used}
         return row_matmul(x, w, jnp.int32(0), case.group, **more)
 
     return Subject(
