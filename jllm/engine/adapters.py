@@ -10,7 +10,6 @@ overtaken the first of them, one place is promised to it. Requests of the adapte
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +116,7 @@ class Places:
             del self._waiting[seq]
 
     def has_room(self, seq: "Sequence") -> bool:
-        """Returns whether a sample's adapter has a place, or can have one now that nobody before it waits for."""
+        """Returns whether a sample's adapter has a place, or can have one now that nobody waits for before it."""
         held = seq.adapter
         if held is None:
             return True
@@ -125,8 +124,8 @@ class Places:
             return False
         if held.place is not None and held.inside:
             return True
-        before = {other.adapter for other in takewhile(lambda other: other is not seq, self._waiting)} - {held}
-        return len(self._free) + len(self._idle()) > len(before)
+        first = next(iter(self._waiting), seq)
+        return first.adapter is held and bool(self._free or self._idle())
 
     def enter(self, seq: "Sequence") -> None:
         """Gives a sample's adapter a place, for which there is room."""

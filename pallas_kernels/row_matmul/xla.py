@@ -13,7 +13,7 @@ from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import in_tiles
 
 FEW = 64  # rows that each read their own matrix
-TALL = 128  # rows of a tile, if there are more
+TALL = (16, 32, 64, 128)  # rows of a tile, if there are more
 
 
 class Operands(NamedTuple):
@@ -95,21 +95,24 @@ def _sorted(rows: Rows, of: Operands, out_dtype: DTypeLike) -> jax.Array:
 
 
 def _tiles(key: jax.Array, X: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts M rows by their keys i32[M] below X, and cuts each key's into tiles. Returns the row i32[G, TALL] at each
+    """Sorts M rows by their keys i32[M] below X, and cuts each key's into tiles. Returns the row i32[G, tall] at each
     place, M where there is none, the key i32[G] of each tile, and the place i32[M] of each row."""
     M = key.shape[0]
+    tall = next(
+        (tall for tall in TALL if tall * min(X, M) >= M), TALL[-1]
+    )  # every key may have a tile that is not full
     sizes = jnp.zeros(X, jnp.int32).at[key].add(1, mode="drop")
-    ends, starts = jnp.cumsum(-(-sizes // TALL), dtype=jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    firsts = ends + -sizes // TALL
-    tile = jnp.arange((M + (TALL - 1) * min(X, M)) // TALL, dtype=jnp.int32)
+    ends, starts = jnp.cumsum(-(-sizes // tall), dtype=jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    firsts = ends + -sizes // tall
+    tile = jnp.arange((M + (tall - 1) * min(X, M)) // tall, dtype=jnp.int32)
     own = jnp.minimum(jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32), X - 1)
-    within = (tile - firsts[own])[:, None] * TALL + jnp.arange(TALL, dtype=jnp.int32)[None, :]
+    within = (tile - firsts[own])[:, None] * tall + jnp.arange(tall, dtype=jnp.int32)[None, :]
     inside = (tile < ends[-1])[:, None] & (within < sizes[own][:, None])
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     row = order.at[jnp.where(inside, starts[own][:, None] + within, M)].get(mode="fill", fill_value=M)
     rank = jnp.zeros(M, jnp.int32).at[order].set(jnp.arange(M, dtype=jnp.int32))
     known = jnp.minimum(key, X - 1)
-    return row, own, jnp.where(key < X, firsts[known] * TALL + rank - starts[known], tile.size * TALL)
+    return row, own, jnp.where(key < X, firsts[known] * tall + rank - starts[known], tile.size * tall)
 
 
 def _valid(rows: Rows, of: Operands) -> jax.Array:
