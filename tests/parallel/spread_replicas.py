@@ -342,13 +342,17 @@ def after(engine, steps):
 
 def as_their_versions(ends, prompts, models):
     """Checks that greedy tokens are those of one engine with the weights of their version; returns all versions."""
+    spans = {version: [] for version in models}
     for (name, _), done in ends.items():
         tokens, versions = done.token_ids, done.versions
         starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
         for start, stop in zip(starts, [*starts[1:], len(tokens)]):
             params = SamplingParams(temperature=0.0, max_new_tokens=stop - start, ignore_eos=True)
-            (want,) = alone(models[versions[start]], [((*prompts[name], *tokens[:start]), params)])
-            assert tokens[start:stop] == want.token_ids
+            job = (*prompts[name], *tokens[:start]), params
+            spans[versions[start]].append((job, tokens[start:stop]))
+    for version, some in spans.items():
+        wanted = alone(models[version], [job for job, _ in some]) if some else []
+        assert [tokens for _, tokens in some] == [want.token_ids for want in wanted]
     return {version for done in ends.values() for version in done.versions}
 
 
@@ -372,6 +376,7 @@ def test_all_engines_take_other_weights_or_none(model):
     ends |= after(engine, 2)
     donated = jax.device_put(jax.tree.map(jnp.array, model.params), jax.devices()[0])
     assert engine.update(donated) == 2
+    prompts |= {engine.submit(prompt, greedy): prompt for prompt in ((5,), (6,))}  # each engine has one that still runs
     donated.norm.delete()
     with pytest.raises(EngineNotReady, match="norm was donated or deleted"):
         ends |= after(engine, 1000)
@@ -380,6 +385,34 @@ def test_all_engines_take_other_weights_or_none(model):
     assert as_their_versions(ends | rest(engine), prompts, models) >= {0, 1, 3}
     assert engine.metrics()["version"] == 3
     assert engine.metrics()["replicas_failed"] == 0
+    engine.close()
+
+
+def test_a_second_thread_updates_while_the_first_steps(model):
+    models = [model, tiny_model("float64", seed=1)]
+    engine, stop, errors, taken = Replicas(model, 2, make=Slow, **SIZES), threading.Event(), [], {0: model}
+
+    def train():
+        try:
+            while not stop.wait(0.03):
+                new = models[(len(taken)) % 2]
+                taken[engine.update(new.params, running=("recompute", "finish")[len(taken) % 3 == 0])] = new
+        except BaseException as error:
+            errors.append(error)
+
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    thread = threading.Thread(target=train)
+    thread.start()
+    prompts, ends = {}, {}
+    for prompt in (PREFIX, (8,), (*PREFIX, 7), (9, 9), PREFIX, (5, 6)):
+        prompts[engine.submit(prompt, greedy)] = prompt
+        ends |= after(engine, 5)
+    ends |= rest(engine)
+    stop.set()
+    thread.join()
+    assert not errors
+    assert len(ends) == len(prompts)
+    assert len(as_their_versions(ends, prompts, taken)) > 2
     engine.close()
 
 
