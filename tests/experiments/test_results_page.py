@@ -238,7 +238,7 @@ def test_parts_of_a_mixture_are_by_bits(tmp_path):
     row = {"part": "mixture", "bits": 2, "kl": 0.123, "kl_95": [0.1, 0.2], "kl_replayed": 0.09, "routes": 0.0512}
     rows = [row | {"module": "experts"}, row | {"module": "router"}]
     rows += [each | {"bits": 8, "kl": 0.001, "routes": 0.0} for each in rows]
-    write(tmp_path, "quant_accuracy_mixture_valid-20261120-cpu", device="cpu", rows=rows)
+    write(tmp_path, "quant_accuracy_mixture_oz-20261120-cpu", device="cpu", rows=rows)
     assert page(read(tmp_path)).splitlines()[-4:] == [
         "| part of a small mixture: KL [95 %], KL if no route changed, routes that change | 8 bits | 2 bits |",
         "| --- | --- | --- |",
