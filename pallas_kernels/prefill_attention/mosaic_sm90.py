@@ -77,8 +77,8 @@ def prefill_attention(
         interpret=interpret,
     )
     pools = [array for pool in (pages.k, pages.v) for array in (pool.values, flat_scales(pool)) if array is not None]
-    own = () if sinks is None else (sinks,)
-    arrays = q, page_table, work.tiles, work.count, work.items, pages.k.layer_operand, *own, *pools
+    joined = () if sinks is None else (sinks,)
+    arrays = q, page_table, work.tiles, work.count, work.items, pages.k.layer_operand, *joined, *pools
     if into is None:
         return kernel(*arrays)[:all_rows]
     out = jax.new_ref(into)

@@ -54,7 +54,7 @@ def attend_pack(plan: Plan, refs: Refs, wg: jax.Array, pack: Pack, n: jax.Array,
     plgpu.commit_smem()  # all warps have seen V as it was
     _clean(plan, refs, slot)
     scores = jnp.where(_seen(plan, pack, positions), bounded(plan, scores), -jnp.inf)
-    p, _, decay = exponentials(plan, scores, first_peak(plan, refs, partial(_heads, plan, pack, wg)))
+    p, _peak, decay = exponentials(plan, scores, first_peak(plan, refs, partial(_heads, plan, pack, wg)))
     out = _product(plan, refs, wg, slot, p.astype(plan.dtype))
     plgpu.barrier_arrive(refs.v.free.at[slot])
     _pass_by(plan, blocks, later, (v,))
