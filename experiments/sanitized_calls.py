@@ -10,14 +10,14 @@ ROTATED = ("bf16-h", "int4-g32-h", "int8-g8-zp-h")  # of K and V; Triton has non
 WIDTHS: dict[str, Any] = {"heads": (4, 2), "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 
 
-def attend_decode(kv: str, backend: str) -> Result:
+def attend_decode(kv: str, backend: str, **logits: Any) -> Result:
     from pallas_kernels.decode_attention import decode_attention, reference
     from pallas_kernels.decode_attention.cases import Case
 
     case = Case(lengths=(130, 1, 0, 64, 1100), k_format=kv, v_format=kv, window=None, **WIDTHS)
     inputs, scale = case.inputs(), case.scale
-    out = decode_attention(*inputs, scale=scale, backend=backend)
-    return out, reference.decode_attention(*inputs, scale, None)
+    out = decode_attention(*inputs, scale=scale, backend=backend, **logits)
+    return out, reference.decode_attention(*inputs, scale, None, **logits)
 
 
 def attend_segments(kv: str, backend: str) -> Result:
@@ -30,15 +30,26 @@ def attend_segments(kv: str, backend: str) -> Result:
     return decode_attention(*inputs, scale=scale, backend=backend), reference.decode_attention(*inputs, scale, None)
 
 
-def attend_prefill(kv: str, backend: str) -> Result:
+def attend_prefill(kv: str, backend: str, **logits: Any) -> Result:
     from pallas_kernels.prefill_attention import prefill_attention, reference
     from pallas_kernels.prefill_attention.cases import Case
 
     lengths: dict[str, Any] = {"q_lens": (37, 0, 1, 130), "kv_lens": (150, 9, 129, 130), "unused": 5}
     case = Case(k_format=kv, v_format=kv, window=None, **lengths, **WIDTHS)
     inputs, scale = case.inputs(), case.scale
-    out = prefill_attention(*inputs, scale=scale, backend=backend)
-    return out, reference.prefill_attention(*inputs, scale, None)
+    out = prefill_attention(*inputs, scale=scale, backend=backend, **logits)
+    return out, reference.prefill_attention(*inputs, scale, None, **logits)
+
+
+def capped(attend: Callable[..., Result]) -> Callable[[str, str], Result]:
+    """Returns the call with capped logits and sinks."""
+
+    def run(kv: str, backend: str) -> Result:
+        import jax.numpy as jnp
+
+        return attend(kv, backend, softcap=2.0, sinks=jnp.arange(4.0))
+
+    return run
 
 
 def update_cache(kv: str, backend: str) -> Result:
@@ -211,6 +222,8 @@ KERNELS = {
     "decode_attention": Kernel(attend_decode, FORMATS),
     "decode_attention of segments": Kernel(attend_segments, ("bf16", "int8-g8")),
     "prefill_attention": Kernel(attend_prefill, FORMATS),
+    "decode_attention with sinks and a softcap": Kernel(capped(attend_decode), ("bf16", "int8-g8")),
+    "prefill_attention with sinks and a softcap": Kernel(capped(attend_prefill), ("bf16", "int8-g8")),
     "cache_update": Kernel(update_cache, FORMATS),
     "decode_attention over rotated K and V": Kernel(attend_decode, ROTATED, ("mosaic",)),
     "prefill_attention over rotated K and V": Kernel(attend_prefill, ROTATED, ("mosaic",)),

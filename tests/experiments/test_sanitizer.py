@@ -11,7 +11,9 @@ from experiments.sanitized_calls import Kernel
 
 HEAD = "========= COMPUTE-SANITIZER\n"
 KINDS = (  # with a case "bf16" or "8"
-    "decode_attention", "decode_attention of segments", "prefill_attention", "cache_update", "move_tokens", "matmul",
+    "decode_attention", "decode_attention of segments", "prefill_attention",
+    "decode_attention with sinks and a softcap", "prefill_attention with sinks and a softcap", "cache_update",
+    "move_tokens", "matmul",
 )  # fmt: skip
 
 
