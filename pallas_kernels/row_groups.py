@@ -51,8 +51,9 @@ def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None)
     row = (spread(starts // block) + number - spread(firsts)) * block
     mine = (number >= spread(firsts)) & (number < spread(firsts + blocks))
     columns = spread(group), row, jnp.maximum(spread(starts), row), jnp.minimum(spread(ends), row + block)
-    found = (jnp.sum(jnp.where(mine, column, 0), axis=1, dtype=jnp.int32) for column in columns)
-    return Pairs(*found, starts, firsts, None if own is None else jnp.append(own, jnp.int32(-1)))
+    group_of, first_row, first, last = (jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32) for x in columns)
+    named = None if own is None else jnp.append(own, jnp.int32(-1))
+    return Pairs(group_of, first_row, first, last, starts, firsts, named)
 
 
 def most_pairs(m: int, groups: int, block: int) -> int:

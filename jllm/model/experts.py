@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jllm.config import Experts, LlamaConfig
 from jllm.model.linear import decoded, linear, linear_part, with_gradient
@@ -26,10 +27,12 @@ from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.block_floats import KINDS
 from pallas_kernels.formats.numerics import compute_dtype
+from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
 from pallas_kernels.ragged_matmul import ragged_matmul
+from pallas_kernels.ragged_matmul.api import BACKENDS
 from pallas_kernels.silu_mul_quant import silu_mul_quant
 
 COMPARED = 2048  # rows: more are sorted
@@ -210,7 +213,7 @@ def ragged_linear(
     gated: each block has gate's rows and as many of up's, and SiLU(x gate^T) * (x up^T) is returned. With `axis` the
     result is a device's part of the product, as linear_part's is."""
     if not isinstance(w, QuantizedWeight):
-        return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
+        return _multiply(x, w, sizes, gated=gated, out_dtype=x.dtype, backend=backend)
     how: dict[str, Any] = {"gated": gated, "axis": axis.name if axis and backend == DETERMINISTIC else None}
     return with_gradient(partial(_of_codes, **how, backend=backend), partial(_straight_through, **how))(x, w, sizes)
 
@@ -220,17 +223,28 @@ def _of_codes(
 ) -> jax.Array:
     how: dict[str, Any] = {"fmt": w.format, "scale": w.input_scale, "axis": axis}
     if w.format.outliers is not None:
-        wide: dict[str, Any] = {"out_dtype": compute_dtype(x.dtype), "backend": where_faster(backend)}
+        wide: dict[str, Any] = {"out_dtype": compute_dtype(x.dtype), "backend": backend}
         rest, large = fenced(backend, partial(part_outliers, threshold=w.format.outliers), x)
         rows = fenced(backend, partial(row_codes, **how), rest), large
-        products = (ragged_matmul(each, w, sizes, **wide) for each in rows)
+        products = (_multiply(each, w, sizes, **wide) for each in rows)
         return fenced(backend, partial(_added, gated=gated, dtype=x.dtype), *products)
     if w.format.activations in KINDS:
         x = fenced(backend, partial(rounded_inputs, **how), x)
     elif w.format.row_codes is not None:
         codes = fenced(backend, partial(row_codes, **how), x)
-        return ragged_matmul(codes, w, sizes, gated=gated, out_dtype=x.dtype, backend=where_faster(backend))
-    return ragged_matmul(x, w, sizes, gated=gated, backend=where_faster(backend))
+        return _multiply(codes, w, sizes, gated=gated, out_dtype=x.dtype, backend=backend)
+    return _multiply(x, w, sizes, gated=gated, out_dtype=x.dtype, backend=backend)
+
+
+def _multiply(
+    x: jax.Array | QuantizedRows, w: Weight, sizes: jax.Array, *, out_dtype: DTypeLike, gated: bool = False,
+    backend: str | None,
+) -> jax.Array:  # fmt: skip
+    """Multiplies by the backend that is named, if it has this product; else as by default."""
+    named = BACKENDS.get(backend or "")
+    if named is None or named.supports(x, w, sizes.shape[0], gated, jnp.dtype(out_dtype)) is not None:
+        backend = where_faster(backend)
+    return ragged_matmul(x, w, sizes, gated=gated, out_dtype=out_dtype, backend=backend)
 
 
 def _added(codes: jax.Array, large: jax.Array, *, gated: bool, dtype: Any) -> jax.Array:

@@ -34,13 +34,13 @@ def check_supported(
 ) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming what they do."""
     check_listed(("out_dtype", str(out_dtype), ("bfloat16", "float16", "float32")))
-    n, k = (w.values if isinstance(w, QuantizedWeight) else w).shape
-    n, multiples = n // groups // (2 if gated else 1), (PIECE, 32)
+    (n, k), multiples = w.shape, (PIECE, 32)
+    n = n // groups // (2 if gated else 1)
     if isinstance(x, QuantizedRows):
-        _check_of_codes(x, w)
+        k = _check_of_codes(x, w).values.shape[1]
     elif isinstance(w, QuantizedWeight):
         _check_codes(x, w)
-        k, multiples = w.shape[1], CODES_PIECE
+        multiples = CODES_PIECE
     elif str(x.dtype) not in ("bfloat16", "float16") or w.dtype != x.dtype:
         raise NotImplementedError(f"the mosaic kernel has no {x.dtype} product; supported: bfloat16, float16")
     if n % multiples[0] or k % multiples[1] or not n or not k:
@@ -48,13 +48,18 @@ def check_supported(
         raise NotImplementedError(f"weights are [{n}, {k}]; the mosaic kernel supports {named}")
 
 
-def _check_of_codes(x: QuantizedRows, w: jax.Array | QuantizedWeight, backend: str = "mosaic") -> None:
-    """Checks a product of rows of codes."""
-    of_rows = isinstance(w, QuantizedWeight) and w.columns is None and w.scales.shape == (w.values.shape[0],)
-    if not (of_rows and x.scales.ndim == 1 and x.values.dtype == w.values.dtype):
-        raise NotImplementedError(
-            f"the {backend} kernel multiplies rows of codes by weights of such codes with a scale a row alone"
-        )
+def _check_of_codes(x: QuantizedRows, w: jax.Array | QuantizedWeight, backend: str = "mosaic") -> QuantizedWeight:
+    """Checks a product of rows of codes, and returns the weight."""
+    if (
+        isinstance(w, QuantizedWeight)
+        and w.columns is None
+        and w.scales.shape == (w.values.shape[0],)
+        and (w.values.dtype, 1) == (x.values.dtype, x.scales.ndim)
+    ):
+        return w
+    raise NotImplementedError(
+        f"the {backend} kernel multiplies rows of codes by weights of such codes with a scale a row alone"
+    )
 
 
 def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more: tuple[str, ...] = ()) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,7 +31,10 @@ from jllm.model.params import EMBED, ExpertsParams, MLPParams, matrix_modules
 from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
 from jllm.speculative.eagle import eagle_shapes
-from pallas_kernels.formats.quantized_weights import decode
+from pallas_kernels.backends import TARGET
+from pallas_kernels.formats.quantized_weights import decode, encode
+from pallas_kernels.formats.weight_formats import parse_weight_format
+from tests.kernels_of import kernels_of
 from tests.parity import PARITY
 from tests.tiny import CONFIG, EXPERTS, experts_model, full_logits, greedy, one_size, serve
 
@@ -145,6 +149,17 @@ def test_quantized_experts_are_their_decoded_weights(model):
     outliers = quantize(model.params, "llm-int8-t1").layers[1].mlp.down  # of which most inputs here have some
     got = ragged_linear(x, outliers, jnp.asarray([20, 0, 0, 0, 0], jnp.int32), backend="xla")
     np.testing.assert_allclose(got, linear(x, outliers, backend="xla")[:, :32], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "named"), [("w4a16-g32", 1), ("nf4-dq", 0)])
+def test_kernels_that_no_device_has_measured_run_where_they_are_named(monkeypatch, scheme, named):
+    """A format that the named backend lacks runs as by default."""
+    monkeypatch.setenv(TARGET, "9.0")
+    w = jax.eval_shape(lambda: encode(jnp.zeros((5 * 64, 64)), parse_weight_format(scheme)))
+    x, sizes = jax.ShapeDtypeStruct((20, 64), "bfloat16"), jax.ShapeDtypeStruct((5,), "int32")
+    for backend, kernels in (("mosaic", named), (None, 0)):
+        traced = jax.make_jaxpr(partial(ragged_linear, backend=backend))(x, w, sizes)
+        assert kernels_of(traced.jaxpr)["weight_only_matmul_ragged"] == kernels
 
 
 def test_routes_are_values(model):
