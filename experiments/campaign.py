@@ -91,6 +91,7 @@ CAMPAIGN = (
     # A steady state of five minutes at each load.
     experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),
     bench("matmul", "", 120),
+    bench("ragged_matmul", "--peers mosaic triton", 400),
     bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
     bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
     bench("norm_quant", "--rows 1 8192 128 512", 60),
