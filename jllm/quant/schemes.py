@@ -115,7 +115,11 @@ class Scheme:
         """Returns the format's name by the first rule that matches, or None if no rule does."""
         found = {part: next((self.rules[i][1] for i in matching[weight, part]), None) for part in parts}
         if len(set(found.values())) > 1:
-            given = ", ".join(f"{part.rpartition('.')[2]}: {name or 'none'}" for part, name in found.items())
+            first: dict[tuple[str, str | None], str] = {}  # of all experts' modules, one for each format
+            for part, name in found.items():
+                own = part.rpartition(".")[2]
+                first.setdefault((own, name), part.partition(".experts.")[2] or own)
+            given = ", ".join(f"{part}: {name or 'none'}" for (_, name), part in first.items())
             raise QuantizationError(
                 f"scheme {self.name!r}: {weight} is one weight, but its modules get different formats ({given})"
             )

@@ -13,7 +13,7 @@ import pytest
 from jllm.analysis.activations import tap
 from jllm.config import Experts
 from jllm.engine.engine import Engine
-from jllm.errors import CheckpointError, ConfigError, EvaluationError
+from jllm.errors import CheckpointError, ConfigError, EvaluationError, QuantizationError
 from jllm.files.find import stored_tensors
 from jllm.files.importers import stored_weights
 from jllm.files.load import load
@@ -30,6 +30,7 @@ from jllm.model.param_specs import param_specs, weight_specs
 from jllm.model.params import EMBED, ExpertsParams, MLPParams, matrix_modules
 from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
+from jllm.quant.schemes import Scheme
 from jllm.speculative.eagle import eagle_shapes
 from pallas_kernels.backends import TARGET
 from pallas_kernels.formats.quantized_weights import decode, encode
@@ -305,6 +306,12 @@ def test_what_cannot_be_is_refused(model):
     for name in ("layers.1.gate_up", "layers.0.router"):  # of the dense layer and of the experts'
         with pytest.raises(ConfigError, match=f"taps: tap {name}: this kind of layer has no such value"):
             Engine(model, taps=(name,), **one_size(3, tokens=12))
+    one = Scheme("one", (("*.experts.0.*", "w8a16"),))
+    said = r"formats \(0.gate_proj: w8a16, 0.up_proj: w8a16, 1.gate_proj: none, 1.up_proj: none\)"
+    with pytest.raises(QuantizationError, match=f"gate_up_proj is one weight, but its modules get different {said}"):
+        quantize(model.params, one)
+    with pytest.raises(QuantizationError, match=r"pattern '\*.shared_expert.\*' matches no weight; names: model"):
+        quantize(model.params, replace(one, rules=(("*.shared_expert.*", "w8a16"),)))
     for wrong in ({"chosen": 6}, {"ffn": 0}, {"count": 0}):
         with pytest.raises(ConfigError, match="must be at least 1 and at most"):
             replace(EXPERTS, **wrong)
