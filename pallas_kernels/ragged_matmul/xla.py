@@ -34,7 +34,9 @@ def cut(sizes: jax.Array, rows: int) -> Tiles:
     count = -(-sizes // ROWS)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     tile = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), groups - 1)
+    # Compares all: a search is a loop, whose steps are kernels of their own.
+    group = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, groups - 1)
     place = (tile - (ends - count)[group])[:, None] * ROWS + jnp.arange(ROWS, dtype=jnp.int32)[None, :]
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     inside = (tile < ends[-1])[:, None] & (place < sizes[group][:, None])
