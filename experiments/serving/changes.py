@@ -1,7 +1,6 @@
 """Changes engines in processes while they serve a workload: all take other weights, or the process of one is killed."""
 
 import argparse
-import threading
 import time
 from collections.abc import Sequence
 
@@ -17,19 +16,22 @@ from jllm.model.params import Params, tree_bytes
 
 def update(engine: Replicas, requests: Sequence[Request], args: argparse.Namespace, params: Params) -> Row:
     """Returns the measures of a run in which all engines take other weights once half of the requests have ended.
-    `params` has their shapes. What runs then goes on with the K and V that it has."""
+    `params` has their shapes. The engines sleep meanwhile, since their pages leave no room for two models."""
     new = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.01, leaf.dtype), params)
     found: Row = {"repeat": "update", "change": "update", "weights_gib": round(tree_bytes(new) / (1 << 30), 3)}
 
     def change() -> None:
         start, busy = time.perf_counter(), time.thread_time()
-        found["version"] = engine.update(new, running="keep")
-        found["update_s"] = time.perf_counter() - start  # until the last engine has taken them, between two steps
+        engine.sleep()
+        asleep = time.perf_counter()
+        found["version"] = engine.update(new)
+        taken = time.perf_counter()  # the last engine has the weights
         found["host_ms"] = 1e3 * (time.thread_time() - busy)
+        engine.wake()
+        awake = time.perf_counter()  # all serve them from now on
+        found.update(sleep_s=asleep - start, update_s=taken - asleep, wake_s=awake - taken, pause_s=awake - start)
 
-    thread = threading.Thread(target=change)  # the engines serve meanwhile
-    row, _ = run_once(engine, requests, args, midway=thread.start)
-    thread.join()
+    row, _ = run_once(engine, requests, args, midway=change)
     return row | found
 
 
