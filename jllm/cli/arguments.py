@@ -74,6 +74,10 @@ SCHEMES = (
     "(docs/quantization.md); each also with +rotate-kv or +rotate-all"
 )
 DTYPES = "bf16, f16, f32"
+START = """
+
+start: answers begin once the step that holds any request is compiled. Smaller and faster steps are compiled
+  meanwhile."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jllm.cli.arguments import (
+    START,
     Group,
     Parser,
     add_engine,
@@ -57,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    parser = Parser("jllm.serve", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
+    parser = Parser("jllm.serve", EPILOG + START, usage="%(prog)s [options]", description=DESCRIPTION)
     add_served_model(parser.add_argument_group("what to serve"))
     add_numbers(parser.add_argument_group("precision and devices"))
     engine = parser.add_argument_group("engine")

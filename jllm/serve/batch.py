@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jllm.cli.arguments import ENGINE_FLAGS, Parser, add_engine, add_numbers, add_replicas, check_drafts
+from jllm.cli.arguments import ENGINE_FLAGS, START, Parser, add_engine, add_numbers, add_replicas, check_drafts
 from jllm.cli.display import Speed
 from jllm.cli.generation_config import warn_of_ignored
 from jllm.cli.interrupt import Interrupt, catch_interrupts
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line. Ends the process with status 2 and one line if it is wrong."""
-    parser = Parser("jllm.serve.batch", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
+    parser = Parser("jllm.serve.batch", EPILOG + START, usage="%(prog)s [options]", description=DESCRIPTION)
     what = parser.add_argument_group("what to run")
     takes = "file of requests, one per line (see below); - is standard input"
     what.add_argument("--input", type=Path, metavar="F.jsonl", help=takes)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from jllm.cli.arguments import Parser, add_engine, add_model, add_numbers, add_sampling, check_drafts
+from jllm.cli.arguments import START, Parser, add_engine, add_model, add_numbers, add_sampling, check_drafts
 
 MAX_NEW_TOKENS = 1024  # default length of an answer
 
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    parser = Parser("jllm.chat", EPILOG, usage="%(prog)s [options]", description=DESCRIPTION)
+    parser = Parser("jllm.chat", EPILOG + START, usage="%(prog)s [options]", description=DESCRIPTION)
     what = parser.add_argument_group("what to run")
     add_model(what)
     what.add_argument("--system", metavar="TEXT", help="system message, before the first message")
