@@ -10,6 +10,7 @@ import queue
 import shutil
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -236,17 +237,25 @@ class _Process:
     def _fit(
         self, engine: Engine, path: str, pickles: dict[str, bytes], quantize: str | None, compared: bool
     ) -> str | None:
+        begin = time.perf_counter()
         with open(path, "rb") as file:
             values = unpacked(pickles, file.fileno())
         given, drafter, hooks = values["the weights"], values["drafter"], values["hooks"]
+
+        def fit(params: Params | None) -> None:
+            fitted = engine.fit_weights(params, quantize=quantize, drafter=drafter, hooks=hooks)
+            read = (None if params is None else fitted.params), fitted.drafter, fitted.hooks
+            copied = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+            self._fitted = replace(fitted, copied=copied, seconds=time.perf_counter() - begin)
+
         if given is None:
-            self._fitted = engine.fit_weights(None, quantize=quantize, drafter=drafter, hooks=hooks)
+            fit(None)
             return None
         source = Model(self._config, given) if isinstance(given, Params) else given
         if self._mesh is not None and isinstance(given, Params) and given.norm.ndim == 2:
             source = from_shares(source, self._mesh)
         model = _model_of(source, self._mesh)
-        self._fitted = engine.fit_weights(model.params, quantize=quantize, drafter=drafter, hooks=hooks)
+        fit(model.params)
         return fingerprint.of_model(model.params, model.config) if compared else None
 
     def _take(self, engine: Engine, running: Running) -> int:

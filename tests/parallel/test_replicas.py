@@ -217,6 +217,8 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch, tmp_p
         with pytest.raises(WeightsError, match=r"norm must be float32\[32\]"):
             engine.update(replace(new.params, norm=new.params.norm[:3]))
         assert engine.update(new.params) == engine.version == 1
+        told = engine.metrics()  # each process copies the weights from the file
+        assert (told["updates"], told["update_bytes"]) == (2, 2 * sum(x.nbytes for x in jax.tree.leaves(new.params)))
         (end,) = finish(engine)[0].values()
         old = end.versions.count(0)
         assert 0 < old < 30
