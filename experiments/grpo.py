@@ -162,6 +162,8 @@ def rollouts(engine: jllm.Engine, asked: Asked, recipe: Recipe, step: int, lengt
     for b in range(B):
         i, sample = divmod(b, recipe.group)
         prompt, completion = asked.prompts[i], asked.done[asked.ids[i], sample]
+        assert completion.logprobs is not None, "ask asks for them"
+        assert completion.text is not None, "the model has a tokenizer"
         whole, ended = [*prompt, *completion.token_ids], completion.finish_reason == "stop"
         own = slice(len(prompt) - 1, len(whole) - 1)
         tokens[b, : len(whole)], lengths[b] = whole, len(whole)
