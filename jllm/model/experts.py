@@ -94,7 +94,7 @@ def _routed(
 def _joined(x: jax.Array, added: jax.Array, config: LlamaConfig, backend: str | None) -> jax.Array:
     """Returns the residual stream plus what the experts add, in its dtype."""
     if config.axis is not None:
-        return all_reduce(added, config.axis, residual=x, backend=where_faster(backend))
+        return all_reduce(added, config.axis, residual=x, backend=where_faster(backend)).astype(x.dtype)
     return (x.astype(added.dtype) + added).astype(x.dtype)
 
 

@@ -17,10 +17,12 @@ from jllm.errors import ConfigError, QuantizationError
 from jllm.files import fingerprint
 from jllm.files.save import save
 from jllm.model.adapters import init_adapter
-from jllm.model.backbone import Packed, packed_logits
+from jllm.model.backbone import Packed, packed_logits, tapped_backbone
+from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
 from jllm.model.param_specs import init_params
 from jllm.model.shards import share_params, whole_params
+from jllm.model.taps import Tap
 from jllm.parallel.mesh import fitting, has_whole_experts, make_mesh, spread
 from jllm.quant.quantize import quantize
 from jllm.speculative.ngram import NGram
@@ -79,6 +81,21 @@ def test_logits_are_those_of_one_device(kind, devices, whole):
     assert has_whole_experts(spread_out.config) == whole
     got, wanted = (forward(m.params, m.config, BATCH) for m in (spread_out, model))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
+
+
+def test_16_bits_are_rounded_once():
+    """The exchange is in float32, as the sum over a token's experts is on one device."""
+    model = model_of("bfloat16")
+    spread_out = on_mesh(model, 8)
+    taps = ("layers.1.middle", "layers.1.output")
+    one, all_of_them = (
+        tapped_backbone(m.params, m.config, BATCH, None, taps, backend="xla")[2] for m in (model, spread_out)
+    )
+    assert all_of_them[taps[1]].dtype == jnp.bfloat16
+    mlp, x = model.params.layers[1].mlp, all_of_them[taps[0]]
+    want = mlp_block(mlp, x, config=model.config.one_layer(1), backend="xla", tap=Tap(()))
+    assert (all_of_them[taps[1]] == want).mean() > 0.99
+    assert one[taps[1]].dtype == jnp.bfloat16
 
 
 def test_one_exchange_sums_the_experts():
