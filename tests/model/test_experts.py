@@ -26,7 +26,7 @@ from jllm.model.experts import choose_experts, places, ragged_linear, run_expert
 from jllm.model.linear import linear
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
-from jllm.model.param_specs import param_specs, weight_specs
+from jllm.model.param_specs import abstract_params, param_specs, weight_specs
 from jllm.model.params import EMBED, ExpertsParams, MLPParams, matrix_modules
 from jllm.model.taps import Tap, tap_names
 from jllm.quant.quantize import quantize, weight_formats
@@ -277,6 +277,18 @@ def test_outputs_are_added_in_the_order_of_experts(model, backend):
     assert (want != backwards).any()
     np.testing.assert_array_equal(run(routes, shares), want)
     np.testing.assert_array_equal(run(routes[:, ::-1], shares[:, ::-1]), want)
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "mxfp4-weight", "nf4"])
+def test_a_step_has_no_copy_of_the_experts(scheme):
+    """Nor their values, where they are codes: what a few tokens take is less than four bits a weight."""
+    config = replace(CONFIG, hidden_size=256, experts=Experts(32, 4, 512, layers=()), dtype="bfloat16")
+    params = abstract_params(config)
+    mlp = (params if scheme is None else quantize(params, scheme)).layers[0].mlp
+    x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    step = jax.jit(partial(mlp_block, config=config, backend="xla", tap=Tap(())))
+    memory = step.lower(mlp, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 32 * 3 * 512 * 256 / 2
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32"])
