@@ -56,6 +56,16 @@ def test_rooms_of_jllm_point_one_way():
         assert ORDER.index(parts[1]) <= ORDER.index(room), f"{path} imports {name}"
 
 
+def test_only_nnx_takes_what_trainers_install():
+    found = {
+        (path.as_posix(), top)
+        for folder in ("jllm", "pallas_kernels")
+        for path, name in imports_of(folder)
+        if (top := name.partition(".")[0]) in ("flax", "optax", "orbax") or name.startswith("jllm.nnx")
+    }
+    assert found == {("jllm/nnx.py", "flax")}
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_does_not_need_its_benchmark(operation):
     """And its cases, which benchmarks and tests share, not its kernels."""
