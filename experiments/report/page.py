@@ -41,8 +41,7 @@ def page(results: Results) -> str:
         (f"Decode steps, {short(results.device)}", decode(results)),
         ("Requests a second", requests(results)),
         ("Kernels against peers", kernels(results)),
-        ("Accuracy against bytes", accuracy(results)),
-        ("Methods of quantization", (*methods(results), *mixture(results))),
+        ("Accuracy against bytes", (*accuracy(results), *methods(results), *mixture(results))),
         ("Claims of the original system", claims_table(results.entries)),
         ("Where we are behind", behind(results)),
     )
