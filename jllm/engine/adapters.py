@@ -6,10 +6,11 @@ overtake it.
 
 Fairness: places go to requests in the order in which they began to wait. After OVERTAKES requests with adapters have
 overtaken the first of them, one place is promised to it. Requests of the adapter there wait until it has gone in.
+Further samples and forks of those inside do not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class Held:
     value: dict[str, OneAdapter] | None  # on the host; None: the device alone has it
     place: int | None = None  # on the device
     requests: int = 0  # unfinished samples that name it
-    inside: int = 0  # those of them that the gate has let in
+    inside: set["Sequence"] = field(default_factory=set)  # those of them that the gate has let in
     used: int = 0  # when the last one went in
 
     @property
@@ -56,6 +57,7 @@ class Places:
         self._device, self._free = device, list(reversed(range(count)))
         self.count = count
         self.held: dict[str, Held] = {}
+        self._placed: dict[int, Held] = {}  # by place
         self._clock = self._generation = 0
         self._waiting: dict[Sequence, int] = {}  # for a place, and the clock when each began to
         self._promised: Held | None = None  # in the place that the first of them gets
@@ -90,6 +92,7 @@ class Places:
             raise WeightsError(f"adapter {name!r} is in use by {held.requests} samples: unload it once they have ended")
         if held.place is not None:
             self._free.append(held.place)
+            del self._placed[held.place]
             held.place = None  # an update that waits must not write there
         del self.held[name]
 
@@ -121,7 +124,7 @@ class Places:
         if held is None:
             return True
         if held is self._promised:
-            return False
+            return seq.origin in held.inside
         if held.place is not None and held.inside:
             return True
         first = next(iter(self._waiting), seq)
@@ -134,16 +137,18 @@ class Places:
             return
         self._clock += 1
         self._promise()
-        held.used, held.inside = self._clock, held.inside + 1
+        held.used = self._clock
+        held.inside.add(seq)
         if held.place is None:
             held.place = self._take()
+            self._placed[held.place] = held
             assert held.value is not None
             self._device.put_adapter(held.place, held.value)
 
     def leave(self, seq: "Sequence") -> None:
         """Takes note that a sample that went in has ended."""
         if seq.adapter is not None:
-            seq.adapter.inside -= 1
+            seq.adapter.inside.remove(seq)
 
     def _take(self) -> int:
         if self._free:
@@ -154,19 +159,22 @@ class Places:
         if idle.value is None:
             idle.value = self._device.read_adapter(idle.place)
         place, idle.place = idle.place, None
+        del self._placed[place]
         return place
 
     def _promise(self) -> None:
         """Promises a place to the first sample that waits for one, if enough others have overtaken it: the place whose
-        adapter the fewest samples inside use."""
-        since = next(iter(self._waiting.values()), self._clock)
-        if self._promised is None and self._clock - since >= OVERTAKES:
-            placed = (held for held in self.held.values() if held.place is not None)
-            self._promised = min(placed, key=lambda held: (held.inside, held.used))
+        adapter the fewest samples inside use. A sample whose adapter has a place by now needs none."""
+        first = next(iter(self._waiting), None)
+        if first is None or self._promised is not None or self._clock - self._waiting[first] < OVERTAKES:
+            return
+        placed = self._placed.values()
+        if first.adapter not in placed:
+            self._promised = min(placed, key=lambda held: (len(held.inside), held.used), default=None)
 
     def _idle(self) -> list[Held]:
         """Returns the adapters in places that no request inside uses."""
-        return [held for held in self.held.values() if held.place is not None and not held.inside]
+        return [held for held in self._placed.values() if not held.inside]
 
     def _next(self) -> int:
         self._generation += 1

@@ -66,8 +66,8 @@ def make_gate(*there: Variant, ahead: bool = True) -> Gate:
     return Gate(FakePrograms(*there, ahead=ahead), Scheduler(limits), Places(None, 0))
 
 
-def newcomer(gate: Gate, id: int, **asks) -> Sequence:
-    seq = Sequence(id, 0, (1, 2, 3), SamplingParams(**asks), 0, 20)
+def newcomer(gate: Gate, id: int, origin: Sequence | None = None, **asks) -> Sequence:
+    seq = Sequence(id, 0, (1, 2, 3), SamplingParams(**asks), 0, 20, origin=origin)
     seq.adapter = gate._places.of(seq.params)
     gate.add(seq)
     return seq
@@ -125,11 +125,17 @@ class NoDevice:
         pass
 
 
-def test_who_waits_for_a_place_gets_one_though_others_keep_coming():
+def adapted_gate() -> Gate:
+    """Two places, for four adapters."""
     gate = make_gate(PLAIN | Variant(adapters=True))
     gate._places = Places(NoDevice(), 2)
     for name in "abcd":
         gate._places.load(name, {})
+    return gate
+
+
+def test_who_waits_for_a_place_gets_one_though_others_keep_coming():
+    gate = adapted_gate()
     running = {name: newcomer(gate, i, adapter=name) for i, name in enumerate("ab")}
     starved, after, turns = newcomer(gate, 2, adapter="c"), newcomer(gate, 3, adapter="d"), 0
     assert list(gate.waiting) == [starved, after]
@@ -150,6 +156,36 @@ def test_who_waits_for_a_place_gets_one_though_others_keep_coming():
     gate.open()
     assert after not in gate.waiting, "the next one gets the place, before those who came later"
     assert waiting_on <= {"a", "b", "d"}
+
+
+def test_the_place_of_its_own_adapter_is_promised_to_nobody():
+    """A later request gave the adapter this place, before the first one was asked again."""
+    gate = adapted_gate()
+    ending, _ = newcomer(gate, 0, adapter="a"), newcomer(gate, 1, adapter="b")
+    waiting = newcomer(gate, 2, adapter="c")
+    for id in range(3, 1 + OVERTAKES):
+        newcomer(gate, id, adapter="b")
+    gate.finish(ending, "stop")
+    later = [newcomer(gate, 100, adapter="c"), newcomer(gate, 101, adapter="b")]
+    assert not gate.waiting.keys() & set(later)
+    gate.open()
+    assert waiting not in gate.waiting
+
+
+def test_what_continues_a_sample_inside_waits_for_no_place():
+    gate = adapted_gate()
+    first, _ = newcomer(gate, 0, adapter="a"), newcomer(gate, 1, adapter="b")
+    waiting = newcomer(gate, 2, adapter="c")
+    for id in range(3, 3 + OVERTAKES):
+        newcomer(gate, id, adapter="b")
+    another, fork = newcomer(gate, 100, adapter="a"), newcomer(gate, 0, first, adapter="a")
+    assert list(gate.waiting) == [waiting, another]
+    gate.finish(first, "stop")
+    gate.open()
+    assert list(gate.waiting) == [waiting, another]
+    gate.finish(fork, "stop")
+    gate.open()
+    assert list(gate.waiting) == [another]
 
 
 def test_what_is_inside_counts_until_it_ends():
