@@ -96,7 +96,7 @@ def norm_gate_up(
     this sum and SiLU."""
     if not isinstance(w, Adapted):
         return norm_linear(x, weight, w, bias, eps=eps, backend=backend)
-    rows, wide = norm_quant(x, weight, eps=eps, backend=backend)[0], compute_dtype(x.dtype)
+    rows, wide = norm_quant(x, weight, eps=eps, backend=where_faster(backend))[0], compute_dtype(x.dtype)
     added = with_addend(rows, w, None, out_dtype=x.dtype, backend=backend)
     product = linear(rows, w.base, bias, backend=backend)
     return fenced(backend, lambda y, added: (y.astype(wide) + added.astype(wide)).astype(y.dtype), product, added)

@@ -10,6 +10,7 @@ import pytest
 from jllm.errors import ConfigError, QuantizationError
 from jllm.model.adapted import Adapted, OneAdapter, Slots
 from jllm.model.adapters import all_targets, empty_slots, init_adapter, merge_params, padded
+from jllm.model.fused_linear import norm_gate_up, norm_linear
 from jllm.model.linear import linear
 from jllm.quant.quantize import quantize
 from jllm.step.batch import PromptChunk, ragged_batch
@@ -51,6 +52,15 @@ def test_a_base_of_any_format_stays_as_it_is(name, backend):
     one = OneAdapter(*(each[1, 2] for each in jax.tree.leaves(w.adapters)))
     alike = linear(x, replace(w, adapters=one, layer=None, rows=None), residual=residual, backend=backend)
     np.testing.assert_allclose(np.asarray(alike)[1::3], np.asarray(got)[1::3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operation", [norm_linear, norm_gate_up])
+def test_a_model_that_names_kernels_has_a_norm_before_adapters(operation):
+    x, norm, base = jnp.ones((T, K)), jnp.ones(K), jnp.ones((sum(PARTS), K))
+    w = adapted(base)
+    w = replace(w, adapters=OneAdapter(*(each[1, 2] for each in jax.tree.leaves(w.adapters))), layer=None, rows=None)
+    named, own = (operation(x, norm, w, eps=1e-5, backend=backend) for backend in ("mosaic", None))
+    np.testing.assert_array_equal(named, own, "Mosaic's norm takes no float32")
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "nf4"])
