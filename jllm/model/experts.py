@@ -163,9 +163,11 @@ def run_experts(
 
 
 def by_number(routes: jax.Array, *values: jax.Array) -> list[jax.Array]:
-    """Returns values [T, k] of each token's experts in the order of their numbers."""
-    columns = range(routes.shape[1])
-    rank = total(jnp.stack([(routes[:, i, None] < routes).astype(jnp.int32) for i in columns], axis=1))
+    """Returns values [T, k] of each token's experts in the order of their numbers. Equal ones keep their order."""
+    columns, number = range(routes.shape[1]), jax.lax.broadcasted_iota(jnp.int32, routes.shape, 1)
+    others = [routes[:, i, None] for i in columns]
+    first = [jnp.where(number > i, other <= routes, other < routes) for i, other in enumerate(others)]
+    rank = total(jnp.stack(first, axis=1).astype(jnp.int32))
     return [total(jnp.stack([jnp.where(rank == i, x, 0) for i in columns], axis=2)) for x in values]
 
 

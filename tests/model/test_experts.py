@@ -293,10 +293,10 @@ def test_a_step_has_no_copy_of_the_experts(scheme):
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32"])
 def test_experts_without_tokens_are_not_read(model, scheme):
-    """Nor is a route that names no expert."""
+    """A route that names no expert computes nothing, nor do two. An expert that is named twice computes twice."""
     mlp = (model.params if scheme is None else quantize(model.params, scheme)).layers[1].mlp
     x = jax.random.normal(jax.random.key(0), (7, 32))
-    routes = np.asarray([[4, 1]] * 6 + [[-1, 4]], np.int32)
+    routes = np.asarray([[4, 1]] * 3 + [[1, 1], [-1, -1], [-1, -1], [-1, 4]], np.int32)
     shares = shares_of(x @ mlp.router.T, routes, EXPERTS)
 
     def spoiled(w):
@@ -312,6 +312,9 @@ def test_experts_without_tokens_are_not_read(model, scheme):
     assert np.isfinite(want).all()
     np.testing.assert_array_equal(got, want)
     assert shares[6].tolist() == [0, 1]
+    assert not want[4:6].any()
+    once = run_experts(mlp, x, np.asarray([[1, -1]] * 7, np.int32), np.asarray([[1, 0]] * 7, np.float32), backend="xla")
+    np.testing.assert_allclose(want[3], once[3], rtol=1e-6)
 
 
 def test_what_cannot_be_is_refused(model):
