@@ -69,6 +69,7 @@ from jllm.errors import ConfigError, JllmError
 from jllm.files.load import BUNDLED
 from jllm.files.run_identity import digest, of_machine, of_model, of_scheme
 from jllm.model.model import Model
+from jllm.quant.quantize import weight_formats
 from jllm.quant.schemes import PLAIN, Scheme, wide_rules
 from pallas_kernels.bench.command import Parser, add_result_options, interruptible
 from pallas_kernels.bench.numbers import positive
@@ -246,8 +247,10 @@ def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     warn_of_wide_rules(schemes)
     model = jllm.load(args.model, dtype=args.dtype)
     reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
-    if args.mixture and (model.config.experts is None or min(args.mixture) < 2):
-        raise ConfigError("--mixture takes a model with experts, and at least 2 bits")
+    if args.mixture and (model.config.experts is None or weight_formats(model.params)):
+        raise ConfigError("--mixture takes a model with experts whose weights are not quantized")
+    if odd := [bits for bits in args.mixture if not 2 <= bits <= 16]:
+        raise ConfigError(f"--mixture takes 2 to 16 bits, not {odd[0]}")
     if args.outliers:
         model = parse_planted(args.outliers).of(model)
     if args.kv is None:

@@ -1,11 +1,12 @@
 """Measures what rounding costs in each part of a Mixture of Experts, and how much of that comes from other routes.
 
-Part "mixture" rounds the experts, the attention or the routers of all layers to so many bits. A group of GROUP inputs
-shares a scale. `kl` is the divergence from the model as loaded, in nats per token. `kl_replayed` is the same if tokens
+Part "mixture" rounds the experts, the attention or the routers of all layers to so many bits. An expert that computes
+every token is one of the experts. A group of GROUP inputs shares a scale. `kl` is the divergence from the model as loaded, in nats per token. `kl_replayed` is the same if tokens
 go to the experts that they have in the model as loaded. `routes` is the share of chosen experts that are others than
 in the model as loaded. Intervals are of the bootstrap over windows. There is no cache.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,10 @@ from jllm.model.paged import Packed
 from jllm.model.params import Params, map_linears
 
 GROUP = 32
-PARTS: Mapping[str, tuple[str, ...]] = {  # words in the names of weights
-    "experts": (".mlp.experts.",),
-    "attention": (".self_attn.",),
-    "router": (".mlp.gate", ".mlp.router"),
+PARTS: Mapping[str, str] = {  # what the names of weights match
+    "experts": r".*\.mlp\.(experts|shared_expert)\..*",
+    "attention": r".*\.self_attn\..*",
+    "router": r".*\.mlp\.(gate|router)",
 }
 Routes = dict[str, jax.Array]  # i32[T, k] by the tap's name
 
@@ -48,7 +49,7 @@ def rounded_part(params: Params, module: str, bits: int) -> Params:
     """Returns params with one of PARTS rounded."""
 
     def convert(name: str, w: Any) -> Any:
-        return round_groups(w, bits) if any(word in name for word in PARTS[module]) else w
+        return round_groups(w, bits) if re.fullmatch(PARTS[module], name) else w
 
     return map_linears(convert, params)
 
@@ -58,10 +59,10 @@ def round_groups(w: jax.Array, bits: int) -> jax.Array:
     """Returns w [N, K] rounded to 2^bits values for each group of inputs, which lie evenly around 0. A group's largest
     value stays."""
     half = 2 ** (bits - 1)
-    x = w.astype(jnp.float32).reshape(w.shape[0], -1, min(GROUP, w.shape[1]))
+    x = jnp.pad(w.astype(jnp.float32), ((0, 0), (0, -w.shape[1] % GROUP))).reshape(w.shape[0], -1, GROUP)
     scale = jnp.max(jnp.abs(x), axis=2, keepdims=True) / (half - 0.5)
     codes = jnp.clip(jnp.floor(x / jnp.where(scale == 0, 1, scale)) + 0.5, 0.5 - half, half - 0.5)
-    return (codes * scale).reshape(w.shape).astype(w.dtype)
+    return (codes * scale).reshape(w.shape[0], -1)[:, : w.shape[1]].astype(w.dtype)
 
 
 def of_window(model: Model, reference: Model, tokens: jax.Array) -> dict[str, float]:

@@ -22,6 +22,8 @@ from jllm.analysis.evaluate import Evaluation, Part
 from jllm.analysis.protocols import PROTOCOLS
 from jllm.errors import ConfigError, InputFileError
 from jllm.files.save import save
+from jllm.model.params import matrices
+from jllm.quant.quantize import quantize
 from jllm.quant.schemes import PRESETS
 from pallas_kernels.bench.command import RECORDED
 from tests.tiny import CONFIG, experts_model, tiny_model
@@ -73,7 +75,7 @@ def evaluated(monkeypatch):
     return evaluate
 
 
-def test_parts_of_a_mixture_are_rounded_in_turn(sweep, monkeypatch, tmp_path):
+def test_parts_of_a_mixture_are_rounded_in_turn(sweep, monkeypatch, capsys):
     model = experts_model()
     model = replace(model, config=replace(model.config, context=640), tokenizer=Pieces())
     monkeypatch.setattr(quant_accuracy.jllm, "load", lambda *args, **options: model)
@@ -84,13 +86,20 @@ def test_parts_of_a_mixture_are_rounded_in_turn(sweep, monkeypatch, tmp_path):
     assert all(row["kl"] < 1e-3 and row["routes"] < 0.01 for row in rows[::2])
     assert all(row["kl_95"][0] < row["kl"] < row["kl_95"][1] and row["kl"] > 0.01 for row in rows[1::2])
     experts, attention, router = rows[1::2]
-    assert experts["routes"] == 0 < attention["routes"] < router["routes"], "the first layer with experts is the last"
+    assert experts["routes"] == 0 < min(attention["routes"], router["routes"]), "the last layer alone has experts"
     assert experts["kl_replayed"] == experts["kl"]
     assert router["kl_replayed"] < router["kl"]
+    assert sweep("--schemes", "bf16", "--kv", "--mixture", "8", "1")[0] == 2
+    model = replace(model, params=quantize(model.params, "w8a8"))
+    assert sweep("--schemes", "bf16", "--kv", "--mixture", "8")[0] == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
+        "error: --mixture takes 2 to 16 bits, not 1",
+        "error: --mixture takes a model with experts whose weights are not quantized",
+    ]
 
 
 def test_another_route_counts_once_and_a_replay_undoes_it():
-    """Two experts of equal weights: if they change places in the router, routes change and nothing else does."""
+    """Two experts change places in the router."""
     model = experts_model()
     mlp = model.params.layers[1].mlp
     router = mlp.router.at[jnp.asarray([0, 1])].set(mlp.router[jnp.asarray([1, 0])])
@@ -103,6 +112,12 @@ def test_another_route_counts_once_and_a_replay_undoes_it():
     assert found["routes"] == pytest.approx(float(one) / 2)
     assert found["kl"] > found["kl_replayed"] > 0
     assert mixture.of_window(model, model, tokens) == {"kl": 0, "kl_replayed": 0, "routes": 0}
+    for name, fields in (("attention", {"qkv", "o"}), ("router", {"router"}), ("experts", {"gate_up", "down"})):
+        got, own = (matrices(each.layers[1]) for each in (mixture.rounded_part(model.params, name, 3), model.params))
+        assert {field for field in own if (got[field] != own[field]).any()} == fields
+        assert mixture.rounded_part(model.params, name, 3).layers[0].mlp == model.params.layers[0].mlp, "it is dense"
+    wide = jnp.concatenate([mlp.down, mlp.down[:, :5]], axis=1)
+    assert (mixture.round_groups(wide, 3)[:, :32] == mixture.round_groups(mlp.down, 3)).all(), "the last group is short"
     values = mixture.round_groups(mlp.down, 3).reshape(-1, 32)
     assert max(len(set(row.tolist())) for row in values) <= 8
     largest = [abs(each).max(axis=1) for each in (values, mlp.down.reshape(-1, 32))]
