@@ -1,9 +1,10 @@
 """Measures what rounding costs in each part of a Mixture of Experts, and how much of that comes from other routes.
 
 Part "mixture" rounds the experts, the attention or the routers of all layers to so many bits. An expert that computes
-every token is one of the experts. A group of GROUP inputs shares a scale. `kl` is the divergence from the model as loaded, in nats per token. `kl_replayed` is the same if tokens
-go to the experts that they have in the model as loaded. `routes` is the share of chosen experts that are others than
-in the model as loaded. Intervals are of the bootstrap over windows. There is no cache.
+every token is one of the experts. A group of GROUP inputs shares a scale. `kl` is the divergence from the model as
+loaded, in nats per token. `kl_replayed` is the same if tokens go to the experts that they have in the model as loaded.
+`routes` is the share of chosen experts that are others than in the model as loaded. Intervals are of the bootstrap over
+windows. There is no cache.
 """
 
 import re

@@ -32,7 +32,8 @@ class ExpertTensor(StoredTensor):
 
 
 def cut_experts(stored: Mapping[str, StoredTensor], turned: bool) -> dict[str, StoredTensor]:
-    """Returns the tensors by the names of the table, each expert's modules apart. `turned`: they are as gpt-oss's."""
+    """Returns the tensors by the names of the table, each expert's modules apart. `turned`: they are as gpt-oss's.
+    A tensor that has no whole modules, or whose modules are there already, keeps its name."""
     found: dict[str, StoredTensor] = {}
     for name, whole in stored.items():
         match = _NAME.fullmatch(name)
@@ -41,14 +42,20 @@ def cut_experts(stored: Mapping[str, StoredTensor], turned: bool) -> dict[str, S
             continue
         modules = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
         outputs, *inputs = reversed(whole.shape[1:]) if turned else whole.shape[1:]
+        own = [
+            [f"{match[1]}{expert}.{module}.{'bias' if match[3] else 'weight'}" for module in modules]
+            for expert in range(whole.shape[0])
+        ]
+        if outputs % len(modules) or any(name in stored for names in own for name in names):
+            found[name] = whole
+            continue
         shape = (outputs // len(modules), *inputs)
         size = math.prod(shape) * DTYPES[whole.dtype].itemsize
-        for expert in range(whole.shape[0]):
-            for i, module in enumerate(modules):
-                own = f"{match[1]}{expert}.{module}.{'bias' if match[3] else 'weight'}"
+        for expert, names in enumerate(own):
+            for i, part_name in enumerate(names):
                 begin = whole.offset + (0 if turned else (expert * len(modules) + i) * size)
                 part = StoredTensor(whole.name, whole.path, whole.dtype, shape, begin, size)
-                found[own] = (
+                found[part_name] = (
                     ExpertTensor(**vars(part), whole=whole, expert=expert, first=i, step=len(modules))
                     if turned
                     else part

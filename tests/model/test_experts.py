@@ -204,7 +204,7 @@ def test_gradients_are_finite_differences():
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_files_may_have_all_experts_as_one_tensor(family, tmp_path):
-    """As transformers 5 has them in memory. A missing tensor is named, of one expert and of all."""
+    """As transformers 5 has them in memory. A tensor is named that is missing, of odd size, or there twice."""
     model = load(PARITY / family)
     c, (first, *_) = model.config, model.params.layers
     shutil.copytree(PARITY / family, tmp_path, dirs_exist_ok=True)
@@ -226,6 +226,13 @@ def test_files_may_have_all_experts_as_one_tensor(family, tmp_path):
     few = fused | {f"{at}down_proj": fused[f"{at}down_proj"][:-1]}
     write_file(tmp_path / "model.safetensors", kept | few)
     with pytest.raises(CheckpointError, match=rf"1 of \d+ tensors missing, the first is {at}{X - 1}.down_proj.weight"):
+        load(tmp_path)
+    odd = np.pad(fused[f"{at}gate_up_proj"], ((0, 0), (0, 1), (0, 0)))
+    write_file(tmp_path / "model.safetensors", kept | fused | {f"{at}gate_up_proj": odd})
+    with pytest.raises(CheckpointError, match=rf"{2 * X} of \d+ tensors missing, the first is {at}0.gate_proj.weight"):
+        load(tmp_path)
+    write_file(tmp_path / "model.safetensors", stored | {f"{at}down_proj": fused[f"{at}down_proj"]})
+    with pytest.raises(CheckpointError, match=f"1 tensor that its config has no use for, the first is {at}down_proj"):
         load(tmp_path)
     write_file(tmp_path / "model.safetensors", kept)
     with pytest.raises(CheckpointError, match=rf"{3 * X} of \d+ tensors missing, the first is {at}0.gate_proj.weight"):
