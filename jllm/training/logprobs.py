@@ -165,21 +165,23 @@ def token_logprobs(
         return (nothing, nothing) if entropy else nothing
     # Through float32, in which an engine keeps it.
     heat = _constant(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32).astype(wide))
-    given = {} if routes is None else {name: jnp.asarray(each, jnp.int32) for name, each in routes.items()}
+    given = {} if routes is None else {name: jnp.asarray(each) for name, each in routes.items()}
     _check_routes(given, config, tokens.shape)
-    ints = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
+    *ints, given = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (tokens, lengths, given))
     logprobs, entropies = _jitted(how, params, adapters, *ints, given, heat)
     return (logprobs, entropies) if entropy else logprobs
 
 
 def _check_routes(routes: Routes, config: LlamaConfig, shape: tuple[int, ...]) -> None:
-    """Raises ConfigError for routes of layers without experts, and ValueError for those of another shape."""
+    """Raises ConfigError for routes of layers without experts, and ValueError for those of another shape or dtype."""
     names = [f"layers.{i}.routes" for i in range(config.num_layers) if config.has_experts(i)]
     for name, each in routes.items():
         if name not in names or config.experts is None:
             raise ConfigError(f"routes of {name!r}: the model has {', '.join(names) or 'no experts'}")
         if each.shape != (want := (*shape, config.experts.chosen)):
             raise ValueError(f"routes of {name} have shape {each.shape}, expected {want}")
+        if not jnp.issubdtype(each.dtype, jnp.integer):
+            raise ValueError(f"routes of {name} are {each.dtype}, expected int32")
 
 
 def _rank(

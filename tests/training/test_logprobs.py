@@ -238,6 +238,7 @@ def test_routes_of_an_engine_are_replayed_and_choose_who_gets_a_gradient(batch):
     others = jnp.asarray(
         np.random.default_rng(3).integers(0, 2, (3, 13, 2)) * [3, 1] + [0, 1], jnp.int32
     )  # not expert 4
+    others = others.at[:, 5].set(-1).at[:, 11:, 0].set(-1)
 
     def value(params, **options):
         return (jllm.token_logprobs(params, model.config, tokens, lengths, **options) * weights).sum()
@@ -290,6 +291,8 @@ def test_routes_that_do_not_fit_are_refused():
     model, given = experts_model(), (jnp.ones((1, 4), jnp.int32), jnp.asarray([4]))
     with pytest.raises(ConfigError, match="routes of 'layers.0.routes': the model has layers.1.routes"):
         jllm.token_logprobs(model.params, model.config, *given, routes={"layers.0.routes": np.zeros((1, 4, 2))})
+    with pytest.raises(ValueError, match="routes of layers.1.routes are float32, expected int32"):
+        jllm.token_logprobs(model.params, model.config, *given, routes={"layers.1.routes": np.zeros((1, 4, 2), "f")})
     with pytest.raises(ValueError, match=r"shape \(1, 4, 3\), expected \(1, 4, 2\)"):
         jllm.token_logprobs(model.params, model.config, *given, routes={"layers.1.routes": np.zeros((1, 4, 3))})
 
