@@ -49,7 +49,7 @@ class HostOnly(Device):
     def copy_pages(self, copies) -> None:
         pass
 
-    def compile_ahead(self, variant, wait) -> int:
+    def compile_ahead(self, variants, wait) -> int:
         return 0
 
 

@@ -510,12 +510,12 @@ class Device:
                 "its K and V mean nothing here (to try it all the same: dataclasses.replace(snapshot, weights=None))"
             )
 
-    def compile_ahead(self, variant: Variant, wait: bool) -> int:
-        """Compiles a variant's steps of all buckets, and the functions between them. Returns the number of buckets;
-        without `wait`, as soon as the bucket that holds every step is compiled. Raises NoRoomError for a step that
-        takes more memory than is free."""
+    def compile_ahead(self, variants: List[Variant], wait: bool) -> int:
+        """Compiles the steps of all buckets of some variants, of which the first covers the others, and the functions
+        between them. Returns the number of buckets; without `wait`, as soon as the first variant's bucket that holds
+        every step is compiled. Raises NoRoomError for a step that takes more memory than is free."""
         compiles = self.programs.compile_ahead if wait else self.programs.start
-        compiles(variant, self._memory())
+        compiles(variants, self._memory())
         return len(self.sizes.buckets)
 
     def _put(self, tree: Any, spec: Any) -> Any:

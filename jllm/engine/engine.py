@@ -161,8 +161,7 @@ class Engine:
         programs and hits of the persistent cache.
         """
         self._check_open()
-        gate, samplings = self._loop.gate, list(samplings)
-        return [self._device.compile_ahead(variant, wait) for variant in gate.ahead(samplings)][-1]
+        return self._device.compile_ahead(self._loop.gate.ahead(list(samplings)), wait)
 
     def submit(
         self,
@@ -362,7 +361,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Returns the version of the weights that steps take: 0 at first, and one more for each update."""
+        """Returns the version of the weights that steps take: 0 at first, and a higher one after each update."""
         return self._device.version
 
     def update(

@@ -82,8 +82,8 @@ class Gate:
         return replace(found, taps=self._taps) if tapped else found
 
     def ahead(self, samplings: Collection[SamplingParams]) -> list[Variant]:
-        """Returns the variants that serve requests like these without waiting: with values and with adapters where the
-        engine has some, and without, since most steps may need neither."""
+        """Returns the variants that serve requests like these without waiting. The first has values and adapters where
+        the engine has some. The others lack these, since most steps may need neither."""
         plain = self.wants(samplings)
         adapted = replace(plain, adapters=self._places.count > 0)
         tapped = replace(adapted, taps=self._taps)

@@ -5,11 +5,13 @@ of a wider variant and a larger bucket instead, which only costs time. So missin
 background while steps take existing ones.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -114,39 +116,46 @@ class Programs:
 
     # Compiling
 
-    def compile_ahead(self, variant: Variant, free: int | None) -> None:
-        """Compiles all sizes of a variant, and the functions that run between its steps. Raises NoRoomError where the
-        program that holds every step takes more than `free` bytes."""
-        jobs = self.start(variant, free)
+    def compile_ahead(self, variants: Sequence[Variant], free: int | None) -> None:
+        """Compiles all sizes of some variants, of which the first covers the others, and the functions that run between
+        their steps. Raises NoRoomError where a program that holds every step takes more than `free` bytes."""
+        jobs = self.start(variants, free)
         try:
             self._compiling().wait(jobs)
         finally:
             self.stop()
+        self._raise_failure(variants)
 
-    def start(self, variant: Variant, free: int | None) -> list[Future]:
+    def start(self, variants: Sequence[Variant], free: int | None) -> list[Future]:
         """Starts compile_ahead in the background, and returns all its jobs. Returns once the functions between steps
-        and the program that holds every step are compiled."""
+        and the first variant's program that holds every step are compiled: all requests can run."""
         self._free = free
         if self.in_step:
-            self.permit(variant)
+            for variant in variants:
+                self.permit(variant)
         try:
             shapes = self._shapes
-            others = shapes.copying(), *shapes.putting(), *shapes.masking(variant)
+            others = shapes.copying(), *shapes.putting(), *shapes.masking(variants[0])
             jobs = [self._compiling().add(other) for other in others]
-            for bucket in self._buckets:
+            for bucket, variant in product(self._buckets, variants):
                 self._begin(bucket, variant)
-            first = [self._jobs[key] for key in _parts(self._buckets[0], variant) if key in self._jobs]
+            first = [self._jobs[key] for key in _parts(self._buckets[0], variants[0]) if key in self._jobs]
             coming = [*jobs, *self._jobs.values()]
             self._compiling().wait([*jobs, *first], coming)
             self._collect()
-            if variant in self._failed:
-                raise self._failed.pop(variant)
+            self._raise_failure(variants)
         except BaseException:
             self.stop()
-            self._failed.pop(variant, None)
+            for variant in variants:
+                self._failed.pop(variant, None)
             raise
         self.ahead = True
         return coming
+
+    def _raise_failure(self, variants: Sequence[Variant]) -> None:
+        for variant in variants:
+            if variant in self._failed:
+                raise self._failed.pop(variant)
 
     def prepare(self, variant: Variant) -> None:
         """Starts to compile, in the background, the least that a variant needs: the functions between its steps, and
@@ -239,7 +248,7 @@ class Programs:
         # The arguments come later: while a job waits, other weights may take the place of these.
         lower, step = partial(self._lower, key, **static), lambda: (self._shapes.arguments(*key), static)
         # What no request runs without is traced here at a start, while the processes that trace the others begin.
-        here = key[0] == self._buckets[0] and not self._open
+        here = key[0] == self._buckets[0] and not self._open and all(key[1] == variant for _, variant, _ in self._jobs)
         return Recipe(lower, *files, _name(key[0]), None if here else step)
 
     def _lower(self, key: Key, **static: Any) -> jax.stages.Lowered:

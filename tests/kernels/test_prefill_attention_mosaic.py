@@ -289,7 +289,7 @@ def test_every_supported_call_fits_shared_memory(head_dim):
             q, pages, *_ = shapes(case)
             formats_of = pages.k.format, pages.v.format
             for config in (choose_config(q, pages), choose_config(q, pages, len(q))):
-                sizes = *heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, case.softcap, case.window
+                sizes = *heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, None, None
                 plan = Plan(*sizes, config)
                 plan.check()
                 assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY

@@ -87,6 +87,21 @@ def test_a_request_is_served_while_others_compile(model, monkeypatch):
     engine.close()
 
 
+def test_an_engine_with_adapters_begins_with_the_size_that_holds_every_step(model, monkeypatch):
+    """Steps without adapters are other programs, and nothing waits for these."""
+    held = Held(monkeypatch, through=2, error=ValueError("is not compiled in this test"))
+    engine = Engine(model, **OPTIONS | {"buckets": BUCKETS[-2:]}, max_adapters=1)
+    assert engine.compile_ahead(wait=False) == 2
+    assert engine._device.programs.serves(Variant(adapters=True))
+    assert held.order[:2] == ["copies", BUCKETS[-1]]
+    held.opened.set()
+    wait_for(engine)
+    assert held.order[2:] == [BUCKETS[-1], BUCKETS[-2], BUCKETS[-2]]
+    with pytest.raises(ValueError, match="is not compiled in this test"):
+        engine.compile_ahead()
+    engine.close()
+
+
 def wait_for(engine: Engine) -> None:
     for job in list(engine._device.programs._jobs.values()):
         job.exception(60)
