@@ -78,7 +78,8 @@ class Replicas:
 
         `model` is a directory, a Hub id, "package.module:NAME", or a function that makes a Model. Each process calls
         it, and this process opens no GPU. It may also be a Model on the host, whose arrays all processes share. Options
-        and `make`, which makes each engine, are pickled. Without GPUs the processes share the CPU. One engine
+        and `make`, which makes each engine, are pickled. `make` takes the model and options, also some that were not
+        given: executables, compile_processes and progress. Without GPUs the processes share the CPU. One engine
         compiles each step, and the others load it from a file.
 
         With threads=True the engines are threads of this process, as tests need it. `model` is then a Model. `devices`
