@@ -135,15 +135,17 @@ class Places:
         held = seq.adapter
         if held is None:
             return
+        if held.place is None:
+            self._free.append(self._take())  # until its adapter is written
+            assert held.value is not None
+            self._device.put_adapter(self._free[-1], held.value)
         self._clock += 1
         self._promise()
         held.used = self._clock
         held.inside.add(seq)
         if held.place is None:
-            held.place = self._take()
+            held.place = self._free.pop()
             self._placed[held.place] = held
-            assert held.value is not None
-            self._device.put_adapter(held.place, held.value)
 
     def leave(self, seq: "Sequence") -> None:
         """Takes note that a sample that went in has ended."""

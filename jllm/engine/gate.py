@@ -108,8 +108,6 @@ class Gate:
         """Adds a new sequence, which goes in at once if its steps can run. Raises RequestError if it could never
         run."""
         self._scheduler.arrive(seq)
-        if seq.adapter is not None:
-            seq.adapter.requests += 1
         wants = self._wanted_by(seq)
         # Forks continue a request that is inside, unless what they continue waits too.
         later = self._later is not None and (seq.origin is None or seq.origin in self._later)
@@ -122,6 +120,8 @@ class Gate:
             if not self.waiting:
                 self._since, self._told = time.perf_counter(), False
             self.waiting[seq] = wants
+        if seq.adapter is not None:
+            seq.adapter.requests += 1
 
     def open(self) -> list[tuple[Sequence, BaseException]]:
         """Lets in the sequences whose steps are compiled by now, and starts to compile the missing steps of others.
@@ -135,8 +135,8 @@ class Gate:
                 continue
             if wants not in refused:
                 if self._may_enter(wants):
-                    del self.waiting[seq]
                     self._let_in(seq, wants)
+                    del self.waiting[seq]
                     continue
                 before = (asked for asked, wanted in refused.items() if wanted not in errors)  # wants runs beside these
                 refused[wants] = reduce(or_, before, self.inside | wants | Variant())
@@ -192,8 +192,8 @@ class Gate:
         return self._programs.serves(self.inside | wants)
 
     def _let_in(self, seq: Sequence, wants: Variant) -> None:
+        self._places.enter(seq)  # it fails if the device does, and then nothing has changed
         self._inside[wants] += 1
-        self._places.enter(seq)
         self._scheduler.add(seq)
 
 

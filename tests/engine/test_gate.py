@@ -172,6 +172,29 @@ def test_the_place_of_its_own_adapter_is_promised_to_nobody():
     assert waiting not in gate.waiting
 
 
+def test_an_adapter_that_could_not_be_written_takes_no_place(monkeypatch):
+    gate = adapted_gate()
+    first, second = newcomer(gate, 0, adapter="a"), newcomer(gate, 1, adapter="b")
+    waiting = newcomer(gate, 2, adapter="c")
+
+    def fail(*_):
+        raise MemoryError
+
+    gate.finish(first, "stop")
+    gate.finish(second, "stop")
+    with monkeypatch.context() as broken:
+        broken.setattr(NoDevice, "put_adapter", fail)
+        with pytest.raises(MemoryError):
+            gate.open()
+        with pytest.raises(MemoryError):
+            newcomer(gate, 3, adapter="d")
+    assert list(gate.waiting) == [waiting]
+    gate._places.unload("d")
+    gate.open()
+    newcomer(gate, 4, adapter="b")
+    assert (inside(gate), gate.inside) == ([2, 4], PLAIN | Variant(adapters=True))
+
+
 def test_what_continues_a_sample_inside_waits_for_no_place():
     gate = adapted_gate()
     first, _ = newcomer(gate, 0, adapter="a"), newcomer(gate, 1, adapter="b")
