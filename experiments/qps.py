@@ -298,7 +298,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if (args.replicas or args.devices) and args.host_only:
         parser.error("--replicas and --devices are of devices, and --host-only does without")
     if (args.update or args.kill) and max(args.replicas or [0]) < 1 + args.kill:
-        parser.error("--update changes one of --replicas, and --kill one of several: give more engines")
+        parser.error("--update needs at least one of --replicas, and --kill at least two")
     if args.replicas and args.trace:
         parser.error("--trace is of one engine: leave --replicas out beside it")
     if len(args.backend) > 1 and args.trace:
