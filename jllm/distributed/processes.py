@@ -108,7 +108,7 @@ def _starting(
     if options.get("executables") is None and not alone:
         given["executables"] = folder
         quiet.append(NOT_KEPT)
-    if options.get("compile_processes") is None and shares[0] and mesh is None:
+    if options.get("compile_processes") is None and mesh is None and shares[0]:
         given["compile_processes"] = usual_processes(len(shares))
         quiet.append(TRACED_HERE)
     return given | {"quiet": quiet, "folder": folder}

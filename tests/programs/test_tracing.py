@@ -226,6 +226,8 @@ def test_an_engine_on_a_gpu_that_is_not_told_has_half_of_the_cores(monkeypatch):
         options = processes._starting({}, [["0"]] * engines, None, Path("steps"))
         assert options["compile_processes"] == most
         assert ("executables" in options) == (engines > 1)
+        for shares, mesh in (([["0"]] * engines, 1), ([[]] * engines, None)):  # a mesh of one device is one
+            assert "compile_processes" not in processes._starting({}, shares, mesh, Path("steps"))
     assert processes._starting({"compile_processes": 3, "executables": "own"}, [["0"]] * 2, None, Path("steps")) == {
         "compile_processes": 3, "executables": "own", "quiet": [], "folder": Path("steps"),
     }  # fmt: skip
