@@ -93,11 +93,13 @@ class Executables:
 
     @contextlib.contextmanager
     def claim(self, path: Path) -> Iterator[bool]:
-        """Yields whether no other engine compiles this program in the block. A process that ends claims nothing."""
+        """Yields whether no other engine compiles this program in the block. A process that ends claims nothing. Nobody
+        waits for a program that could not be kept."""
         with contextlib.ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                mine = stack.enter_context(only_writer(path.with_suffix(".claim")))
+                alone = _unkept(path).exists()
+                mine = alone or stack.enter_context(only_writer(path.with_suffix(".claim")))
             except OSError:  # save() says that it cannot be written
                 mine = True
             yield mine
@@ -113,6 +115,8 @@ class Executables:
             os.replace(part.name, path)
         except UNKEPT as error:
             warnings.warn(f"a compiled program could not be kept in {self.folder}: {error}", stacklevel=2)
+            with contextlib.suppress(OSError):
+                _unkept(path).touch()
         self._forget()
 
     def _forget(self) -> None:
@@ -121,6 +125,11 @@ class Executables:
             with contextlib.suppress(OSError):  # another process was quicker
                 if path.stat().st_mtime < time.time() - KEPT_DAYS * DAY:
                     path.unlink()
+
+
+def _unkept(path: Path) -> Path:
+    """Returns the path of an empty file, which says that a program could not be kept."""
+    return path.with_suffix(".unkept")
 
 
 @functools.cache

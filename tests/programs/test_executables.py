@@ -140,13 +140,18 @@ def test_what_was_not_used_for_long_goes(tmp_path):
 
 
 def test_a_program_that_calls_back_is_not_kept(tmp_path):
+    """So no engine waits for another that compiles it."""
+
     def back(x):
         return jax.pure_callback(lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct((3,), np.float32), x)
 
     program = jax.jit(back).lower(jnp.ones(3)).compile()
     with pytest.warns(UserWarning, match="could not be kept"):
         files(tmp_path).save(tmp_path / "a.pickle", program)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.pickle"))
+    for path, both in ((tmp_path / "a.pickle", True), (tmp_path / "b.pickle", False)):
+        with files(tmp_path).claim(path) as first, files(tmp_path).claim(path) as second:
+            assert (first, second) == (True, both)
 
 
 def test_the_option_is_a_path(tmp_path):
