@@ -9,7 +9,8 @@ jllm.token_logprobs, and optax updates the weights. The engine takes them by `up
 `gap` is the largest difference between a drawn token's log-probability as the engine gave it and as the trainer
 computes it before its first inner step. It is 0: both are one computation. `--not-deterministic` shows what it
 is otherwise. Tokens of older weights do not count; `old` is their share. With `--ahead` the engine begins samples
-before the weights change, and `--running` says what becomes of them. `kl` estimates the KL divergence from the first
+before the weights change, and `--running` says what becomes of them. Those of "keep" have a gap, since they go on over
+older K and V. `kl` estimates the KL divergence from the first
 model, by the drawn tokens (k3 of http://joschu.net/blog/kl-approx.html). `--control` shuffles the rewards over all
 samples of a step, so that nothing is to be learned.
 
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from experiments.training.later import optax
 from experiments.training.resume import Kept, keep, kept
 from jllm.config import LlamaConfig
 from jllm.engine.engine import RUNNING, Running
+from jllm.errors import ConfigError
 from jllm.files.load import BUNDLED
 from jllm.files.run_identity import digest
 from jllm.model.adapters import Adapter
@@ -55,7 +58,7 @@ POLICY = "policy"  # the name of the adapter that is trained
 WORDS = ("king", "wood", "house", "wolf", "mother", "bird", "water", "door", "night", "gold", "horse", "bread")
 LOSSES = ("grpo", "dr_grpo", "dapo")
 ASKED = 3  # words of a prompt
-PROMPT_TOKENS = 48  # at most
+PROMPT_TOKENS = 48  # for which there is room, or for more if the model's tokenizer makes more of a prompt
 ENDED = 0.5  # reward for an end token
 FIRST = (0.1, 0.6)  # bounds of the first step's mean reward: there is something to learn
 GAINED = 0.1  # reward that a run gains, and a control does not
@@ -141,11 +144,17 @@ class Asked:
         self.done.update({(e.id, e.sample): e.completion for e in events if e.completion is not None})
 
 
+def encode(model: Model, words: Sequence[str]) -> list[int]:
+    """Returns the prompt that asks for these words. Raises ConfigError for a model without a tokenizer."""
+    if model.tokenizer is None:
+        raise ConfigError("the rewards are of texts, and this model has no tokenizer: put its files beside its weights")
+    return model.tokenizer.encode(f"A tale of the {', the '.join(words)}. Once upon a time")
+
+
 def ask(engine: jllm.Engine, model: Model, recipe: Recipe, step: int) -> Asked:
     """Submits a step's prompts. The samples of each share its pages."""
-    words, tokenizer = prompts_of(recipe, step), model.tokenizer
-    assert tokenizer is not None, "parse_arguments asks for one"
-    prompts = [tokenizer.encode(f"A tale of the {', the '.join(each)}. Once upon a time") for each in words]
+    words = prompts_of(recipe, step)
+    prompts = [encode(model, each) for each in words]
     options: dict[str, Any] = {"temperature": 1.0, "n": recipe.group, "max_new_tokens": recipe.objective.new_tokens}
     options |= {"adapter": None if recipe.lora is None else POLICY, "logprobs": 0, "include_end": True}
     asked = [jllm.SamplingParams(**options, seed=hash_of(recipe, step, i)) for i in range(len(prompts))]
@@ -236,6 +245,8 @@ def seen(batch: Rollouts, version: int, first: Any, now: np.ndarray) -> Row:
 
 def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: Row) -> Iterator[Row]:
     """Trains, and yields a row of each step. Rows of an interrupted run come first."""
+    longest = max(PROMPT_TOKENS, *(len(encode(model, words)) for words in permutations(WORDS, ASKED)))
+    length = -(-(longest + recipe.objective.new_tokens) // 16) * 16
     base: Params | None = None
     policy: Any = model.params
     if recipe.lora is not None:
@@ -247,7 +258,6 @@ def curve(model: Model, recipe: Recipe, steps: int, folder: Path | None, about: 
     if before is not None:
         (policy, state), rows = before.state, before.rows
         yield from rows
-    length = -(-(PROMPT_TOKENS + recipe.objective.new_tokens) // 16) * 16
     served = replace(model, params=quantize(model.params, recipe.quantize)) if recipe.quantize else model
     slots = min(64, recipe.prompts * recipe.group)
     sizes: dict[str, Any] = {"max_slots": slots, "max_step_tokens": 2 * slots, "deterministic": recipe.deterministic}
@@ -321,7 +331,7 @@ def bars_of(rows: list[Row], recipe: Recipe) -> list[Row]:
     some = max(1, min(5, len(rows) // 4))
     first, last = (float(np.mean([row["reward"] for row in part])) for part in (rows[:some], rows[-some:]))
     found = [bar("first mean reward", rows[0]["reward"], "", FIRST[i], most=bool(i)) for i in (0, 1)]
-    if recipe.deterministic:
+    if recipe.deterministic and recipe.running != "keep":
         found.append(bar("largest gap", max(row["gap"] for row in rows), "nats", 0, most=True))
     gained = round(last - first, 4)
     return [*found, bar("reward gained", abs(gained) if recipe.control else gained, "", GAINED, most=recipe.control)]
@@ -354,6 +364,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.running != RUNNING[0] and not args.ahead:
         parser.error(f"--running {args.running} needs --ahead: else no sample runs while the weights change")
+    if args.group < 2:
+        parser.error("--group 1 must be at least 2: an advantage is over the other samples of a prompt")
     if args.ahead and args.checkpoint:
         parser.error("--ahead and --checkpoint do not go together: samples that run are not kept")
     return args

@@ -210,9 +210,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     recipe.add_argument("--compute", choices=("float32", "bfloat16"), help=compute)
     add_result_options(parser)
     args = parser.parse_args(argv)
+    of_mixtures = [name for name in ("chosen", "balance") if getattr(args, name) is not None]
     for name, default, _ in (*SHAPE, *RECIPE):
         if getattr(args, name.replace("-", "_")) is None:
             setattr(args, name.replace("-", "_"), SIZES[args.size].options.get(name, default))
+    if of_mixtures and not args.experts:
+        parser.error(f"--{of_mixtures[0]} needs --experts, or --size mixture")
     return args
 
 

@@ -74,7 +74,7 @@ def load(
     config, tokenizer = load_head(folder, eos_token_ids=eos_token_ids)
     config = replace(config, activation_parts=activation_parts, expert_parallel=expert_parallel)
     if mesh is None and expert_parallel is not None:
-        raise ConfigError(f"expert_parallel={expert_parallel} says how devices share experts: give mesh (--devices), too")
+        raise ConfigError(f"expert_parallel={expert_parallel} says how devices share experts: give a mesh (--devices)")
     if wanted is None:
         wanted = jnp.dtype(config.dtype)
         if jax.default_backend() == "cpu" and wanted.itemsize < 4:

@@ -33,10 +33,19 @@ def small(monkeypatch):
 SIZES = ["--prompts", "2", "--group", "2", "--new-tokens", "6"]
 
 
-def curve(model, *asked):
+def recipe_of(*asked):
     args = grpo.parse_arguments([*SIZES, *asked])
-    recipe = grpo.Recipe(Objective(**grpo.of(Objective, args)), **grpo.of(grpo.Recipe, args))
-    return list(grpo.curve(model, recipe, 2, None, {}))
+    return grpo.Recipe(Objective(**grpo.of(Objective, args)), **grpo.of(grpo.Recipe, args))
+
+
+def curve(model, *asked):
+    return list(grpo.curve(model, recipe_of(*asked), 2, None, {}))
+
+
+@pytest.mark.parametrize(("how", "bars"), [("recompute", 1), ("keep", 0)])
+def test_samples_over_older_values_may_have_a_gap(how, bars):
+    found = grpo.bars_of([{"reward": 0.2, "gap": 0.1}], recipe_of("--ahead", "1", "--running", how))
+    assert [bar["met"] for bar in found if bar["name"] == "largest gap"] == [False] * bars
 
 
 def test_an_adapter_of_quantized_weights_has_no_gap_and_is_what_trains(small):
@@ -57,11 +66,18 @@ def test_samples_that_run_while_the_weights_change_become_what_is_asked(small, m
     assert finished["old"] == 1
 
 
-def test_options_that_would_do_nothing_are_refused(capsys):
-    for wrong in (["--running", "keep"], ["--ahead", "2", "--checkpoint", "kept"]):
+def test_options_that_do_not_go_together_are_refused(small, monkeypatch, capsys):
+    for wrong, said in (
+        (["--running", "keep"], "--running keep needs --ahead"),
+        (["--ahead", "2", "--checkpoint", "kept"], "--ahead and --checkpoint do not go together"),
+        (["--group", "1"], "--group 1 must be at least 2"),
+    ):
         with pytest.raises(SystemExit):
             grpo.parse_arguments(wrong)
-    assert capsys.readouterr().err.count("--ahead") >= 2
+        assert f"error: {said}" in capsys.readouterr().err
+    monkeypatch.setattr(grpo.jllm, "load", lambda *args, **options: replace(small, tokenizer=None))
+    assert grpo.main(SIZES) == 2
+    assert "error: the rewards are of texts, and this model has no tokenizer" in capsys.readouterr().err
 
 
 def test_a_run_has_no_gap_and_goes_on_with_the_same_curve(small, tmp_path):

@@ -30,8 +30,9 @@ from hypothesis import strategies as st  # noqa: E402
 from experiments import grpo, train_heads, train_small  # noqa: E402
 from experiments.train_small import hold_out, main  # noqa: E402
 from experiments.training import fit, resume  # noqa: E402
-from experiments.training.data import cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
-from experiments.training.fit import Recipe, Validation, drop_units, imbalance, row_nats  # noqa: E402
+from experiments.training.data import Rows, cut_passages, encode, pack, read_books, train_tokenizer  # noqa: E402
+from experiments.training.fit import Recipe, Validation, drop_units, imbalance, row_losses, row_nats  # noqa: E402
+from tests.tiny import experts_model  # noqa: E402
 
 TINY = LlamaConfig(
     "LlamaForCausalLM", 300, 32, 64, 2, 2, 1, 16, context=64, tie_embeddings=True, bos_id=1, eos_ids=(2,)
@@ -97,7 +98,6 @@ def test_a_mixture_learns_and_grpo_goes_on_with_it(corpus, tmp_path, monkeypatch
     assert (model.config.architecture, model.config.experts) == ("MixtralForCausalLM", Experts(4, 2, 64))
     (file,) = tmp_path.glob("train_small-*.json")
     assert json.loads(file.read_text())["valid_loss"] < 0.6 * math.log(320)
-    monkeypatch.setattr(grpo, "PROMPT_TOKENS", 80)
     monkeypatch.setattr(grpo, "reward_of", lambda text, words, ended: len(text) % 7 / 7)
     asked = ["--prompts", "2", "--group", "2", "--new-tokens", "6", "--lr", "0.01", "--quantize", "w8a8"]
     args = grpo.parse_arguments(asked)
@@ -113,6 +113,22 @@ def test_experts_with_equally_many_tokens_have_the_least_imbalance():
     assert float(imbalance(scores, routes, used)) == pytest.approx(1)
     share = float(jax.nn.softmax(scores[0])[0])
     assert float(imbalance(scores[:1], routes[:1], used[:1])) == pytest.approx(2 * share)
+
+
+def test_the_loss_of_a_mixture_counts_its_imbalance():
+    model, place = experts_model(), jnp.arange(9, dtype=jnp.int32)
+    row = Rows(place + 3, place + 4, place, 0 * place)
+    nats, found = row_losses(model.params, row, model.config)
+    rows, recipe = jax.tree.map(lambda x: x[None], row), replace(RECIPE, rows=1, dropout=0.0, balance=0.5)
+    loss = fit.mean_nats(model.params, rows, jax.random.key(0), model.config, recipe)
+    assert float(loss - nats / 9) == pytest.approx(0.5 * float(found), rel=1e-3)
+
+
+def test_options_of_mixtures_need_one(capsys):
+    for wrong in (["--chosen", "1"], ["--balance", "0.1"], ["--size", "mixture", "--experts", "0", "--chosen", "1"]):
+        with pytest.raises(SystemExit):
+            train_small.parse_arguments(["--corpus", "tales.txt", *wrong])
+        assert f"error: --{'balance' if 'balance' in wrong[0] else 'chosen'} needs --experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
