@@ -3,6 +3,7 @@ tests/training/test_other_trainers.py."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,12 @@ from experiments import grpo  # noqa: E402
 from experiments.grpo import Objective, reward_of  # noqa: E402
 from tests.tiny import tiny_model  # noqa: E402
 
+WORDS = ("king", "wolf", "bird")
+
 
 def test_a_reward_counts_words_and_the_end():
-    words = ("king", "wolf", "bird")
-    assert reward_of("The King met a wolf. The wolf ran.", words, ended=False) == pytest.approx(2 / 3)
-    assert reward_of("Nothing.", words, ended=True) == 0.5
+    assert reward_of("The King met a wolf. The wolf ran.", WORDS, ended=False) == pytest.approx(2 / 3)
+    assert reward_of("Nothing.", WORDS, ended=True) == 0.5
 
 
 @pytest.fixture
@@ -64,6 +66,19 @@ def test_samples_that_run_while_the_weights_change_become_what_is_asked(small, m
     assert 0 < kept["old"] < 1
     assert kept["gap"] > 0
     assert finished["old"] == 1
+
+
+def test_cut_samples_train_nothing_if_so_asked():
+    def done(tokens, reason):
+        entries = [SimpleNamespace(logprob=-1.0)] * tokens
+        own = {"token_ids": range(tokens), "logprobs": entries, "versions": [0] * tokens}
+        return SimpleNamespace(**own, finish_reason=reason, text="")
+
+    asked = grpo.Asked([WORDS], [[5, 6]], [0], {(0, 0): done(3, "stop"), (0, 1): done(4, "length")})
+    for more, trained in (([], [3, 4]), (["--mask-cut"], [3, 0])):
+        batch = grpo.rollouts(SimpleNamespace(run=list), asked, recipe_of(*more), 0, 16)
+        assert batch.mask.sum(axis=1).tolist() == trained
+        assert (batch.versions >= 0).sum(axis=1).tolist() == [3, 4]
 
 
 def test_options_that_do_not_go_together_are_refused(small, monkeypatch, capsys):
