@@ -133,6 +133,14 @@ def test_deterministic_activations_have_a_scale_a_row(whole):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
 
 
+def test_pages_of_rounded_inputs_are_of_one_way_to_share_experts():
+    model = model_of()
+    for each, equal in ((model, True), (replace(model, params=quantize(model.params, "w8a8")), False)):
+        shared = (on_mesh(each, 2, whole) for whole in (True, False))
+        one, other = (fingerprint.of_model(m.params, m.config) for m in shared)
+        assert (one == other) == equal
+
+
 def test_updates_snapshots_and_adapters():
     model, other = model_of(), model_of(seed=1)
     spread_out = on_mesh(model, 4)
