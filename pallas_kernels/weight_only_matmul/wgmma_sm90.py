@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.gemm_sm90.skinny_plan import in_pieces
+from pallas_kernels.hopper.gemm_sm90.skinny_plan import store_rows
 from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
 from pallas_kernels.weight_only_matmul.operand_sm90 import COLUMNS, ROWS, operand
@@ -112,9 +112,6 @@ def store(
         plgpu.copy_smem_to_gmem(out_s, out.at[item.split, pl.ds(item.token, config.tokens), columns])
         return
 
-    def copy(begin: jax.Array, size: int) -> None:
-        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(begin, size)], out.at[0, pl.ds(item.token + begin, size), columns])
-
     @pl.when(columns.start < plan.n)
     def _own() -> None:
-        in_pieces(item.token, item.first, item.last, config.tokens, copy)
+        store_rows(out_s, out.at[0], item.token, columns.start, item.first, item.last)

@@ -7,6 +7,7 @@ waited for, it reads its operands in shared memory, and its accumulator holds Na
 What is inlined runs, too (inlined/), copies by lanes among it. Written for JAX 0.11.2.
 """
 
+import math
 import threading
 from collections import defaultdict
 from functools import partial
@@ -371,6 +372,29 @@ def _write_copied(copy: Any, tma_thread_id: int, memory: Memory) -> None:
         gpu_callbacks.get_races().check_copy(copy.thread, copy.clock, *place, copy.source_info)
 
 
+def _refuse_runs_past_an_edge(store: Any) -> Any:
+    """Wraps what is done before a copy to global memory: refuses one that is a run of bytes there, as a single row is,
+    and that goes past an edge other than the end. A GPU goes on with the next row; it cuts no run of bytes."""
+
+    def checked(copy: Any, tma_thread_id: int, memory: Memory) -> None:
+        shape = memory.buffer_shape_and_dtype(copy.dst_allocation_key).shape
+        ends = [(x, x + 1) if isinstance(x, int) else (x.start, x.stop) for x in copy.dst_access.range]
+        sizes, kept = ([end - start for start, end in each] for each in (ends, _within(ends, shape)))
+        strides = np.cumprod([1, *shape[:0:-1]])[::-1]
+        wanted = np.cumprod([1, *sizes[:0:-1]])[::-1]
+        if all(size == 1 or stride == own for size, stride, own in zip(sizes, strides, wanted, strict=True)):
+            start = int(np.dot([start for start, _ in ends], strides))
+            if min(math.prod(sizes), math.prod(shape) - start) != math.prod(kept):
+                raise ValueError(f"a copy to {ends} of {shape} is one run of bytes, which is not cut at the edge")
+        store(copy, tma_thread_id, memory)
+
+    return checked
+
+
+def _within(ends: list[tuple[int, int]], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(start, max(start, min(end, size))) for (start, end), size in zip(ends, shape, strict=True)]
+
+
 def _call_back(*arguments: Any, callback: Any, **_: Any) -> Any:
     """Calls back with arrays of numpy: JAX would make one of its own of each number."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -384,5 +408,7 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "Barrier", Barrier)
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", Races)
     monkeypatch.setattr(gpu_callbacks.AsyncCopyGmemToSmemTask, "post_read", _write_copied)
+    stores = gpu_callbacks.AsyncCopySmemToGmemTask
+    monkeypatch.setattr(stores, "pre_read", _refuse_runs_past_an_edge(stores.pre_read))
     monkeypatch.setattr(callback, "io_callback_impl", _call_back)
     monkeypatch.setattr(shared_memory, "_to_int", lambda x: x if isinstance(x, jax.core.Tracer) else int(x))

@@ -30,8 +30,8 @@ from pallas_kernels.hopper.gemm_sm90.skinny_plan import (
     Place,
     Plan,
     Refs,
-    in_pieces,
     place_of,
+    store_rows,
     tiles_of,
 )
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
@@ -253,18 +253,8 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: lis
         out_s[...] = total.astype(plan.out_dtype)
         plgpu.commit_smem()
         if plan.groups:
-            store_own(plan, refs, warpgroup, place, row + begin)
+            store_rows(out_s, refs.out, row + begin, column, place.first, place.last)
         else:
             plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
     if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)
-
-
-def store_own(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, row: jax.Array) -> None:
-    """Stores those of 64 rows from `row` on that are the tile's group's."""
-
-    def copy(begin: jax.Array, size: int) -> None:
-        piece = refs.out_s.at[warpgroup, pl.ds(begin, size)]
-        plgpu.copy_smem_to_gmem(piece, refs.out.at[pl.ds(row + begin, size), pl.ds(place.column, plan.columns)])
-
-    in_pieces(row, place.first, place.last, UNIT, copy)

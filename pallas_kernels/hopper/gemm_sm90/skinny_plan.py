@@ -1,6 +1,5 @@
 """Holds what the warps of the Hopper matmul for few rows share: sizes, memory, and which tiles a CTA has."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,16 +43,29 @@ class Refs(NamedTuple):
     block_scale: Any = None  # f32[blocks, cuts]
 
 
-def in_pieces(
-    row: jax.Array, first: jax.Array, last: jax.Array, rows: int, copy: Callable[[jax.Array, int], None]
-) -> None:
-    """Copies those of `rows` rows from `row` on that are from `first` to `last`, in pieces whose sizes are powers of
-    two. `copy` takes a piece's place among the rows, and its size."""
+def store_rows(source: Any, target: Any, row: jax.Array, column: jax.Array, first: jax.Array, last: jax.Array) -> None:
+    """Copies a tile [R, C] in shared memory to `row` and `column` of target [M, N]. Of its rows those from `first` to
+    `last` are copied, in pieces whose sizes are powers of two. Columns past N are left out."""
+    (rows, columns), total = source.shape, target.shape[1]
     begin = jnp.maximum(first - row, 0)
     count = jnp.maximum(jnp.minimum(last - row, rows) - begin, 0)
+
+    def copy(place: jax.Array, size: int, width: int) -> None:
+        piece = source.at[pl.ds(place, size), pl.ds(0, width)]
+        plgpu.copy_smem_to_gmem(piece, target.at[pl.ds(row + place, size), pl.ds(column, width)])
+
+    def copy_within(place: jax.Array, size: int) -> None:
+        if size > 1 or not total % columns:
+            copy(place, size, columns)
+            return
+        # One row is one run of bytes, of which what is past N would be the next row's.
+        whole = column + columns <= total
+        pl.when(whole)(partial(copy, place, 1, columns))
+        pl.when(jnp.logical_not(whole))(partial(copy, place, 1, total % columns))
+
     for size in (1 << i for i in reversed(range(rows.bit_length()))):
         place = begin + count // (2 * size) * (2 * size)
-        pl.when((count // size) % 2 == 1)(partial(copy, place, size))
+        pl.when((count // size) % 2 == 1)(partial(copy_within, place, size))
 
 
 @dataclass(frozen=True)
