@@ -87,18 +87,19 @@ def _call(x, w, scale, layer, group, residual, parts, out_dtype, config, interpr
 
 
 def _many(x, w, scale, layer, group, residual, parts, out_dtype, runs, config, interpret):
-    (M, P, K), (_, X, N, _) = x.shape, w.shape
+    (M, P, K), (L, X, N, _) = x.shape, w.shape
     columns = columns_of(parts, residual, out_dtype)
     config = many_config(M, runs, columns, K, out_dtype) if config is None else config
     sizes, own = _runs(group, runs)
+    own = jnp.where((own >= 0) & (own < X), layer * X + own, -1)  # a slice of w by its layer would be copied
     out = skinny.gemm(
         x.astype(w.dtype).reshape(M, P * K),
-        w[layer].reshape(X * N, K),
+        w.reshape(L * X * N, K),
         residual=None if residual is None else residual.astype(out_dtype),
         sizes=sizes,
         own=own,
-        blocks=Blocks(X, N, columns),
-        block_scale=None if scale is None else scale[layer].astype(jnp.float32),
+        blocks=Blocks(L * X, N, columns),
+        block_scale=None if scale is None else scale.astype(jnp.float32).reshape(L * X, P),
         out_dtype=out_dtype,
         config=config,
         interpret=interpret,
