@@ -5,13 +5,13 @@
 
 Each figure is of several layers in one jit, with routes of their own. Bytes are those of the experts that have rows,
 their scales included, of rows and of results. The floor is what they take at the rate of a large copy in the same run.
-`off` is the distance from what backend xla makes of the same arrays, as a share of its norm. Without --peers the
-devices' kernels are measured.
+`off` is the distance from what backend xla makes of the same arrays, as a share of its norm. Without --peers only
+mosaic is measured.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,11 @@ from pallas_kernels.weight_only_matmul.bench import random_weight
 
 LAYERS = 8
 PEERS = ("mosaic", "triton", "xla")
+REFERENCE = "reference"  # of one layer, by XLA
+THREADS = 12  # that compile
 NEAR = 0.01  # of XLA's result
 FLOOR = 0.75  # of the floor, at least, in bf16; and 1 / 1.3 for one token of gpt-oss in mxfp4
+BY_BYTES = 256  # tokens at most, of which products are bound by bytes: more have no bar for the floor
 # Speed over bf16's, at least, for 32 tokens of Qwen3-30B-A3B.
 FASTER = {"w4a16-g128": 2.2, "w8a8": 1.6}
 
@@ -41,14 +44,21 @@ def fits(product: Product, name: str) -> bool:
     return name == "bf16" or product.k % (parse_weight_format(name).group or 1) == 0
 
 
-def operands(product: Product, name: str, rows: int) -> tuple[Any, Any]:
-    """Returns x and the experts' weights, of random values."""
-    x = jax.random.normal(jax.random.key(1), (rows, product.k), jnp.bfloat16)
+@partial(jax.jit, static_argnums=(0, 1))
+def weights(product: Product, name: str) -> Any:
+    """Returns the experts' weights, of random values."""
     shape = product.rows, product.k
     if name == "bf16":
-        return x, jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(product.k**-0.5)
-    kind = parse_weight_format(name).row_codes
-    return x if kind is None else quantize_rows(x, kind), random_weight(jax.random.key(0), name, *shape)
+        return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(product.k**-0.5)
+    return random_weight(jax.random.key(0), name, *shape)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def inputs(rows: int, k: int, name: str) -> Any:
+    """Returns random rows, in codes if the weights' format has such."""
+    x = jax.random.normal(jax.random.key(1), (rows, k), jnp.bfloat16)
+    kind = None if name == "bf16" else parse_weight_format(name).row_codes
+    return x if kind is None else quantize_rows(x, kind)
 
 
 def moved_bytes(product: Product, x: Any, w: Any, sizes: list[np.ndarray]) -> float:
@@ -67,26 +77,30 @@ def compiled(product: Product, peer: str, x: Any, w: Any, sizes: list[jax.Array]
     return lambda: made(x, w, sizes)
 
 
-def distance(found: jax.Array, wanted: jax.Array) -> float:
-    y, z = (np.asarray(each, np.float32) for each in (found, wanted))
-    return float(np.linalg.norm(y - z) / np.linalg.norm(z))
+@jax.jit
+def distance(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    y, z = (each.astype(jnp.float32) for each in (found, wanted))
+    return jnp.linalg.norm(y - z) / jnp.linalg.norm(z)
 
 
-def measured(labels: Row, product: Product, x: Any, w: Any, tokens: int, peers: list[str]) -> Iterator[Row]:
-    """Yields one row a peer; one that fails says why."""
-    routes = [routed(product, tokens, layer) for layer in range(LAYERS)]
-    sizes = [jnp.asarray(each) for each in routes]
-    moved = moved_bytes(product, x, w, routes)
-    with ThreadPoolExecutor(4) as pool:
-        named = {*peers, "xla"}
-        pending: dict[str, Future] = {peer: pool.submit(compiled, product, peer, x, w, sizes) for peer in named}
-        wait(pending.values())  # compiling may run things on the device
-    for peer in peers:
-        row = labels | {"peer": peer, "tokens": tokens, "experts": int(np.count_nonzero(routes[0]))}
+def measured(labels: Row, product: Product, scheme: str, tokens: list[int], peers: list[str]) -> Iterator[Row]:
+    """Yields one row a number of tokens and peer; one that fails says why."""
+    w, xs = weights(product, scheme), {count: inputs(count * product.chosen, product.k, scheme) for count in tokens}
+    routes = {count: [routed(product, count, layer) for layer in range(LAYERS)] for count in tokens}
+    pending: dict[tuple[int, str], Future] = {}
+    with ThreadPoolExecutor(THREADS) as pool:  # before any is timed: compiling may run things on the device
+        for count in tokens:
+            sizes = [jnp.asarray(each) for each in routes[count]]
+            for peer in peers:
+                pending[count, peer] = pool.submit(compiled, product, peer, xs[count], w, sizes)
+            pending[count, REFERENCE] = pool.submit(compiled, product, "xla", xs[count], w, sizes[:1])
+    for count, peer in ((count, peer) for count in tokens for peer in peers):
+        row = labels | {"peer": peer, "tokens": count, "experts": int(np.count_nonzero(routes[count][0]))}
         try:
-            run = pending[peer].result()
-            off = distance(run()[0], pending["xla"].result()()[0])
+            run = pending[count, peer].result()
+            off = float(distance(run()[0], pending[count, REFERENCE].result()()[0]))
             us = device_us(run, repeats=3) / LAYERS
+            moved = moved_bytes(product, xs[count], w, routes[count])
             row |= {"us": round(us, 2), "gb_s": round(moved / us / 1e3), "off": round(off, 5)}
         except Exception as error:  # costs its own row only
             row |= {"error": str(error).splitlines()[0][:200]}
@@ -100,9 +114,7 @@ def table(products: list[str], formats: list[str], tokens: list[int], peers: lis
         product = PRODUCTS[name]
         for scheme in (scheme for scheme in formats if fits(product, scheme)):
             labels: Row = {"kernel": "ragged_matmul", "product": name, "scheme": scheme}
-            for count in tokens:
-                x, w = jax.jit(operands, static_argnums=(0, 1, 2))(product, scheme, count * product.chosen)
-                yield from measured(labels, product, x, w, count, peers)
+            yield from measured(labels, product, scheme, tokens, peers)
 
 
 def bars(rows: list[Row]) -> Iterator[Row]:
@@ -117,7 +129,7 @@ def bars(rows: list[Row]) -> Iterator[Row]:
         if peer != "mosaic":
             continue
         least = FLOOR if scheme == "bf16" else 1 / 1.3 if (scheme, tokens) == ("mxfp4-weight", 1) else None
-        if least is not None and (scheme == "bf16" or product.startswith("gpt-oss")):
+        if least is not None and tokens <= BY_BYTES and (scheme == "bf16" or product.startswith("gpt-oss")):
             yield bar(f"{name}: of the floor", row["fraction"], "1", round(least, 3))
         plain = cells.get((product, "bf16", tokens, peer))
         if plain is not None and scheme in FASTER and tokens == 32 and product.startswith("qwen3"):
@@ -126,9 +138,9 @@ def bars(rows: list[Row]) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="of experts")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="of weights")
-    parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="each in several experts")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="products of experts")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="formats of weights")
+    parser.add_argument("--tokens", nargs="+", type=positive, default=list(TOKENS), help="numbers of tokens")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS[:1]), help="backends")
     args = parser.parse_args(argv)
     for name in args.formats:

@@ -22,6 +22,10 @@ def test_bars_are_of_the_floor_of_bf16_and_of_xla():
     for scheme, us in (("bf16", 22.0), ("w4a16-g128", 9.0)):
         labels = {"kernel": "ragged_matmul", "product": "qwen3-30b-a3b-down", "scheme": scheme, "tokens": 32}
         rows.append({**labels, "peer": "mosaic", "us": us, "gb_s": 3000, "off": 0.02})
+    many = {**rows[1], "tokens": 4096, "us": 1e3, "gb_s": 900, "off": 0.0}  # bound by operations
+    assert [bar["name"] for bar in bench.bars([rows[0], many])] == [
+        "qwen3-30b-a3b-down bf16 4096 tokens mosaic: off XLA's"
+    ]
     found = {bar["name"].split(" mosaic: ")[1]: (bar["value"], bar["met"]) for bar in bench.bars(rows)}
     assert found == {"off XLA's": (0.02, False), "of the floor": (0.75, True), "speed over bf16's": (2.444, True)}
 
@@ -37,7 +41,7 @@ def test_a_run_counts_touched_experts_and_a_failure_costs_its_own_row(monkeypatc
     found = {row["scheme"]: row for row in result["rows"] if row.get("peer") == "xla"}
     assert {row["us"] for row in found.values()} == {40.0}
     assert {row["off"] for row in found.values()} == {0.0}
-    x, w = bench.operands(TINY, "mxfp4-weight", 2)
+    x, w = bench.inputs(2, 128, "mxfp4-weight"), bench.weights(TINY, "mxfp4-weight")
     assert len([row for row in result["rows"] if "error" in row]) == 3  # a CPU has no Hopper kernels
     expert = 2 * 64 * (128 // 2 + 128 // 32)
     assert bench.moved_bytes(TINY, x, w, [routed(TINY, 1, 0)]) == 2 * expert + 2 * 2 * (128 + 64)
