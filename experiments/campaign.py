@@ -91,7 +91,7 @@ CAMPAIGN = (
     # A steady state of five minutes at each load.
     experiment("C23", "claims C23 --seconds 300 --loads 1.0 1.1 1.2", 1150),
     bench("matmul", "", 120),
-    bench("ragged_matmul", "--peers mosaic triton", 400),
+    bench("ragged_matmul", "--peers mosaic triton", 480),
     bench("swiglu", "--rows 1 16 64 128 256 --widths 11008 --tune", 60),
     bench("weight_only_matmul", f"--rows 1 16 64 512 --formats {FEW_BITS}", 70),
     bench("norm_quant", "--rows 1 8192 128 512", 60),
@@ -117,7 +117,7 @@ CAMPAIGN = (
                " --label deterministic", 90),
     experiment("rollout_bits", "rollout_bits --schemes bf16 w8a8 w4a16-g128 fp8", 300),
     experiment("adapter_steps", "adapter_steps --layers 8", 240),
-    bench("row_matmul", "", 90),
+    bench("row_matmul", "", 150),
     experiment("continuations", f"{SERVED} --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),
 )  # fmt: skip

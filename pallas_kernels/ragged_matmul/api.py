@@ -34,7 +34,7 @@ def ragged_matmul(
     check_int32(sizes=sizes)
     values = x.values if isinstance(x, QuantizedRows) else x
     blocks = sizes.size * (2 if gated else 1)
-    if sizes.ndim != 1 or values.ndim != 2 or w.shape[0] % blocks or values.shape[1] != w.shape[1]:
+    if sizes.ndim != 1 or not blocks or values.ndim != 2 or w.shape[0] % blocks or values.shape[1] != w.shape[1]:
         raise ValueError(f"x {values.shape}, w {w.shape} and sizes {sizes.shape}, expected [M, K], [X N, K] and [X]")
     if out_dtype is None:
         if isinstance(x, QuantizedRows):

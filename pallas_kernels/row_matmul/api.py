@@ -27,10 +27,10 @@ def row_matmul(
     group is i32[M], and rows whose group is not in [0, X) give zeros. layer is i32[]. Rows come in any order. x is
     [M, K], or with `parts` [M, P, K]: the numbers of w's rows that multiply each of the P parts, in order. scale
     [L, X, P] multiplies each part of a product, and residual [M, N] is added. Sums are in promote_types(x.dtype,
-    float32), rounded once to out_dtype (default: x's); of many rows products are rounded to w's dtype as well. Each row
-    adds in the order of K, whatever its company, if the backend is deterministic. Raises ValueError where shapes or
-    dtypes disagree. x may have more bits than w, such as sums that are not rounded yet. `runs` bounds the runs of
-    neighbouring rows of one group, where it is known that they are few.
+    float32), rounded once to out_dtype (default: x's). x may have more bits than w, such as sums that are not rounded
+    yet. Of many rows x is rounded to w's dtype, and backend xla rounds products to it as well. If the backend is
+    deterministic, each row adds in the order of K, whatever its company. `runs` bounds the runs of neighbouring rows of
+    one group, where it is known that they are few. Raises ValueError where shapes or dtypes disagree.
     """
     check_int32(layer=layer, group=group)
     optional = {"scale": scale, "residual": residual}

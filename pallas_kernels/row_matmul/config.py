@@ -11,7 +11,7 @@ from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, most_stages
 from pallas_kernels.hopper.gemm_sm90.support import OUT_DTYPES
 from pallas_kernels.ragged_matmul.config import estimate
 
-MOST_ROWS = 256  # that each read their own matrix, if only from the cache; more are multiplied by blocks of rows
+MOST_ROWS = 256  # that each read their own matrix, if only from the cache: more are multiplied in blocks
 ALIKE = 4  # rows that one block computes if they share a matrix
 LANES = 32
 PIECE = 128  # bytes: rows of a result of many rows go out one by one, from places that are multiples of it

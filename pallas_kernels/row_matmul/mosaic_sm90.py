@@ -1,11 +1,12 @@
-"""Runs row_matmul of few rows on Hopper, in Pallas Mosaic GPU. No device has run it yet.
+"""Runs row_matmul on Hopper, in Pallas Mosaic GPU. No device has run it yet.
 
-A block has one row of x and a part of that row's matrix, which goes from memory to registers and is multiplied there.
-Rows that share a matrix find it in the second-level cache, and memory is read once. If all ALIKE rows of a run share
-one, the first row's block computes them all, and the others end. Each row adds in one order, whatever its company.
+Where rows are few, a block has one of them and a part of its matrix, which goes from memory to registers and is
+multiplied there. Rows that share a matrix find it in the second-level cache, and memory is read once. If all ALIKE rows
+of a run share one, the first row's block computes them all, and the others end. Each row adds in one order, whatever
+its company.
 
-There are two kernels. Where K is large and N is small, a warp has rows of w of its own, as in gemv.py. Where K is small
-and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
+There are two kernels of few rows. Where K is large and N is small, a warp has rows of w of its own, as in gemv.py.
+Where K is small and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
 
 Many rows are multiplied by skinny.py of gemm_sm90, whose tiles are blocks of rows by slabs of the matrix of a run of
 rows. Prompts are such runs. Nothing is sorted or gathered.
@@ -55,6 +56,8 @@ def row_matmul(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns [M, N] of x [M, P, K], w [L, X, N, K], scale [L, X, P] and residual [M, N]; see api.py."""
+    if not x.shape[0]:  # of which no kernel can be launched
+        return jnp.zeros((0, w.shape[2]), out_dtype)
     if isinstance(config, Config) or (config is None and x.shape[0] > MOST_ROWS):
         most = x.shape[0] if runs is None else min(runs, x.shape[0])
         return _many(x, w, scale, layer, group, residual, parts, jnp.dtype(out_dtype), most, config, interpret)

@@ -133,6 +133,8 @@ def test_what_does_not_fit_is_refused():
     x, w = inputs()
     with pytest.raises(ValueError, match=r"expected \[M, K\], \[X N, K\] and \[X\]"):
         ragged_matmul(x, w.reshape(X * N, K)[:-1], sizes_of(1, 2, 3, 4))
+    with pytest.raises(ValueError, match=r"sizes \(0,\), expected"):
+        ragged_matmul(x, w.reshape(X * N, K), sizes_of())
     with pytest.raises(ValueError, match="sizes has dtype int8"):
         ragged_matmul(x, w.reshape(X * N, K), sizes_of(1, 2, 3, 4).astype(jnp.int8))
     for name, refusal in REFUSED.items():

@@ -120,6 +120,18 @@ def test_many_rows_match_the_formula_without_races(rows, parts, k, added, config
     assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10
 
 
+def test_no_rows_launch_nothing():
+    none = (
+        jnp.zeros((0, 1, 64)),
+        jnp.zeros((1, 2, 16, 64), "bfloat16"),
+        None,
+        jnp.int32(0),
+        jnp.zeros(0, "int32"),
+        None,
+    )
+    assert mosaic_sm90.row_matmul(*none, (16,), jnp.float32).shape == (0, 16)
+
+
 def test_every_size_lowers_for_cuda():
     for case in dict.fromkeys(replace(case, used=1) for case in BENCH_CASES):
         text = (
