@@ -248,9 +248,11 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: lis
         if refs.residual is not None:
             plgpu.barrier_wait(refs.residual_full.at[warpgroup])
             total = total + plgpu.load(out_s, layout=LAYOUT, optimized=False).astype(jnp.float32)
-        if plan.groups and plan.blocks is None:
-            total = jnp.where(place.group < plan.groups, total, 0)
         out_s[...] = total.astype(plan.out_dtype)
+        if plan.groups and plan.blocks is None:
+            zeros = plgpu.layout_cast(jnp.zeros_like(total, plan.out_dtype), LAYOUT)
+            # A select in place of this store made ptxas run one wgmma after the other (its note C7514).
+            pl.when(place.group == plan.groups)(partial(store, out_s, zeros))
         plgpu.commit_smem()
         if plan.groups:
             store_rows(out_s, refs.out, row + begin, column, place.first, place.last)
@@ -258,3 +260,7 @@ def finish(plan: Plan, refs: Refs, warpgroup: jax.Array, place: Place, sums: lis
             plgpu.copy_smem_to_gmem(out_s, refs.out.at[pl.ds(row + begin, UNIT), pl.ds(column, plan.columns)])
     if plan.vectors:
         plgpu.barrier_arrive(refs.vectors_free)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    ref[...] = value
