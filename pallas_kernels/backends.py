@@ -76,13 +76,13 @@ class Backend:
 def attention_backend(
     name: str, run: Callable[..., Any], check: Callable[..., None], plan: Callable[..., Any] | None = None
 ) -> Backend:
-    """Returns a backend of attention whose logits may be capped or joined by sinks. Its checks take, after the
-    arguments of `check`, whether they are neither."""
+    """Returns a backend of attention whose logits may be capped or joined by sinks. Its checks take the arguments of
+    `check`, and then whether logits are plain: neither capped nor joined."""
 
     def check_unasked(*args: Any) -> None:
         check(*args[:-1])
         if not args[-1] and name in UNMEASURED_LOGITS:
-            raise NotImplementedError(f"softcap and sinks are for backend {name} only where it is named")
+            raise NotImplementedError(f"backend {name} runs softcap and sinks only where it is named")
 
     return Backend(run, lambda *args: check(*args[:-1]), check_unasked, plan)
 

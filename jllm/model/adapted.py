@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
-from pallas_kernels.backends import where_faster
+from pallas_kernels.backends import or_xla
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import fenced
 from pallas_kernels.row_matmul import row_matmul
@@ -72,8 +72,7 @@ def with_addend(
     else:
         assert w.layer is not None, "adapters in slots are those of all layers"
         assert w.rows is not None, "rows choose among adapters in slots"
-        # Its kernels for Hopper run where they are named.
-        how: dict[str, Any] = {"runs": w.runs, "backend": backend if backend == "mosaic" else where_faster(backend)}
+        how: dict[str, Any] = {"runs": w.runs, "backend": or_xla(backend)}
         slots = w.adapters
         low = row_matmul(x, slots.a, w.layer, w.rows, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
         more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
