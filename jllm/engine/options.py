@@ -67,7 +67,8 @@ class EngineOptions:
     adapter_rank: int | None = None  # the largest rank; default: the largest of `adapters`, or 16
     adapter_targets: tuple[str, ...] | None = None  # modules that adapters may change, e.g. "q_proj"; default: all
     executables: str | os.PathLike | None = None  # a folder for compiled steps, for the next start (executables.py)
-    # Further processes that trace steps compiled ahead (tracing.py); default: for a GPU half of the cores, at most 8.
+    # Further processes that trace steps compiled ahead (tracing.py). Default: with `executables` on a GPU half of the
+    # cores, at most 8; else none.
     compile_processes: int | None = None
     progress: bool | None = None  # whether standard error shows compilation; default: only a terminal does
     trace: Sink | None = None  # the file, or the list, that records the schedule (engine/trace.py)

@@ -54,7 +54,7 @@ class Programs:
         self._buckets = most_needed_first(shapes.sizes.buckets)
         self._shapes, self._files = shapes, files
         self._progress, self._tells = progress, processes is not None
-        self._processes = _usual_processes(shapes) if processes is None else processes
+        self._processes = _usual_processes(shapes, files is not None) if processes is None else processes
         # packed_step's cache lacks programs traced elsewhere, and programs compiled ahead for a chosen device.
         self._keeps = shapes.chosen or files is not None or self._processes > 0
         self._free: int | None = None  # bytes beside weights and state; None where that is unknown
@@ -319,8 +319,9 @@ def _parts(bucket: Bucket, variant: Variant) -> list[Key]:
     return [(bucket, _narrowed(bucket, variant), part) for part in parts]
 
 
-def _usual_processes(shapes: StepShapes) -> int:
-    """Returns how many processes trace for an engine that is not told: some for a GPU. A CPU's steps are traced
-    quickly, and those of a mesh cannot be traced elsewhere."""
+def _usual_processes(shapes: StepShapes, files: bool) -> int:
+    """Returns how many processes trace for an engine that is not told: some for a GPU, if there are files. A CPU's
+    steps are traced quickly, and those of a mesh cannot be traced elsewhere. Without files, engines of one process
+    share the programs that this process traced."""
     on_gpu = shapes.config.mesh is None and shapes.home is not None and shapes.home.platform == "gpu"
-    return usual_processes() if on_gpu else 0
+    return usual_processes() if files and on_gpu else 0

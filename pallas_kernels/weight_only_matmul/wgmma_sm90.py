@@ -107,11 +107,11 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = total.astype(plan.out_dtype)
     plgpu.commit_smem()
-    columns = pl.ds(item.column + first, kept)
+    column = item.column + first
     if not plan.weights:
-        plgpu.copy_smem_to_gmem(out_s, out.at[item.split, pl.ds(item.token, config.tokens), columns])
+        plgpu.copy_smem_to_gmem(out_s, out.at[item.split, pl.ds(item.token, config.tokens), pl.ds(column, kept)])
         return
 
-    @pl.when(columns.start < plan.n)
+    @pl.when(column < plan.n)
     def _own() -> None:
-        store_rows(out_s, out.at[0], item.token, columns.start, item.first, item.last)
+        store_rows(out_s, out.at[0], item.token, column, item.first, item.last)

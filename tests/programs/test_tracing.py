@@ -221,7 +221,8 @@ def test_an_engine_on_a_gpu_that_is_not_told_has_half_of_the_cores(monkeypatch):
         assert tracing.usual_processes(engines) == most
         on = {"gpu": SimpleNamespace(config=CONFIG, home=gpu), "cpu": SimpleNamespace(config=CONFIG, home=cpu)}
         on["mesh"] = SimpleNamespace(config=SimpleNamespace(mesh="a mesh"), home=None)
-        found = {name: programs._usual_processes(shapes) for name, shapes in on.items()}
+        found = {name: programs._usual_processes(shapes, True) for name, shapes in on.items()}
+        assert programs._usual_processes(on["gpu"], False) == 0
         assert found == {"gpu": tracing.usual_processes(), "cpu": 0, "mesh": 0}
         options = processes._starting({}, [["0"]] * engines, None, Path("steps"))
         assert options["compile_processes"] == most
