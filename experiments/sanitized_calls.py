@@ -198,6 +198,40 @@ def codes(which: str) -> tuple[Any, ...]:
     return Case((int(rows),), 320, 1024, name, bias=True, residual=True).inputs()
 
 
+def multiply_groups(which: str, backend: str) -> Result:
+    """Returns products of groups of rows. `which`: the weights' format and the rows of x, of which three have no
+    group."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.formats.quantized_weights import decode, encode
+    from pallas_kernels.formats.weight_formats import parse_weight_format
+    from pallas_kernels.ragged_matmul import ragged_matmul, reference
+
+    name, _, rows = which.partition(":")
+    half, rng = int(rows) // 2, np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(size, 1024)), "bfloat16") for size in (2 * half, 3 * 320))
+    stored = w if name == "bf16" else encode(w, parse_weight_format(name))
+    blocks = np.asarray(w if name == "bf16" else decode(stored)).reshape(3, 320, 1024)
+    sizes = half, 0, half - 3
+    out = ragged_matmul(x, stored, jnp.asarray(sizes, jnp.int32), backend=backend)
+    return out, reference.ragged_matmul(x, blocks, sizes)
+
+
+def multiply_by_row(which: str, backend: str) -> Result:
+    """Returns products of rows with matrices of their own. `which`: K and the rows of x."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.row_matmul import reference, row_matmul
+
+    k, m = map(int, which.split(":"))
+    rng, group = np.random.default_rng(0), np.sort(np.resize([0, 1, -1, 2], m))
+    x, w = (jnp.asarray(rng.normal(size=size), "bfloat16") for size in ((m, 1, k), (2, 3, 512, k)))
+    out = row_matmul(x, w, jnp.int32(1), jnp.asarray(group, jnp.int32), backend=backend)
+    return out, reference.row_matmul(x, w[1], group, (512,))
+
+
 def draw(vocabulary: str, backend: str) -> Result:
     """Returns tokens of rows with all filters."""
     import jax.numpy as jnp
@@ -246,5 +280,7 @@ KERNELS = {
     "weight_only_matmul by warp": Kernel(
         multiply_codes_by_warp, ("w4a16-g128:9", "w4a16-g32-zp:5", "nf4:16"), ("mosaic",)
     ),
+    "ragged_matmul": Kernel(multiply_groups, ("bf16:70", "w4a16-g128:70", "mxfp4-weight:8")),
+    "row_matmul": Kernel(multiply_by_row, ("16:9", "1024:9", "16:300"), ("mosaic",)),
     "sample": Kernel(draw, ("512", "4100")),
 }
