@@ -211,11 +211,10 @@ def multiply_groups(which: str, backend: str) -> Result:
     name, _, rows = which.partition(":")
     half, rng = int(rows) // 2, np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=(size, 1024)), "bfloat16") for size in (2 * half, 3 * 320))
-    stored = w if name == "bf16" else encode(w, parse_weight_format(name))
-    blocks = np.asarray(w if name == "bf16" else decode(stored)).reshape(3, 320, 1024)
-    sizes = half, 0, half - 3
-    out = ragged_matmul(x, stored, jnp.asarray(sizes, jnp.int32), backend=backend)
-    return out, reference.ragged_matmul(x, blocks, sizes)
+    codes = None if name == "bf16" else encode(w, parse_weight_format(name))
+    blocks, sizes = (w if codes is None else decode(codes)).reshape(3, 320, 1024), (half, 0, half - 3)
+    out = ragged_matmul(x, w if codes is None else codes, jnp.asarray(sizes, jnp.int32), backend=backend)
+    return out, reference.ragged_matmul(x, np.asarray(blocks), sizes)
 
 
 def multiply_by_row(which: str, backend: str) -> Result:
