@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.formats.segments import Segments, depths, related
-from pallas_kernels.one_order import in_tiles
+from pallas_kernels.one_order import TILE, in_tiles
 from pallas_kernels.tiled_attention import Moved, Trees, attend
 
 
@@ -75,8 +75,7 @@ def in_one_order(
         moved = Moved(jnp.repeat(start, Q), nodes.reshape(R * Q, Q))
     positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1).reshape(-1, 1)
 
-    # A second row, unused, where a head has one query: XLA's matrix-vector products have an order of their own.
-    more = ((0, 0), (0, 1 if q.shape[1] == pages.k.values.shape[1] else 0))
+    more = ((0, 0), (0, TILE - 1))  # unused rows: a prompt's tile has as many, and XLA's products add by shape
 
     def tile(q: jax.Array, table: jax.Array, position: jax.Array, own: jax.Array, moved: Moved | None) -> jax.Array:
         queries, positions = jnp.pad(q[:, None], (*more, (0, 0), (0, 0))), jnp.pad(position, more, constant_values=-1)

@@ -16,7 +16,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.one_order import in_tiles
+from pallas_kernels.one_order import TILE, in_tiles
 from pallas_kernels.prefill_attention import xla
 from pallas_kernels.prefill_attention.config import check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
@@ -122,7 +122,7 @@ def _xla(*args, **options) -> jax.Array:
     return _placed(lambda *rest: xla.prefill_attention(*rest[:-1], **options), *args)
 
 
-_one_order = partial(_xla, tile=xla.MAX_TILE, apart=partial(in_tiles, size=1))  # each tile is a program of one shape
+_one_order = partial(_xla, tile=TILE, apart=partial(in_tiles, size=1))  # each tile is a program of one shape
 
 
 def _placed(attend, q, *args) -> jax.Array:

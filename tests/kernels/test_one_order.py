@@ -111,9 +111,9 @@ def test_every_product_lowers_for_hopper(kind, monkeypatch):
         assert "mosaic_gpu" in of.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(), m
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
-def test_a_decoded_row_has_the_bits_of_a_prompts_row(heads):
-    length, page, dim = 40, 8, 16
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((4, 4), 16), ((4, 2), 32), ((4, 1), 32)])
+def test_a_decoded_row_has_the_bits_of_a_prompts_row(heads, dim):
+    length, page = 40, 8
     (q, k, v), at = (
         (draw(i, length, n, dim, dtype="float32") for i, n in enumerate((*heads, heads[1]))),
         jnp.arange(length, dtype=jnp.int32),
