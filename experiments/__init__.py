@@ -27,6 +27,7 @@ from pallas_kernels.starting import need_gpu, need_package, refuse_gone
 SMALLER = ("--config", "--layers")
 # Options that need no GPU, by command. Commands that are not listed run anywhere.
 NEED_GPU = {
+    "experiments.adapter_steps": SMALLER,
     "experiments.ceilings": ("--keep",),
     "experiments.decode_step": SMALLER,
     "experiments.disaggregation": ("--simulate", *SMALLER),
