@@ -139,13 +139,11 @@ class Ledger:
                     events.append(_event((seq.request_id, seq.sample, "", answer.relay(tokens), None, ())))
             else:
                 kept, reason = keep(seq, tokens, outputs, row)
-                if reason is not None:
-                    pass
-                elif not kept:
+                if not kept and reason is None:
                     raise AssertionError(f"request {seq.request_id}: the device ended a sequence that the host runs")
-                elif answer.text_can_be_late:
+                if reason is None and answer.text_can_be_late:
                     events.append(PendingEvent(seq, kept))
-                elif event := PendingEvent(seq).event():
+                elif reason is None and (event := PendingEvent(seq).event()):
                     events.append(event)
             if len(kept) == 1:
                 seq.versions.append(version)

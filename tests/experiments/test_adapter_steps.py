@@ -1,4 +1,4 @@
-"""What adapters add to steps, at toy size: which steps are timed, and their bars."""
+"""Tests what adapters add to steps, at toy size: which steps are timed, and their bars."""
 
 import json
 

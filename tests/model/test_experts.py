@@ -204,7 +204,7 @@ def test_gradients_are_finite_differences():
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_files_may_have_all_experts_as_one_tensor(family, tmp_path):
-    """As transformers 5 has them in memory. A tensor is named that is missing, of odd size, or there twice."""
+    """Reads them as transformers 5 has them in memory. What is missing, of odd size, or there twice is named."""
     model = load(PARITY / family)
     c, (first, *_) = model.config, model.params.layers
     shutil.copytree(PARITY / family, tmp_path, dirs_exist_ok=True)
