@@ -622,7 +622,7 @@ def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_pro
 def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefill_process):
     address, _ = prefill_process()
     engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
-    place, placed = engine._place, []
+    place, placed, submitted = engine._place, [], threading.Event()
 
     def count(request):
         placed.append(request.id)
@@ -630,10 +630,12 @@ def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefil
         return place(request)
 
     def fails():
+        assert submitted.wait(60)  # once it has failed, nothing more can be submitted
         raise RuntimeError("this device is gone")
 
     engine._place, engine._decode.engine._loop.advance = count, fails
     names = [engine.submit(prompt, params) for prompt, params in SEEDED]
+    submitted.set()
     found = []
     with pytest.raises(RuntimeError, match="this device is gone"):
         found += engine.run()
