@@ -64,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, scheme: bool = True) -
 def add_subject_options(parser: argparse.ArgumentParser, *, tokens: int | None = None, backend: bool = False) -> None:
     """Adds the options of a model whose accuracy is measured, and of its text. With `tokens`, the text is cut there,
     and scored by a protocol."""
-    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="file of UTF-8 text, or .jsonl of documents")
+    parser.add_argument("--text", type=Path, default=BUNDLED_TEXT, help="UTF-8 file, .jsonl of documents, or wikitext")
     parser.add_argument("--model", default=BUNDLED, help="directory or Hub id (default: the bundled model)")
     parser.add_argument("--dtype", help="dtype of weights and arithmetic (default: as stored; on a CPU at least f32)")
     if tokens is not None:

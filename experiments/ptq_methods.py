@@ -38,7 +38,7 @@ from experiments.accuracy.planted import ABOUT, parse_planted
 from experiments.accuracy.rows import PAGE, bytes_per_weight, rounded, rounded_by
 from experiments.arguments import add_subject_options, by_name, checked
 from experiments.result_file import ResumedFile, command_line, refusing, told
-from experiments.texts.read import read_documents
+from experiments.texts.read import read_documents, usual_protocol
 from jllm.analysis.evaluate import Evaluation, Recorded, evaluate, record
 from jllm.analysis.own_tokens import own_tokens
 from jllm.analysis.protocols import encode, find_protocol
@@ -93,7 +93,7 @@ def ratio_interval(found: Evaluation, plain: Evaluation, *, samples: int = 1000,
 def read_tokens(model: Model, args: argparse.Namespace) -> tuple[list[list[int]], str]:
     """Returns documents as token ids, at most `tokens` of them, and the protocol."""
     documents = read_documents(args.text)
-    name = args.protocol or ("document" if len(documents) > 1 else "windows-512")
+    name = args.protocol or usual_protocol(args.text, documents, model.config.context)
     if find_protocol(name).joined:
         documents = ["\n\n".join(documents)]
     ids, left = [], args.tokens

@@ -1,7 +1,7 @@
 """Measures the loss of accuracy and the bytes of quantization: schemes of weights, formats of K and V, and layers.
 
     python -m experiments.quant_accuracy                                       # the bundled model and text
-    python -m experiments.quant_accuracy --model DIR --text wiki.txt --protocol wikitext2-2048
+    python -m experiments.quant_accuracy --model DIR --text wikitext   # WikiText-2's test set, with the extra eval
     python -m experiments.quant_accuracy --schemes w8a8-all nf4 --kv int8-g8 "k=int8-g8,v=int4-g8" --grid
     python -m experiments.quant_accuracy --schemes nf4 --scheme mine:int3 --between mine:int3 nf4
     python -m experiments.quant_accuracy --outliers stream --schemes mxfp4 mxfp4+rotate-all --kv
@@ -24,7 +24,8 @@ A B shows how much more A costs than B on the same documents, with its interval.
 
 --outliers plants outliers like those of large models (experiments/accuracy/planted.py); the reference has none.
 
-A .jsonl of {"text": ..} has documents; any other file is one document. The default text is the bundled model's own
+A .jsonl of {"text": ..} has documents; any other file is one document. `--text wikitext` takes WikiText-2 from the
+Hub, in windows of 2,048 tokens as in GPTQ's tables. The default text is the bundled model's own
 (experiments/texts). Rows are written as they come. An interrupted run resumes, if nothing that decides its rows has
 changed: command, text, weights, tokenizer, rules of schemes, device, versions.
 """
@@ -62,7 +63,7 @@ from experiments.accuracy.rows import (
 from experiments.accuracy.support import check_all_run
 from experiments.arguments import add_subject_options, by_name, checked
 from experiments.result_file import ResumedFile, command_line
-from experiments.texts.read import BUNDLED_TEXT, read_documents
+from experiments.texts.read import BUNDLED_TEXT, read_documents, usual_protocol
 from jllm.analysis.evaluate import record
 from jllm.analysis.protocols import encode, find_protocol
 from jllm.errors import ConfigError, JllmError
@@ -217,7 +218,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--mixture", nargs="+", type=positive, default=[], metavar="BITS", help="bits of a mixture's parts, in turn"
     )
     parser.add_argument(
-        "--protocol", help="protocol of analysis.protocols (default: document; windows-512 where there is but one)"
+        "--protocol",
+        help="protocol of analysis.protocols (default: document; windows-512 of one text, wikitext2-2048 of wikitext)",
     )
     parser.add_argument(
         "--tokens", type=positive, help=f"most tokens of the text (default: all of the bundled one, else {TOKENS})"
@@ -239,13 +241,13 @@ def name_of(args: argparse.Namespace) -> str:
 
 def sweep(args: argparse.Namespace, command: list[str]) -> ResumedFile:
     texts = read_documents(args.text)
-    args.protocol = args.protocol or ("document" if len(texts) > 1 else "windows-512")
     of_kv = [name for name in args.scheme if not isinstance(own(name), Scheme | Quantizer)]
     args.schemes = [*args.schemes, *(name for name in args.scheme if name not in of_kv)]
     schemes = named_schemes([PLAIN, *args.schemes, *args.layers])
     args.schemes, args.layers = (list(named_schemes(some)) for some in (args.schemes, args.layers))
     warn_of_wide_rules(schemes)
     model = jllm.load(args.model, dtype=args.dtype)
+    args.protocol = args.protocol or usual_protocol(args.text, texts, model.config.context)
     reference = model if args.reference is None else jllm.load(args.reference, dtype=args.dtype)
     if args.mixture and (model.config.experts is None or weight_formats(model.params)):
         raise ConfigError("--mixture takes a model with experts whose weights are not quantized")

@@ -60,7 +60,7 @@ def holds(rows: list[Row]) -> Answer:
 def words(rows: list[Row]) -> tuple[str, str]:
     found = cases(rows)
     helped = f"over {percents([HELPS])} in {sum(gain > HELPS for gain in found)} of {len(found)} cases"
-    line = f"Past batch {MUCH} or with grouped queries, paging gains {helped}."
+    line = f"Simulated: past batch {MUCH} or with grouped queries, paging gains {helped}."
     return f"{percents(found)} more requests a second, simulated", line
 
 

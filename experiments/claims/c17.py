@@ -82,7 +82,7 @@ def holds(rows: list[Row]) -> Answer:
 
 def words(rows: list[Row]) -> tuple[str, str]:
     share = percents(shares(rows, "paged", "none"))
-    line = f"Pages on demand serve {share} of an oracle's requests with no predictor, in simulated cases."
+    line = f"Simulated: pages on demand serve {share} of an oracle's requests with no predictor."
     return f"{share} of an oracle's requests without one, simulated", line
 
 

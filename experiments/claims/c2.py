@@ -38,11 +38,13 @@ def measure(toy: bool) -> Iterator[Row]:
     yield from simulated(todo)
 
 
-def gains(rows: list[Row]) -> list[float]:
-    """Returns the gain of pages on demand over reserving, by model, format, pool and reserved length."""
+def gains(rows: list[Row], pool: float | None = None) -> list[float]:
+    """Returns the gain of pages on demand over reserving, by model, format, pool and reserved length. With `pool`, only
+    of pools of so many GiB."""
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        cells.setdefault(cell(row, "model", "kv", "pool_gib"), []).append(row)
+        if pool in (None, row["pool_gib"]):
+            cells.setdefault(cell(row, "model", "kv", "pool_gib"), []).append(row)
     return [
         gain(row, base)
         for some in cells.values()
@@ -58,9 +60,11 @@ def holds(rows: list[Row]) -> Answer:
 
 
 def words(rows: list[Row]) -> tuple[str, str]:
-    found = percents(gains(rows))
-    line = f"Pages on demand serve {found} more requests a second than reserving, in simulated cases."
-    return f"{found} more requests a second, simulated", line
+    pools = sorted({row["pool_gib"] for row in rows})
+    first, *others = (f"{percents(gains(rows, pool))}{{}} in {pool:g} GiB" for pool in pools)
+    more = first.format(" more requests a second than reserving")
+    line = f"Simulated: pages on demand serve {', '.join([more, *(each.format('') for each in others)])}."
+    return f"{percents(gains(rows))} more requests a second, simulated", line
 
 
 CLAIM = Claim(

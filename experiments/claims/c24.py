@@ -6,7 +6,8 @@ batches). A step of prompts runs as soon as there is a prompt and a free slot. D
 `at once`: requests of the QPS workload, all there from the start, so that slots are refilled all the time. `at a load`:
 requests arrive for some seconds at a share of the merged steps' throughput. In the first third only times between
 tokens count. `shapes` (simulated): prompts and outputs of half to three halves of a mean length, four times as many as
-slots. Each policy counts at its best step size. A GPU measures only the median step size, and no shapes. `two
+slots. Each policy counts at its best step size. A GPU measures only the median step size, and no shapes. Another
+machine simulates shapes, and takes the other parts from the newest file of a GPU, or simulates them too. `two
 policies`: measured rows from a result file of experiments.disaggregation, with its device and layers.
 """
 
@@ -32,7 +33,7 @@ from experiments.claims.claim import (
 )
 from experiments.claims.contest import NOISE
 from experiments.claims.loads import MODEL, Serve, from_settled, server, simulate, simulates
-from experiments.claims.recorded import source_of
+from experiments.claims.recorded import newest, source_of
 from experiments.claims.simulated import GAIN
 from experiments.serving.workload import Request
 from experiments.simulate import Costs, make_costs
@@ -50,6 +51,11 @@ STATED = 1.0  # +100 %
 
 def measure(toy: bool, seconds: float | None = None) -> Iterator[Row]:
     costs = make_costs(MODEL, None, None) if simulates(toy) else None
+    if costs is not None and (known := list(on_gpus(RESULTS))):
+        yield from known
+        yield from of_shapes(costs)
+        yield from recorded(RESULTS)
+        return
     serve = server(toy, costs)
     best: dict[str, Row] = {}
     for row in at_once(serve, toy, costs is not None):
@@ -105,6 +111,15 @@ def recorded(results: Path) -> Iterator[Row]:
                 yield about | kept | source_of(document, path.name)
 
 
+def on_gpus(results: Path) -> Iterator[Row]:
+    """Yields what the newest file of this claim has from a GPU."""
+    files = [(document, file) for document, file in newest(results, "claims-C24") if document["device"] != "cpu"]
+    for document, file in files[-1:]:
+        for row in document["rows"]:
+            if row["part"] in ("at once", "at a load"):
+                yield row | source_of(document, file)
+
+
 def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
     """Returns merged over separate steps in requests per second, by slots, prompt and output. Each policy counts at its
     best step size."""
@@ -116,10 +131,11 @@ def gains(rows: Iterable[Row], part: str) -> dict[tuple[Any, ...], float]:
     return {case: qps["merged"] / qps["separate"] - 1 for case, qps in best.items() if len(qps) == 2}
 
 
-def every_gain(rows: list[Row]) -> list[Interval]:
-    """Returns the gains at all lengths. Simulated ones have no noise; single runs have that of two runs."""
+def decisive(rows: list[Row]) -> list[Interval]:
+    """Returns the gains that decide: measured ones, with the noise of two runs, or else simulated ones without."""
     simulated = any(row["source"] == "simulated" for row in rows if row["part"] == "at once")
-    noise = {"at once": 0.0 if simulated else NOISE, "shapes": 0.0, "two policies": NOISE}
+    noise = {"at once": 0.0, "shapes": 0.0} if simulated else {"at once": NOISE}
+    noise["two policies"] = NOISE
     return [interval_of([gain], noise[part]) for part in noise for gain in gains(rows, part).values()]
 
 
@@ -127,16 +143,23 @@ def holds(rows: list[Row]) -> Answer:
     """Decides by each length and number of slots. Simulated cases must exceed GAIN."""
     if not gains(rows, "at once"):
         return NOT_TESTED, ""
-    found = every_gain(rows)
+    found = decisive(rows)
     helps = [gain.reaches(0.0) if gain.half else gain.mean > GAIN for gain in found]
     return in_most(helps), in_all(gain.reaches(STATED) for gain in found)
 
 
 def words(rows: list[Row]) -> tuple[str, str]:
-    more = percents(gain.mean for gain in every_gain(rows))
-    source = next(row["source"] for row in rows if row["part"] == "at once")
-    line = f"Merged steps serve {more} more requests a second than separate ones, {source}."
-    return f"{more} more requests a second, {source}", line
+    more = percents(gain.mean for gain in decisive(rows))
+    shapes = gains(rows, "shapes").items()
+    line = f"erged steps serve {more} more requests a second than separate ones"
+    if any(row["source"] == "simulated" for row in rows if row["part"] == "at once"):
+        return f"{more} more requests a second, simulated", f"Simulated: m{line}."
+    if not shapes:
+        return f"{more} more requests a second, measured", f"M{line}, measured."
+    few, many = (percents(gain for case, gain in shapes if case[0] == slots) for slots in (SLOTS[0], SLOTS[-1]))
+    curve = f"Simulated, by lengths: {few} more in {SLOTS[0]} slots, {many} in {SLOTS[-1]}."
+    measured = f"{more} more requests a second, measured; {percents(gain for _, gain in shapes)} simulated"
+    return measured, f"M{line}, measured. {curve}"
 
 
 CLAIM = Claim(

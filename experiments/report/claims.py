@@ -35,8 +35,13 @@ def answers(entries: Iterable[Entry]) -> list[tuple[str, Entry, bool]]:
 
 
 def _rank(entry: Entry) -> tuple[bool, bool, bool, str]:
-    simulated = any(row.get("source") == "simulated" for row in entry.document["rows"])
-    return entry.document["complete"], not simulated, "-subject" not in entry.label, entry.date
+    sources = {row.get("source") for row in entry.document["rows"]}
+    return (
+        entry.document["complete"],
+        "measured" in sources or "simulated" not in sources,
+        "-subject" not in entry.label,
+        entry.date,
+    )
 
 
 def verdict_of(entry: Entry) -> Row:

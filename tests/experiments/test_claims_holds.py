@@ -20,6 +20,16 @@ def policies(ours: str, other: str, ratio: float, off: float = 0.01, rounds: int
     return rows
 
 
+def c1_curve(*gains: float, source: str = "simulated") -> list[dict]:
+    """Runs of both policies at points of more and more slots."""
+    points = [{"source": source, "slots": slots, "requests": 512} for slots in range(1, len(gains) + 1)]
+    return [
+        {"policy": name, "qps": qps, **at}
+        for at, gain in zip(points, gains)
+        for name, qps in (("dynamic", gain), ("static", 1.0))
+    ]
+
+
 def simulated(policy: str, qps: float, **more) -> dict:
     about = {"model": "llama-2-7b", "kv": "bf16", "kv_policy": policy, "predictor": "none", "slots": 256}
     return about | {"pool_gib": 16.0, "workload": "w", "qps": qps, "preemption_rate": 0.0} | more
@@ -188,7 +198,9 @@ CASES: dict[str, list[tuple[list[dict], str, str]]] = {
     "C1": [(policies("dynamic", "static", ratio), *answer) for ratio, answer in (
         (3.2, (YES, "more")), (2.1, (YES, YES)), (2.0, (YES, OPEN)), (1.5, (YES, NO)), (1.01, (OPEN, NO)),
         (0.9, (NO, NO)),
-    )] + [(policies("dynamic", "static", 1.03, rounds=1), OPEN, NO), (policies("dynamic", "x", 2.0), NOT_TESTED, "")],
+    )] + [(policies("dynamic", "static", 1.03, rounds=1), OPEN, NO), (policies("dynamic", "x", 2.0), NOT_TESTED, ""),
+        (c1_curve(2.2, 2.3, 0.9), YES, "mostly"), (policies("dynamic", "static", 1.3) + c1_curve(0.5), YES, NO),
+        (policies("dynamic", "static", 1.3) + c1_curve(2.4, 2.4, source="measured"), YES, "mostly")],
     "C2": [([simulated("reserve", 1.0), simulated("reserve", 1.2), simulated("paged", qps)], *answer)
            for qps, answer in ((3.7, (YES, YES)), (2.0, (YES, NO)), (1.0, (NO, NO)))],
     "C3": [(policies("pipelined", "waiting", ratio), *answer) for ratio, answer in (
@@ -273,7 +285,7 @@ CASES: dict[str, list[tuple[list[dict], str, str]]] = {
         ((9.0,), "measured", (NO, NO)), ((20.1,), "measured", (YES, OPEN)), ((10.3,), "simulated", (YES, NO)),
         ((10.1,), "simulated", (NO, NO)), ((20.0, 20.0, 11.0), "simulated", (YES, "mostly")),
     )] + [(c24_rows(10.3) + c24_rows(11.0, part="two policies"), YES, NO),
-          (c24_rows(12.0, part="shapes"), NOT_TESTED, "")],
+          (c24_rows(11.0) + c24_rows(30.0, part="shapes"), YES, NO), (c24_rows(12.0, part="shapes"), NOT_TESTED, "")],
     "C25": [(c25_rows(1.005, 1.3), YES, YES), (c25_rows(1.08, 1.3), YES, NO), (c25_rows(1.2, 0.9), NO, NO),
             (c25_rows(1.0, 1.3, fit_error=0.1), YES, "mostly"), (c25_rows(1.04, 1.035)[-3:], OPEN, OPEN),
             (c25_rows(1.0, 1.03, fit_error=0.02)[-3:], YES, YES), (c25_rows(1.0, 1.03, fit_error=0.2)[-3:], OPEN, OPEN),

@@ -17,7 +17,7 @@ from experiments.accuracy import own as accuracy_own
 from experiments.accuracy import rows as accuracy_rows
 from experiments.accuracy import support as accuracy_support
 from experiments.texts import write
-from experiments.texts.read import BUNDLED_TEXT, read_documents
+from experiments.texts.read import BUNDLED_TEXT, read_documents, usual_protocol
 from jllm.analysis.evaluate import Evaluation, Part
 from jllm.analysis.protocols import PROTOCOLS
 from jllm.errors import ConfigError, InputFileError
@@ -465,6 +465,33 @@ def test_documents_are_written_by_seed(monkeypatch):
     model = tiny_model(bos_id=1)
     assert write.documents(model, 2) == [{"seed": 0, "text": "0"}, {"seed": 1, "text": "1"}]
     assert asked == [([[1], [1]], [(0, 1.0, 0, 1.0, 0.0), (1, 1.0, 0, 1.0, 0.0)])]
+
+
+def test_wikitext_is_read_by_name(tmp_path, monkeypatch):
+    """A folder named like the dataset stands for the Hub. Lines are joined with their own line breaks, as GPTQ does."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, lines in (("wikitext-2-raw-v1", ["", " = A title = \n", " Its text .\n"]), ("another", ["no"])):
+        for split in ("train", "test"):
+            table = datasets.Dataset.from_dict({"text": lines if split == "test" else ["not this"]})
+            table.to_parquet(tmp_path / f"Salesforce/wikitext/{name}/{split}-00000-of-00001.parquet")
+    cards = [
+        {"config_name": name, "data_files": [{"split": s, "path": f"{name}/{s}-*"} for s in ("train", "test")]}
+        for name in ("wikitext-2-raw-v1", "another")
+    ]
+    (tmp_path / "Salesforce/wikitext/README.md").write_text(f"---\nconfigs: {json.dumps(cards)}\n---\n")
+    found = read_documents(Path("wikitext"))
+    assert found == ["\n\n = A title = \n\n\n Its text .\n"]
+    assert usual_protocol(Path("wikitext"), found, 4096) == "wikitext2-2048"
+    assert usual_protocol(Path("wikitext"), found, 1024) == "windows-512"
+
+    def offline(*args, **more):
+        raise ConnectionError("no network\nRetrying")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(InputFileError, match=r"^--text wikitext: .* cannot be read: no network; a file's path works"):
+        read_documents(Path("wikitext"))
 
 
 @pytest.mark.parametrize(
