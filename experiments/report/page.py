@@ -12,6 +12,7 @@ from experiments.report.figures import (
     decode_series,
     floor_shares,
     over,
+    pair_rows,
     requests_rows,
 )
 from experiments.report.markdown import markdown
@@ -19,8 +20,10 @@ from experiments.report.strips import strips
 from experiments.steps.devices import ceilings_of
 
 BATCHES = (1, 16, 64, 128, 256)  # of the table of decode steps
-SCHEMES = ("w8a8-all", "fp8", "w4a16-g128")  # of the table of accuracy; that of methods has more
+# of the table of accuracy, the best first; that of methods has more
+SCHEMES = ("w8a8-all", "q6_k", "fp8", "q4_k", "nf4", "w4a16-g128")
 FORMATS = ("int8-g8", "fp8", "int4-g32")
+TEXTS = {"quant_accuracy": "its own text", "quant_accuracy_oz": "a book"}  # labels of files
 BF16, CODES = "bf16", "w8a8, int8-g8 KV"  # formats of decode steps
 SERVED = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
 SERVED |= {"jllm w8a8": "jllm w8a8, KV int8-g8", "vLLM fp8": "vLLM fp8, KV fp8"}
@@ -74,7 +77,7 @@ def summary(results: Results) -> Iterator[str]:
     for one, other in (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8")):
         if one in rows and other in rows:
             lines.append(_against(one, rows[one], other, rows[other]))
-    cost = {_name(row): round(100 * row["added"], 2) + 0.0 for row in _accuracy_rows(results)}
+    cost = {name: round(100 * row["added"], 2) + 0.0 for name, row in _accuracy_rows(results).items()}
     shown = {"KV int8-g8": "K and V in `int8-g8`", "weights w8a8-all": "`w8a8-all`"}
     shown |= {"weights w4a16-g128": "`w4a16-g128`"}
     if parts := [f"{cost[name]:+.2f} % with {what}" for name, what in shown.items() if name in cost]:
@@ -227,19 +230,34 @@ def kernels(results: Results) -> Iterator[str]:
 
 
 def accuracy(results: Results) -> Iterator[str]:
-    if not accuracy_rows(results):
+    """Yields a table with a row for each scheme and KV format, and columns for each text."""
+    found = {label: _accuracy_rows(results, label) for label in TEXTS}
+    first, *others = found.values()
+    if not first:
         return
     yield "![Divergence by bytes](results/summary-accuracy.svg)"
-    cells = []
-    for row in _accuracy_rows(results):
-        size = row["bytes_per_kv" if row["scheme"] == "bf16" else "bytes_per_weight"]
-        low, high = (100 * x for x in row["added_95"])
-        cells.append(
-            [_name(row), f"{size:.3f}", f"{row['kl']:.2g}", f"{100 * row['added']:+.2f} [{low:+.2f}, {high:+.2f}]"]
-        )
-    yield markdown(
-        ["quantized, of the bundled model", "bytes a value", "KL, nats a token", "perplexity, % [95 %]"], cells
+    yield (
+        "Names like q4_k are llama.cpp's types. Texts are [the model's own](texts) and *The Wonderful Wizard of Oz*. Brackets have 95 % intervals. *Over the "
+        "row above* is the difference in KL on the same documents or windows."
     )
+    cells = []
+    for name, row in first.items():
+        size = row["bytes_per_kv" if row["scheme"] == "bf16" else "bytes_per_weight"]
+        texts = [_costs(rows[name]) if name in rows else ["", "", ""] for rows in (first, *others)]
+        cells.append([name, f"{size:.3f}", *(cell for text in texts for cell in text)])
+    heads = [(f"{said}: KL, nats a token", "perplexity, %", "KL over the row above") for said in TEXTS.values()]
+    yield markdown(["of the bundled model", "bytes a value", *(head for text in heads for head in text)], cells)
+
+
+def _costs(row: Row) -> list[str]:
+    over = "" if "over" not in row else _within(row["over"]["kl"], row["over"]["kl_95"], "{:+.2g}")
+    added = [100 * x for x in row["added_95"]]
+    return [f"{row['kl']:.2g}", _within(100 * row["added"], added, "{:+.2f}"), over]
+
+
+def _within(value: float, ends: list[float], form: str) -> str:
+    low, high = map(form.format, ends)
+    return f"{form.format(value)} [{low}, {high}]"
 
 
 def methods(results: Results) -> Iterator[str]:
@@ -277,11 +295,17 @@ def mixture(results: Results) -> Iterator[str]:
     yield markdown([head, *(f"{each} bits" for each in bits)], cells)
 
 
-def _accuracy_rows(results: Results) -> list[Row]:
-    """Returns the rows of the table of accuracy."""
-    rows = accuracy_rows(results)
-    weights = [row for row in rows if row["scheme"] in SCHEMES]
-    return weights + [row for row in rows if row["scheme"] == "bf16" and row["kv"] in FORMATS]
+def _accuracy_rows(results: Results, label: str = "quant_accuracy") -> dict[str, Row]:
+    """Returns the rows of the table of accuracy, by name. `over` is a row's difference from the row above."""
+    rows = accuracy_rows(results, label)
+    chosen = [row for name in SCHEMES for row in rows if row["scheme"] == name]
+    chosen += [row for name in FORMATS for row in rows if row["scheme"] == "bf16" and row["kv"] == name]
+    pairs = {(x["scheme"], x["kv"], x["over_scheme"], x["over_kv"]): x for x in pair_rows(results, label)}
+    found = {}
+    for row, above in zip(chosen, [None, *chosen]):
+        key = above and (row["scheme"], row["kv"], above["scheme"], above["kv"])
+        found[_name(row)] = row | ({"over": pairs[key]} if key in pairs else {})
+    return found
 
 
 def _name(row: Row) -> str:

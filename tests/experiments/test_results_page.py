@@ -252,13 +252,18 @@ def test_accuracy_is_by_bytes(tmp_path):
     row = {"part": "scheme", "kv": "model", "kl": 0.00061, "added": 0.0006, "added_95": [-0.0001, 0.0012]}
     row |= {"bytes_per_weight": 1.0125, "bytes_per_kv": 2.0, "protocol": "document"}
     kv = row | {"scheme": "bf16", "kv": "int8-g8", "added": -0.00001, "bytes_per_kv": 1.25}
-    rows = [row | {"scheme": "w8a8-all"}, row | {"scheme": "other"}, kv]
+    finer = {"scheme": "mine:q6_k", "over_scheme": "w8a8-all", "over_kv": "model", "kl": 0.0001, "kl_95": [-0.1, 0.2]}
+    pair = {"part": "pair", "kv": "model", **finer}
+    rows = [row | {"scheme": "w8a8-all"}, row | {"scheme": "mine:q6_k"}, row | {"scheme": "other"}, kv, pair]
     write(tmp_path, "quant_accuracy-20261120-cpu", device="cpu", rows=rows)
+    write(tmp_path, "quant_accuracy_oz-20261120-cpu", device="cpu", rows=[row | {"scheme": "w8a8-all", "kl": 0.2}])
     text = page(read(tmp_path))
     (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
     for shown in ("bytes a weight", "bytes a value of K or V", "w8a8-all"):
         assert shown in drawn.read_text(encoding="utf-8")
-    assert "| weights w8a8-all | 1.012 | 0.00061 | +0.06 [-0.01, +0.12] |" in text
+    measured = "0.00061 | +0.06 [-0.01, +0.12]"
+    assert f"| weights w8a8-all | 1.012 | {measured} |  | 0.2 | +0.06 [-0.01, +0.12] |  |" in text
+    assert f"| weights q6_k | 1.012 | {measured} | +0.0001 [-0.1, +0.2] |  |  |  |" in text
     assert "| KV int8-g8 | 1.250 |" in text
     assert "other" not in text
     assert "Perplexity changes by +0.00 % with K and V in `int8-g8`, +0.06 % with `w8a8-all`." in text
