@@ -237,8 +237,8 @@ def accuracy(results: Results) -> Iterator[str]:
         return
     yield "![Divergence by bytes](results/summary-accuracy.svg)"
     yield (
-        "Names like q4_k are llama.cpp's types. Texts are [the model's own](texts) and *The Wonderful Wizard of Oz*. Brackets have 95 % intervals. *Over the "
-        "row above* is the difference in KL on the same documents or windows."
+        "Names like q4_k are llama.cpp's types. Texts are [the model's own](texts) and *The Wonderful Wizard of Oz*. "
+        "Brackets have 95 % intervals. *Over the row above* is the difference in KL on the same documents or windows."
     )
     cells = []
     for name, row in first.items():
