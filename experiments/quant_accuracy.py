@@ -179,7 +179,10 @@ def in_run(name: str, args: argparse.Namespace) -> tuple[str, str]:
     """Returns scheme and KV format of SCHEME, KV or SCHEME/KV. Raises ConfigError if the run lacks it."""
     scheme, slash, kv = name.partition("/")
     wanted = [(scheme, kv)] if slash else [(name, PLAIN_KV), (PLAIN, name)]
-    if found := [pair for pair in wanted if pair in pairs(args)]:
+    found = [pair for pair in wanted if pair in pairs(args)]
+    if len(found) == 2:
+        raise ConfigError(f"--between {name}: it is a scheme and a KV format: say {name}/{PLAIN_KV} or {PLAIN}/{name}")
+    if found:
         return found[0]
     have = ", ".join(f"{scheme}/{kv}" for scheme, kv in pairs(args))
     raise ConfigError(f"--between {name}: this run has no such scheme or KV format; it has {have}")

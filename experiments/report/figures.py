@@ -194,20 +194,10 @@ def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
 # Accuracy
 
 
-def pair_rows(results: Results, label: str) -> list[Row]:
-    """Returns the differences of two schemes or KV formats on the same documents."""
-    rows = results.on("cpu").rows(label, part="pair")
-    return [_short(row, "scheme", "over_scheme") for row in rows]
-
-
-def _short(row: Row, *names: str) -> Row:
-    """Returns a row in which schemes of the user's own have their short names."""
-    return row | {name: row[name].rpartition(":")[2] for name in names}
-
-
 def accuracy_rows(results: Results, label: str = "quant_accuracy") -> list[Row]:
-    """Returns the quantized schemes and KV formats, each beside 16 bits of the other."""
+    """Returns the quantized schemes and KV formats, each beside 16 bits of the other. The user's own schemes have their
+    short names."""
     entry = results.entry(label, "cpu")
     rows = [] if entry is None else [row for row in entry.rows if row.get("part", "scheme") == "scheme"]
-    rows = [_short(row, "scheme") for row in rows]
+    rows = [row | {"scheme": row["scheme"].rpartition(":")[2]} for row in rows]
     return [row for row in rows if row["kl"] > 0 and (row["kv"] == PLAIN_KV or row["scheme"] == PLAIN)]

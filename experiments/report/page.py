@@ -1,7 +1,9 @@
 """Writes the text of RESULTS.md, with values from the newest files, and claims with their files' verdicts."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+from experiments.accuracy.rows import difference
 from experiments.report.claims import claims_table
 from experiments.report.documents import Row, short
 from experiments.report.figures import (
@@ -12,7 +14,6 @@ from experiments.report.figures import (
     decode_series,
     floor_shares,
     over,
-    pair_rows,
     requests_rows,
 )
 from experiments.report.markdown import markdown
@@ -204,9 +205,9 @@ def requests(results: Results) -> Iterator[str]:
         return
     yield (
         "LLaMA-2-7B serves 1,024 conversations at once. Each replica has a GPU and as many conversations. A figure is "
-        "the mean of one job's runs. Its 95 % interval is Student's t. A single run has none."
+        "the mean of one job's runs. Its 95 % interval is Student's t. A single run has none.\n"
+        f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     )
-    yield f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     cells = [
         [
             row["name"],
@@ -223,10 +224,10 @@ def requests(results: Results) -> Iterator[str]:
 def kernels(results: Results) -> Iterator[str]:
     if strips(results):
         yield (
-            "Each cell says how many times as fast as the peer a case is. Green is faster, red is slower. Two figures "
-            "are the range over shapes."
+            "Each cell says how many times as fast as the peer a case is. Green is faster, red is slower. Two "
+            "figures are the range over shapes.\n"
+            f"![Kernels against peers, {short(results.device)}](results/summary-kernels.svg)"
         )
-        yield f"![Kernels against peers, {short(results.device)}](results/summary-kernels.svg)"
 
 
 def accuracy(results: Results) -> Iterator[str]:
@@ -235,10 +236,11 @@ def accuracy(results: Results) -> Iterator[str]:
     first, *others = found.values()
     if not first:
         return
-    yield "![Divergence by bytes](results/summary-accuracy.svg)"
     yield (
-        "Names like q4_k are llama.cpp's types. Texts are [the model's own](texts) and *The Wonderful Wizard of Oz*. "
-        "Brackets have 95 % intervals. *Over the row above* is the difference in KL on the same documents or windows."
+        "![Divergence by bytes](results/summary-accuracy.svg)\n"
+        "Names like q4_k are llama.cpp's [types](gguf_types.py). Texts are [the model's own](texts) and "
+        "*The Wonderful Wizard of Oz*. Brackets have 95 % intervals. *Over the row above* is the difference in KL on "
+        "the same documents or windows."
     )
     cells = []
     for name, row in first.items():
@@ -266,15 +268,11 @@ def methods(results: Results) -> Iterator[str]:
     rows = [] if entry is None else [row for row in entry.rows if row["model"] == "plain" and "bytes_per_weight" in row]
     if not rows:
         return
-    yield (
-        "KL in nats a token on one text, by one program. Names like q4_k are llama.cpp's types "
-        "([gguf_types.py](gguf_types.py)). Bits include scales."
-    )
     kl = {(row["scheme"], row["method"]): f"{row['kl']:.2g}" for row in rows}
     bits = {row["scheme"]: 8 * row["bytes_per_weight"] for row in sorted(rows, key=lambda row: row["bytes_per_weight"])}
     cells = [[name, *(kl.get((scheme, name), "") for scheme in bits)] for name in dict.fromkeys(x for _, x in kl)]
     heads = (f"{name.rpartition(':')[2]}, {size:.2f} bits" for name, size in bits.items())
-    yield markdown(["of the bundled model", *heads], cells)
+    yield markdown(["KL of the bundled model, own text", *heads], cells)
 
 
 def mixture(results: Results) -> Iterator[str]:
@@ -300,11 +298,11 @@ def _accuracy_rows(results: Results, label: str = "quant_accuracy") -> dict[str,
     rows = accuracy_rows(results, label)
     chosen = [row for name in SCHEMES for row in rows if row["scheme"] == name]
     chosen += [row for name in FORMATS for row in rows if row["scheme"] == "bf16" and row["kv"] == name]
-    pairs = {(x["scheme"], x["kv"], x["over_scheme"], x["over_kv"]): x for x in pair_rows(results, label)}
+    kinds = [row["scheme"] == "bf16" for row in chosen]
     found = {}
-    for row, above in zip(chosen, [None, *chosen]):
-        key = above and (row["scheme"], row["kv"], above["scheme"], above["kv"])
-        found[_name(row)] = row | ({"over": pairs[key]} if key in pairs else {})
+    for row, above, same in zip(chosen, [None, *chosen], [False, *(a == b for a, b in pairwise(kinds))]):
+        over = difference(row, above) if same and above and "part_tokens" in row else None
+        found[_name(row)] = row | ({"over": over} if over else {})
     return found
 
 

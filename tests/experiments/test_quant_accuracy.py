@@ -304,6 +304,10 @@ def test_an_edited_module_does_not_go_on_with_rows_of_before(sweep, own, evaluat
         ),
         (["--layers", "own_schemes:Wide"], "own_schemes:Wide: is a KV format, not a scheme of weights"),
         (["--kv", "own_schemes:HALF"], "own_schemes:HALF: is a scheme of weights, not a KV format"),
+        (
+            ["--kv", "fp8", "--schemes", "fp8", "--between", "fp8", "bf16"],
+            "--between fp8: it is a scheme and a KV format: say fp8/model or bf16/fp8",
+        ),
         (["--between", "nf4", "bf16"], "--between nf4: this run has no such scheme or KV format; it has bf16/model"),
     ],
 )

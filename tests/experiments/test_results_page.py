@@ -224,9 +224,8 @@ def test_methods_are_by_bits(tmp_path):
     q4 = {"scheme": "experiments.gguf_types:q4_k", "method": "round", "bytes_per_weight": 0.5625, "kl": 0.0089}
     rows = [row | q4, row, row | {"method": "gptq", "kl": 0.02}, row | {"model": "stream", "kl": 9}]
     write(tmp_path, "ptq_methods-20261120-cpu", device="cpu", rows=rows)
-    _, table = page(read(tmp_path)).split("Bits include scales.\n\n")
-    assert table.splitlines() == [
-        "| of the bundled model | nf4, 4.25 bits | q4_k, 4.50 bits |",
+    assert page(read(tmp_path)).splitlines()[-5:] == [
+        "| KL of the bundled model, own text | nf4, 4.25 bits | q4_k, 4.50 bits |",
         "| --- | --- | --- |",
         "| round |  | 0.0089 |",
         "| awq | 0.01 |  |",
@@ -252,9 +251,10 @@ def test_accuracy_is_by_bytes(tmp_path):
     row = {"part": "scheme", "kv": "model", "kl": 0.00061, "added": 0.0006, "added_95": [-0.0001, 0.0012]}
     row |= {"bytes_per_weight": 1.0125, "bytes_per_kv": 2.0, "protocol": "document"}
     kv = row | {"scheme": "bf16", "kv": "int8-g8", "added": -0.00001, "bytes_per_kv": 1.25}
-    finer = {"scheme": "mine:q6_k", "over_scheme": "w8a8-all", "over_kv": "model", "kl": 0.0001, "kl_95": [-0.1, 0.2]}
-    pair = {"part": "pair", "kv": "model", **finer}
-    rows = [row | {"scheme": "w8a8-all"}, row | {"scheme": "mine:q6_k"}, row | {"scheme": "other"}, kv, pair]
+    parts = {"part_tokens": [9, 9], "part_nats": [9.0, 9.0], "part_reference_nats": [9.0, 9.0], "part_same": [9, 9]}
+    row |= parts | {"context": 8, "stride": 8, "parts": 2, "part_kl": [0.9, 1.8]}
+    finer = row | {"scheme": "mine:q6_k", "part_kl": [1.8, 1.8]}
+    rows = [row | {"scheme": "w8a8-all"}, finer, row | {"scheme": "other"}, kv]
     write(tmp_path, "quant_accuracy-20261120-cpu", device="cpu", rows=rows)
     write(tmp_path, "quant_accuracy_oz-20261120-cpu", device="cpu", rows=[row | {"scheme": "w8a8-all", "kl": 0.2}])
     text = page(read(tmp_path))
@@ -263,7 +263,7 @@ def test_accuracy_is_by_bytes(tmp_path):
         assert shown in drawn.read_text(encoding="utf-8")
     measured = "0.00061 | +0.06 [-0.01, +0.12]"
     assert f"| weights w8a8-all | 1.012 | {measured} |  | 0.2 | +0.06 [-0.01, +0.12] |  |" in text
-    assert f"| weights q6_k | 1.012 | {measured} | +0.0001 [-0.1, +0.2] |  |  |  |" in text
+    assert f"| weights q6_k | 1.012 | {measured} | +0.05 [+0, +0.1] |  |  |  |" in text
     assert "| KV int8-g8 | 1.250 |" in text
     assert "other" not in text
     assert "Perplexity changes by +0.00 % with K and V in `int8-g8`, +0.06 % with `w8a8-all`." in text
