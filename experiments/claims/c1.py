@@ -79,24 +79,25 @@ def recorded(results: Path) -> Iterator[Row]:
                 yield {"source": "measured", **row, **source_of(document, file)}
 
 
-def gains(rows: list[Row]) -> list[tuple[Row, Interval]]:
-    """Returns the gain at each point of slots and requests, with one of its rows, first the measured ones."""
+def gains(rows: list[Row]) -> tuple[list[Interval], list[Interval]]:
+    """Returns the gain at each point of slots and requests: the measured ones, and the simulated ones."""
     cells: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         about = (row.get(name) for name in ("source", "slots", "requests", "measured_on"))
         cells.setdefault(tuple(map(str, about)), []).append(row)
-    found = []
-    for some in cells.values():
+    measured, simulated = [], []
+    for (source, *_), some in cells.items():
         ours, other = ([row for row in some if row["policy"] == name] for name in POLICIES)
-        noise = 0.0 if some[0].get("source") == "simulated" else NOISE
+        noise, found = (0.0, simulated) if source == "simulated" else (NOISE, measured)
         if (gain := change_of(ours, other, "qps", noise)) is not None:
-            found.append((some[0], gain))
-    return sorted(found, key=lambda each: each[0].get("source", ""))
+            found.append(gain)
+    return measured, simulated
 
 
 def holds(rows: list[Row]) -> Answer:
     """Decides point by point, by the measured ones where there are any."""
-    found = [gain_holds(gain, *STATED) for gain in decisive(rows)]
+    measured, simulated = gains(rows)
+    found = [gain_holds(gain, *STATED) for gain in measured or simulated]
     if not found:
         return NOT_TESTED, ""
     directions, sizes = ([SIDES[side] for side in sides] for sides in zip(*found))
@@ -104,24 +105,18 @@ def holds(rows: list[Row]) -> Answer:
     return in_most(directions), "more" if more else in_all(sizes)
 
 
-def decisive(rows: list[Row]) -> list[Interval]:
-    found = gains(rows)
-    return [gain for row, gain in found if row.get("source") != "simulated"] or [gain for _, gain in found]
-
-
 def words(rows: list[Row]) -> tuple[str, str]:
-    simulated = [gain.mean for row, gain in gains(rows) if row.get("source") == "simulated"]
-    found = decisive(rows)
-    if not simulated and len(found) == 1:
-        return gain_words(WHO, found[0], *STATED)
-    curve = f"{percents(simulated)} more requests a second, by slots and requests"
-    if len(found) == len(simulated):
-        return f"{percents(simulated)} more requests a second, simulated", f"Simulated: {WHO.lower()} serves {curve}."
-    measured, line = gain_words(WHO, found[0], *STATED)
-    if len(found) > 1:
-        measured = f"{percents(gain.mean for gain in found)} more requests a second"
-        line = f"{WHO} serves {measured}, by slots and requests."
-    return f"{measured}; simulated {percents(simulated)}", f"{line} Simulated: {curve}."
+    measured, simulated = gains(rows)
+    some, every = ("" if not found else percents(gain.mean for gain in found) for found in (measured, simulated))
+    more = "more requests a second"
+    if not measured:
+        return f"{every} {more}, simulated", f"Simulated: {WHO.lower()} serves {every} {more}, by slots and requests."
+    figure, line = gain_words(WHO, measured[0], *STATED)
+    if len(measured) > 1:
+        figure, line = f"{some} {more}", f"{WHO} serves {some} {more}, by slots and requests."
+    if not simulated:
+        return figure, line
+    return f"{figure}; simulated {every}", f"{line} Simulated: {every} {more}, by slots and requests."
 
 
 CLAIM = Claim(
