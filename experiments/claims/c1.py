@@ -85,7 +85,8 @@ def gains(rows: list[Row]) -> tuple[list[Interval], list[Interval]]:
     for row in rows:
         about = (row.get(name) for name in ("source", "slots", "requests", "measured_on"))
         cells.setdefault(tuple(map(str, about)), []).append(row)
-    measured, simulated = [], []
+    measured: list[Interval] = []
+    simulated: list[Interval] = []
     for (source, *_), some in cells.items():
         ours, other = ([row for row in some if row["policy"] == name] for name in POLICIES)
         noise, found = (0.0, simulated) if source == "simulated" else (NOISE, measured)
