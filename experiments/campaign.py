@@ -68,7 +68,7 @@ CAMPAIGN = (
     Command("sanitizer", "-m experiments.sanitizer --results {results}", 240, timed=False),
     experiment("ceilings", "ceilings", 60),
     # One process shares two minutes of compiling, and the default policies' run of each round.
-    experiment("serving", "claims C1 C3 C11 C4", 680),
+    experiment("serving", "claims C1 C3 C11 C4", 900),
     bench("decode_attention", "", 170, peer_seconds=60),
     bench("prefill_attention", "", 130, peer_seconds=40),
     experiment("C18", "claims C18", 180),
