@@ -231,8 +231,8 @@ class LlamaConfig:
             "kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "ffn": self.intermediate_size,
-            "q_norm": self.head_dim * (self.num_heads if self.qk_norm_whole else 1),
-            "k_norm": self.head_dim * (self.num_kv_heads if self.qk_norm_whole else 1),
+            "q_norm": self.num_heads if self.qk_norm_whole else 1,
+            "k_norm": self.num_kv_heads if self.qk_norm_whole else 1,
         } | ({} if self.experts is None else self.experts.axes)
 
     @staticmethod

@@ -62,11 +62,11 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     logits = jax.lax.optimization_barrier(logits)
     peak = jnp.max(logits, axis=1, keepdims=True)
     peak = jax.lax.optimization_barrier(jnp.where(jnp.isfinite(peak), peak, 0))
-    total = _sum_in_order(jax.lax.optimization_barrier(jnp.exp(logits - peak)))
+    total = sum_in_order(jax.lax.optimization_barrier(jnp.exp(logits - peak)))
     return peak[:, 0] + jax.lax.optimization_barrier(jnp.log(total))
 
 
-def _sum_in_order(x: jax.Array) -> jax.Array:
+def sum_in_order(x: jax.Array) -> jax.Array:
     """Returns the sums [R] of x [R, n]: parts of each row are added one after the other, as whole arrays."""
     while (n := x.shape[1]) > 1:
         parts = min(PARTS, n)

@@ -25,6 +25,7 @@ from jllm.model.rope import unturned
 from jllm.model.shapes import Array, Float, shaped
 from jllm.model.taps import Tap
 from pallas_kernels import decode_attention, prefill_attention
+from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.backends import DETERMINISTIC, on_hopper, where_faster
 from pallas_kernels.cache_update import cache_update, cache_update_fused
 from pallas_kernels.causal_attention import causal_attention
@@ -33,7 +34,7 @@ from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.formats.kv_tail import settle, with_row_map
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
-from pallas_kernels.one_order import fenced
+from pallas_kernels.one_order import fenced, sum_in_order
 from pallas_kernels.rotary import rotate
 
 
@@ -232,8 +233,28 @@ def _split_qkv(
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
     if p.q_norm is not None and p.k_norm is not None:
-        q, k = (_head_norm(x, weight, config, backend) for x, weight in ((q, p.q_norm), (k, p.k_norm)))
+        if config.qk_norm_whole and config.axis is not None:
+            q, k = _norms_of_ranks(q, k, p, config, backend)
+        else:
+            q, k = (_head_norm(x, weight, config, backend) for x, weight in ((q, p.q_norm), (k, p.k_norm)))
     return q, k, v
+
+
+def _norms_of_ranks(q: jax.Array, k: jax.Array, p: Any, config: LlamaConfig, backend: str | None) -> list[jax.Array]:
+    """Returns the norms of a device's heads q and k [T, n, D] over the heads of all devices, which exchange their means
+    of squares. Each has as many heads as the others, and copies of KV heads do not change a mean."""
+    assert config.axis is not None, "devices share the heads"
+    kind, wide = q.dtype, compute_dtype(q.dtype)
+    rows = [x.reshape(x.shape[0], -1).astype(wide) for x in (q, k)]
+    add = sum_in_order if backend == DETERMINISTIC and on_hopper() else partial(jnp.sum, axis=1)
+    means = [add(x * x) / x.shape[1] for x in rows]
+    four = jnp.stack(means + means, axis=1)  # GPUs exchange packs of 16 bytes
+    four = all_reduce(four, config.axis, backend=where_faster(backend)) / jax.lax.axis_size(config.axis.name)
+    scales = jax.lax.rsqrt(four + jnp.asarray(config.norm_eps, wide))
+    normed = [(x * scales[:, i, None]).astype(kind) for i, x in enumerate(rows)]
+    return [
+        (x * weight.astype(kind)[None]).reshape(of.shape) for x, weight, of in zip(normed, (p.q_norm, p.k_norm), (q, k))
+    ]
 
 
 def _head_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig, backend: str | None) -> jax.Array:

@@ -73,6 +73,7 @@ QKV = {
     "self_attn.k_proj": "kv_heads head_dim",
     "self_attn.v_proj": "kv_heads head_dim",
 }
+Q_NORM, K_NORM = "q_norm head_dim", "k_norm head_dim"
 OUT = {"self_attn.o_proj": "embed"}
 GATE_UP = {"mlp.gate_proj": "ffn", "mlp.up_proj": "ffn"}
 DOWN = {"mlp.down_proj": "embed"}
@@ -94,8 +95,8 @@ class AttentionParams:
     # [(H + 2K) D, E]: query rows, key rows, value rows
     qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))
     qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))  # [(H + 2K) D]
-    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "q_norm", "qk_norm"))  # [D] or [H D]
-    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "k_norm", "qk_norm"))  # [D] or [K D]
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", Q_NORM, "qk_norm"))  # [D] or [H D]
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", K_NORM, "qk_norm"))  # [D] or [K D]
     o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))  # [E, H D]
     o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))  # [E]
     sinks: jax.Array | None = field(default=None, metadata=bias(SINKS, "sinks"))  # [H]
@@ -110,8 +111,8 @@ class NormAfterAttentionParams:
     norm: jax.Array | None = field(metadata=norm_weight("input_layernorm", "embed", "norm_before"))  # [E]
     qkv: Weight = field(metadata=matrix(QKV, "embed", "self_attn.qkv_proj", reads="attn_norm"))  # as AttentionParams
     qkv_bias: jax.Array | None = field(metadata=bias(QKV, "qkv_bias"))
-    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", "q_norm", "qk_norm"))
-    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", "k_norm", "qk_norm"))
+    q_norm: jax.Array | None = field(metadata=norm_weight("self_attn.q_norm", Q_NORM, "qk_norm"))
+    k_norm: jax.Array | None = field(metadata=norm_weight("self_attn.k_norm", K_NORM, "qk_norm"))
     o: Weight = field(metadata=matrix(OUT, "heads head_dim", reads="attention", residual=True))
     o_bias: jax.Array | None = field(metadata=bias(OUT, "o_bias"))
     norm_after: jax.Array = field(metadata=norm_weight("post_attention_layernorm", "embed"))  # [E]

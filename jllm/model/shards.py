@@ -23,7 +23,7 @@ from jllm.config import LlamaConfig
 from jllm.errors import QuantizationError
 from jllm.model.param_specs import LeafSpec, draw_params, param_specs
 from jllm.model.params import Params, WeightEntry
-from jllm.parallel.mesh import SHARED, has_whole_experts
+from jllm.parallel.mesh import COPIED, SHARED, has_whole_experts
 from jllm.parallel.ranks import REPLICATED, STACKED
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales, unpacked
 from pallas_kernels.formats.weight_codes import pack4, unpack4
@@ -177,7 +177,7 @@ def _span(axis: str, size: int, config: LlamaConfig, rank: int) -> tuple[int, in
     if axis not in SHARED:
         return 0, size
     n, units = config.mesh.size, config.axes[axis]
-    if units < n and axis == "kv_heads":
+    if units < n and axis in COPIED:
         return rank * units // n * (size // units), size // units
     count = -(-units // n) * (size // units)
     return rank * count, count

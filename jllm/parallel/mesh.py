@@ -18,7 +18,8 @@ from jllm.parallel.memory import free_memory, is_host
 from pallas_kernels.all_reduce import MeshAxis
 
 AXIS = "model"
-SHARED = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")  # the axes of weights that ranks share out
+COPIED = ("kv_heads", "q_norm", "k_norm")  # axes of weights that ranks share out, or keep alike if there are too few
+SHARED = ("heads", *COPIED, "ffn", "expert_ffn", "shared_ffn", "vocab")  # all that they share out
 
 
 def make_mesh(devices: int | Sequence[jax.Device]) -> Mesh:
@@ -45,8 +46,6 @@ def spread(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
         raise ConfigError(f"the mesh has different devices ({', '.join(kinds)}): expected one kind")
     if type(config) is not LlamaConfig:
         raise ConfigError(f"a {type(config).__name__} cannot be spread over devices; a LlamaConfig can")
-    if config.qk_norm_whole:
-        raise ConfigError(f"a {config.architecture} cannot be spread over devices: its norms of q and k need all heads")
     if config.activation_parts > 1:
         raise ConfigError(
             f"activation_parts={config.activation_parts} is for one device: on a mesh each device has one part"

@@ -200,10 +200,25 @@ def test_what_a_mesh_saves_is_the_whole_model(tmp_path):
     assert fingerprint.of_params(found.params) == fingerprint.of_params(model.params)
 
 
-def test_heads_have_their_sinks():
-    model = jllm.load(PARITY / "gpt-oss", dtype="float64")
-    got, wanted = (forward(m.params, m.config, BATCH) for m in (on_mesh(model, 2), model))
+@pytest.mark.parametrize(("family", "devices"), [("gpt-oss", 2), ("olmoe", 4), ("olmo2", 4)])
+def test_heads_have_their_sinks_and_norms_of_all(family, devices):
+    """Four devices have two KV heads twice."""
+    model = jllm.load(PARITY / family, dtype="float64")
+    shared = on_mesh(model, devices)
+    got, wanted = (forward(m.params, m.config, BATCH) for m in (shared, model))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
+    jax.tree.map(np.testing.assert_array_equal, whole_params(shared.params, shared.config), model.params)
+
+
+def test_norms_of_all_heads_have_one_order():
+    """A request alone has the bits that it has in a batch, and the tokens of one device."""
+    model = jllm.load(PARITY / "olmoe", dtype="float64")
+    shared = on_mesh(model, 4)
+    asked = [replace(each, logprobs=3) for each in ASKED]
+    many = serve(shared, PROMPTS, asked, **ENGINE, deterministic=True)
+    (alone,) = serve(shared, PROMPTS[1:2], asked[1:2], **ENGINE, deterministic=True)
+    assert [done.token_ids for done in many] == [done.token_ids for done in serve(model, PROMPTS, asked, **ENGINE)]
+    assert alone.logprobs == many[1].logprobs
 
 
 def test_random_shares_have_one_router():
