@@ -39,6 +39,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         ("Qwen3Moe", {"use_sliding_window": True, "max_window_layers": 2}, {"windows": (4096,) * 4, "qk_norm": True}),
         ("Qwen2Moe", {"use_sliding_window": True}, {"windows": (4096, None, 4096, None), "qkv_bias": True}),
         ("Olmoe", {}, {"qk_norm_whole": True, "norms": "before"}),
+        ("Mixtral", {}, {"rope_theta": 1e6, "norm_eps": 1e-5}),
     ],
 )
 def test_fields(family, fields, wanted):
@@ -56,6 +57,7 @@ def test_fields(family, fields, wanted):
             {"rope_parameters": {"sliding_attention": LINEAR}},
             "rope type 'linear' is not supported for layers",
         ),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("SmolLM3", {"no_rope_layers": [1, 0]}, "no_rope_layers must list 0 or 1 for each of the 3 layers"),
         ("Phi3", {"partial_rotary_factor": 0.1}, "rotary_dim is 1, but must be even"),

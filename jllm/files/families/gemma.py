@@ -29,7 +29,7 @@ from jllm.files.hf_rope import read_rope_by_window, write_rope_by_window
 _GELU = "gelu_pytorch_tanh"
 _FIELDS = (
     "attention_bias hidden_act hidden_activation query_pre_attn_scalar sliding_window layer_types "
-    "attn_logit_softcapping final_logit_softcapping"
+    "final_logit_softcapping"
 )
 
 
@@ -94,7 +94,7 @@ GEMMA2 = Family(
     kv_heads=4,
     head_dim=256,
     tied=True,
-    fields=words(_FIELDS),
+    fields=words(f"{_FIELDS} attn_logit_softcapping"),
     read=_read_gemma2,
     write=_write,
 )

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from jllm.config import LlamaConfig
-from jllm.files.families.family import Family, Fields, one_window, read_one_window, read_window, words
+from jllm.files.families.family import Family, Fields, one_window, read_one_window, read_plain_rope, read_window, words
 from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 
 _EXPERTS = ExpertFields("num_local_experts", 8, 2, "intermediate_size", 14336, normalize=True)
@@ -44,7 +44,9 @@ MIXTRAL = Family(
     bos=1,
     eos=2,
     kv_heads=8,
+    eps=1e-5,
     fields=words("sliding_window layer_types num_local_experts num_experts_per_tok"),
+    rope=partial(read_plain_rope, theta=1_000_000.0),
     read=_read_mixtral,
     write=_write_mixtral,
     names=(
