@@ -48,8 +48,10 @@ def _read(name: str, given: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         fits = found.shape == shape.shape and np.can_cast(found.dtype, shape.dtype, "same_kind")
     except (TypeError, ValueError):
         raise RequestError(f"inputs: {name} must be an array, not {type(given).__name__}") from None
-    made = found.astype(shape.dtype) if fits else found
-    if not fits or (np.issubdtype(made.dtype, np.integer) and not np.array_equal(made, found)):
+    with np.errstate(over="ignore"):
+        made = found.astype(shape.dtype) if fits else found
+    seen = (lambda x: x) if np.issubdtype(made.dtype, np.integer) else np.isfinite
+    if not fits or not np.array_equal(seen(made), seen(found)):
         want, got = (f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (shape, found))
         raise RequestError(f"inputs: {name} must be {want}, not {got}{' of larger numbers' if fits else ''}")
     return made

@@ -1,7 +1,8 @@
 """Reads and writes adapters as PEFT's directories: adapter_config.json and adapter_model.safetensors.
 
 A module's factors are lora_A [r, in] and lora_B [out, r]. Its scale is lora_alpha / r, or lora_alpha / sqrt(r) with
-use_rslora. rank_pattern and alpha_pattern give other ones to modules whose name ends as a pattern says.
+use_rslora. rank_pattern and alpha_pattern give other ones to modules whose name ends as a pattern says. If files of the
+family have q, k and v as one tensor (Phi), so have these directories: one lora_A for all, and all rows of lora_B.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 
 from jllm.config import LlamaConfig
 from jllm.errors import CheckpointError, OutputError
+from jllm.files.families import FAMILIES
 from jllm.files.safetensors_io import DTYPES, StoredTensor, read_as_stored, read_header, write_file
 from jllm.model.adapters import MOST_RANK, Adapter, LowRank, Target, all_targets, check_adapter, merge_params
 from jllm.model.model import Model
@@ -74,15 +76,15 @@ def save_adapter(path: str | PathLike, adapter: Adapter, config: LlamaConfig, ba
     for field, each in adapter.items():
         target = targets[field]
         for at, layer in enumerate(target.layers):
-            start = 0
-            for part, (module, rows) in enumerate(zip(target.modules, target.parts)):
+            parts = _modules(each, target, at)
+            if len(parts) > 1 and config.architecture in FAMILIES and FAMILIES[config.architecture].merged:
+                parts = [_joined(parts, target)]
+            for module, a, b, scale in parts:
                 name = f"{layer_prefix(layer)}{module}"
-                if each.scale[at][part]:
-                    low = slice(part * each.rank, (part + 1) * each.rank)
-                    tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(each.a[at, low])
-                    tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(each.b[at, start : start + rows])
-                    ranks[name], alphas[name] = each.rank, each.scale[at][part] * each.rank
-                start += rows
+                if scale:
+                    tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(a)
+                    tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(b)
+                    ranks[name], alphas[name] = len(a), scale * len(a)
     rank, alpha = (max(some.values(), key=list(some.values()).count, default=1) for some in (ranks, alphas))
     written = {
         "peft_type": "LORA",
@@ -105,6 +107,29 @@ def save_adapter(path: str | PathLike, adapter: Adapter, config: LlamaConfig, ba
         raise OutputError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
+Part = tuple[str, np.ndarray, np.ndarray, float]  # a module's name, a [r, in], b [out, r] and scale
+
+
+def _modules(each: LowRank, target: Target, at: int) -> list[Part]:
+    """Returns the factors of each module of a matrix, in one of its layers."""
+    a, b = (np.asarray(x) for x in (each.a[at], each.b[at]))
+    rows = np.split(b, np.cumsum(target.parts)[:-1])
+    return list(zip(target.modules, np.split(a, len(rows)), rows, each.scale[at]))
+
+
+def _joined(parts: list[Part], target: Target) -> Part:
+    """Returns the factors of modules as those of one: with their a if it is the same, else with the a's of all."""
+    _, a, b, scales = zip(*parts)
+    scale = max(scales, key=abs)
+    b = [rows * (own / scale if scale else 0) for rows, own in zip(b, scales)]
+    name = str(target.entry.name)
+    if all((one == a[0]).all() for one in a):
+        return name, a[0], np.concatenate(b).astype(a[0].dtype), scale
+    zeros = [[np.zeros((len(rows), len(one))) for one in a] for rows in b]
+    wide = np.block([[rows if i == j else zeros[i][j] for j in range(len(a))] for i, rows in enumerate(b)])
+    return name, np.concatenate(a), wide.astype(a[0].dtype), scale
+
+
 def _exactly(module: str) -> str:
     return "^" + re.escape(module)
 
@@ -120,8 +145,10 @@ def _read(folder: Path, config: LlamaConfig) -> _Read:
     factors = _factors(folder / WEIGHTS, read_header(folder / WEIGHTS), config)
     if not factors:
         raise CheckpointError(f"{folder / WEIGHTS}: has no factor lora_A")
-    adapter, magnitudes = {}, {}
-    for field, target in all_targets(config).items():
+    adapter, magnitudes, targets = {}, {}, all_targets(config)
+    for target in targets.values():
+        _cut_merged(factors, target)
+    for field, target in targets.items():
         own = {key: factors.pop(key) for key in _keys(target) if key in factors}
         if own:
             adapter[field] = _stacked(folder, raw, target, own)
@@ -157,11 +184,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 Key = tuple[int, str]  # a layer, and a module in it
+Factors = dict[str, Any]  # of a module: its tensors, and under "name" the module in the file
 
 
-def _factors(path: Path, stored: Mapping[str, StoredTensor], config: LlamaConfig) -> dict[Key, dict[str, np.ndarray]]:
+def _factors(path: Path, stored: Mapping[str, StoredTensor], config: LlamaConfig) -> dict[Key, Factors]:
     """Returns the tensors of each module. Raises CheckpointError for tensors that are no factors of a layer's."""
-    found: dict[Key, dict[str, np.ndarray]] = {}
+    found: dict[Key, Factors] = {}
     for name, tensor in stored.items():
         match = NAME.fullmatch(name.removeprefix(PREFIX))
         layer = match and LAYER.fullmatch(match["module"])
@@ -169,17 +197,29 @@ def _factors(path: Path, stored: Mapping[str, StoredTensor], config: LlamaConfig
             raise CheckpointError(f"{path}: tensor {name} is no low-rank factor of a layer")
         if int(layer[1]) >= config.num_layers:
             raise CheckpointError(f"{path}: tensor {name}: the model has {config.num_layers} layers")
-        found.setdefault((int(layer[1]), layer[2]), {})[match["part"]] = read_as_stored(tensor)
+        found.setdefault((int(layer[1]), layer[2]), {"name": match["module"]})[match["part"]] = read_as_stored(tensor)
     return found
+
+
+def _cut_merged(factors: dict[Key, Factors], target: Target) -> None:
+    """Replaces the factors of a merged module by those of its parts: all have its lora_A, and their rows of the
+    rest."""
+    if len(target.parts) == 1:
+        return
+    for layer in target.layers:
+        whole, start = factors.pop((layer, str(target.entry.name)), None), 0
+        for module, rows in zip(target.modules, target.parts) if whole is not None else ():
+            own = slice(start, start + rows)
+            cut = {name: x[own] for name, x in whole.items() if name in ("lora_B", "lora_magnitude_vector")}
+            factors[layer, module] = whole | cut
+            start += rows
 
 
 def _keys(target: Target) -> Iterable[Key]:
     return ((layer, module) for layer in target.layers for module in target.modules)
 
 
-def _stacked(
-    folder: Path, raw: Mapping[str, Any], target: Target, own: Mapping[Key, Mapping[str, np.ndarray]]
-) -> LowRank:
+def _stacked(folder: Path, raw: Mapping[str, Any], target: Target, own: Mapping[Key, Factors]) -> LowRank:
     """Returns the factors of one matrix in all its layers."""
     rows = dict(zip(target.modules, target.parts))
     for (layer, module), some in own.items():
@@ -203,12 +243,12 @@ def _stacked(
             if (found := own.get((layer, module))) is not None:
                 r = found["lora_A"].shape[0]
                 a[at, part * rank : part * rank + r], b[at, start : start + size, :r] = found["lora_A"], found["lora_B"]
-                scale[at, part] = _scale(folder, raw, f"{layer_prefix(layer)}{module}", r)
+                scale[at, part] = _scale(folder, raw, found["name"], r)
             start += size
     return LowRank(a, b, tuple(map(tuple, scale.tolist())))
 
 
-def _magnitudes(folder: Path, target: Target, own: Mapping[Key, Mapping[str, np.ndarray]]) -> np.ndarray:
+def _magnitudes(folder: Path, target: Target, own: Mapping[Key, Factors]) -> np.ndarray:
     found = np.full((len(target.layers), sum(target.parts)), np.nan)
     for at, layer in enumerate(target.layers):
         start = 0

@@ -302,6 +302,7 @@ def test_edits_by_request_are_those_of_transformers_with_forward_hooks():
         ({**own(1), "vector": np.zeros(5)}, rf"inputs: vector must be float32\[{E}\], not float64\[5\]"),
         ({**own(1), "layer": 1.5}, r"inputs: layer must be int32\[\], not float64\[\]"),
         ({**own(1), "layer": 2**40}, r"inputs: layer must be int32\[\], not int64\[\] of larger numbers"),
+        ({**own(1), "scale": 1e39}, r"inputs: scale must be float32\[\], not float64\[\] of larger numbers"),
         ({**own(1), "scale": "much"}, r"inputs: scale must be float32\[\], not str"),
         ({**own(1), "scale": [[1], [1, 2]]}, "inputs: scale must be an array, not list"),
     ],

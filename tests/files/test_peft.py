@@ -48,6 +48,31 @@ def test_what_is_saved_has_pefts_names_and_the_same_values(model, tmp_path):
     assert adapter["qkv"].scale[0][1] == 0, "k_proj has no adapter"
 
 
+def test_modules_that_files_merge_are_merged_in_both_directions(tmp_path):
+    """Phi's files have q, k and v as one tensor, so PEFT has one adapter for them."""
+    with jax.enable_x64(True):
+        phi, rng = jllm.load(PARITY / "phi4", dtype="float64"), np.random.default_rng(0)
+        merged = phi.params.layers[1].attention.qkv
+        a, b = rng.normal(size=(3, merged.shape[1])), rng.normal(size=(merged.shape[0], 3))
+        name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_"
+        write_file(tmp_path / WEIGHTS, {f"{name}A.weight": a, f"{name}B.weight": b})
+        raw = {"peft_type": "LORA", "r": 8, "lora_alpha": 6, "rank_pattern": {"1.self_attn.qkv_proj": 3}}
+        (tmp_path / CONFIG).write_text(json.dumps(raw))
+        adapter = jllm.load_adapter(tmp_path, phi.config)
+        got = jllm.merge_adapter(phi, adapter).params.layers[1].attention.qkv
+        np.testing.assert_allclose(got, merged + 2 * b @ a, rtol=0, atol=1e-12)
+        one = adapter["qkv"]
+        apart = {"qkv": replace(one, a=one.a * np.arange(1.0, 10)[:, None])}  # q, k and v have an a of their own
+        for each, rank in ((adapter, 3), (apart, 9)):
+            jllm.save_adapter(tmp_path / "again", each, phi.config)
+            header = read_header(tmp_path / "again" / WEIGHTS)
+            assert {n: t.shape[n.endswith("B.weight")] for n, t in header.items()} == dict.fromkeys(
+                (f"{name}A.weight", f"{name}B.weight"), rank
+            )
+            both = (jllm.merge_adapter(phi, x).params.layers[1].attention.qkv for x in (each, tmp_path / "again"))
+            np.testing.assert_allclose(*both, rtol=0, atol=1e-12)
+
+
 @pytest.fixture
 def folder(tmp_path):
     shutil.copytree(DATA / "patterns", tmp_path, dirs_exist_ok=True)
