@@ -148,6 +148,7 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.dtype,
         "bos_token_id": config.bos_id,
+        "pad_token_id": None,  # a family's default may be no token of a small vocabulary
         "eos_token_id": (config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None),
     }
     raw |= family.write(config)

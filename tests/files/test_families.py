@@ -39,6 +39,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         ("Qwen3Moe", {"use_sliding_window": True, "max_window_layers": 2}, {"windows": (4096,) * 4, "qk_norm": True}),
         ("Qwen2Moe", {"use_sliding_window": True}, {"windows": (4096, None, 4096, None), "qkv_bias": True}),
         ("Olmoe", {}, {"qk_norm_whole": True, "norms": "before"}),
+        ("GptOss", {"rope_parameters": {"rope_type": "default"}}, {"rope_scaling": None, "rope_theta": 150000.0}),
         ("Mixtral", {}, {"rope_theta": 1e6, "norm_eps": 1e-5}),
     ],
 )
@@ -46,6 +47,14 @@ def test_fields(family, fields, wanted):
     config = from_hf(hf(family, num_hidden_layers=4, **fields))
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert from_hf(to_hf(config)) == config
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Olmo3", "GptOss"])
+def test_files_name_a_window_that_no_layer_has(family):
+    """transformers makes its mask wherever a family has one."""
+    config = from_hf(hf(family, layer_types=["full_attention"] * 3))
+    assert config.windows == ()
+    assert to_hf(config)["sliding_window"]
 
 
 @pytest.mark.parametrize(

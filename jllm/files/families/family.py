@@ -104,6 +104,11 @@ def layer_types(config: LlamaConfig) -> list[str]:
     return [KINDS[config.window(i) is not None] for i in range(config.num_layers)]
 
 
+def write_windows(config: LlamaConfig, default: int) -> dict[str, Any]:
+    """Returns the fields of windows. transformers needs one even if no layer has it: `default`."""
+    return {"sliding_window": one_window(config) or default, "layer_types": layer_types(config)}
+
+
 def renamed(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
     """Returns a name with the first of these patterns in it replaced. {} is the same number in both."""
     for old, new in pairs:

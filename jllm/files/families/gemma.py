@@ -14,14 +14,13 @@ from jllm.files.families.family import (
     KINDS,
     Family,
     Fields,
-    layer_types,
-    one_window,
     read_biases,
     read_optional,
     read_window,
     read_windows,
     words,
     write_biases,
+    write_windows,
 )
 from jllm.files.hf_fields import read_integer, read_number
 from jllm.files.hf_rope import read_rope_by_window, write_rope_by_window
@@ -53,15 +52,17 @@ def _read(raw: Fields, layers: int, pattern: int, caps: tuple[float | None, floa
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    return write_biases(config) | {
-        "hidden_act": _GELU,
-        "hidden_activation": _GELU,
-        "query_pre_attn_scalar": _integer(config.query_scale**-2),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.logit_softcap,
-        "sliding_window": one_window(config),
-        "layer_types": layer_types(config),
-    }
+    return (
+        write_biases(config)
+        | {
+            "hidden_act": _GELU,
+            "hidden_activation": _GELU,
+            "query_pre_attn_scalar": _integer(config.query_scale**-2),
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.logit_softcap,
+        }
+        | write_windows(config, 4096)
+    )
 
 
 def _integer(number: float) -> float:

@@ -8,13 +8,12 @@ from jllm.files.families.family import (
     KINDS,
     Family,
     Fields,
-    layer_types,
-    one_window,
     read_plain_rope,
     read_window,
     read_windows,
     words,
     write_biases,
+    write_windows,
 )
 from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 from jllm.files.hf_fields import read_boolean, read_number
@@ -45,8 +44,8 @@ def _read(raw: Fields, layers: int) -> dict[str, Any]:
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    windows = {"sliding_window": one_window(config), "layer_types": layer_types(config)}
-    return write_biases(config) | windows | write_experts(config, _EXPERTS)
+    raw = write_biases(config) | write_windows(config, 128) | write_experts(config, _EXPERTS)
+    return raw if config.rope_scaling is not None else raw | {"rope_parameters": {"rope_type": "default"}}
 
 
 GPT_OSS = Family(

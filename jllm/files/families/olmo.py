@@ -7,13 +7,12 @@ from jllm.config import LlamaConfig
 from jllm.files.families.family import (
     Family,
     Fields,
-    layer_types,
-    one_window,
     read_biases,
     read_window,
     read_windows,
     words,
     write_biases,
+    write_windows,
 )
 from jllm.files.hf_experts import ExpertFields, read_experts, write_experts
 from jllm.files.hf_rope import read_rope_by_window, write_rope_by_window
@@ -31,8 +30,7 @@ def _read_olmo3(raw: Fields, layers: int) -> dict[str, Any]:
 
 
 def _write_olmo3(config: LlamaConfig) -> dict[str, Any]:
-    windows = {"sliding_window": one_window(config), "layer_types": layer_types(config)}
-    return write_biases(config) | windows | write_rope_by_window(config)
+    return write_biases(config) | write_windows(config, 4096) | write_rope_by_window(config)
 
 
 def _olmo3_rope(raw: Fields, context: int, head_dim: int, source: str) -> dict[str, Any]:
