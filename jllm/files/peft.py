@@ -119,10 +119,9 @@ def _modules(each: LowRank, target: Target, at: int) -> list[Part]:
 
 def _joined(parts: list[Part], target: Target) -> Part:
     """Returns the factors of modules as those of one: with their a if it is the same, else with the a's of all."""
-    _, a, b, scales = zip(*parts)
-    scale = max(scales, key=abs)
-    b = [rows * (own / scale if scale else 0) for rows, own in zip(b, scales)]
-    name = str(target.entry.name)
+    scale, name = max((own for *_, own in parts), key=abs), str(target.entry.name)
+    a = [each for _, each, _, _ in parts]
+    b = [rows * (own / scale if scale else 0) for *_, rows, own in parts]
     if all((one == a[0]).all() for one in a):
         return name, a[0], np.concatenate(b).astype(a[0].dtype), scale
     zeros = [[np.zeros((len(rows), len(one))) for one in a] for rows in b]
@@ -206,12 +205,14 @@ def _cut_merged(factors: dict[Key, Factors], target: Target) -> None:
     rest."""
     if len(target.parts) == 1:
         return
-    for layer in target.layers:
-        whole, start = factors.pop((layer, str(target.entry.name)), None), 0
-        for module, rows in zip(target.modules, target.parts) if whole is not None else ():
+    for key in [(layer, str(target.entry.name)) for layer in target.layers]:
+        if key not in factors:
+            continue
+        whole, start = factors.pop(key), 0
+        for module, rows in zip(target.modules, target.parts):
             own = slice(start, start + rows)
             cut = {name: x[own] for name, x in whole.items() if name in ("lora_B", "lora_magnitude_vector")}
-            factors[layer, module] = whole | cut
+            factors[key[0], module] = whole | cut
             start += rows
 
 
