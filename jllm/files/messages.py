@@ -17,7 +17,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {  # by role, the fields that a template 
     "assistant": ("name", "tool_calls"),
     "tool": ("name", "tool_call_id"),
 }
-LEFT_OUT = ("parsed",)  # clients add the parsed content to an answer, and send it back
+LEFT_OUT = ("parsed", "id")  # clients name messages, and add the parsed content to an answer that they send back
 LEFT_OUT_OF_CALLS = ("index", "parsed_arguments")  # clients add a call's place in a stream, and parsed arguments
 CALL = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{}"}}'
 EXAMPLE = '[{"role": "user", "content": "..."}]'

@@ -33,7 +33,11 @@ from jllm.files.vocabulary import (
 )
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHERS = ("extra_special_tokens", "additional_special_tokens")  # each a list, or an object of further roles
+OTHERS = (
+    "extra_special_tokens",
+    "additional_special_tokens",
+    "model_specific_special_tokens",
+)  # each a list, or an object of further roles
 
 
 class Pieces(dict[int, bytes]):

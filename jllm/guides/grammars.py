@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jllm.errors import RequestError
 from jllm.guides.guide import Guide
 from jllm.guides.guide_schema import parse, served
+from jllm.guides.lark import served_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,11 +38,11 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "regex":
         return LLMatcher.grammar_from_regex(guide.text)
     if guide.kind == "grammar":
-        return LLMatcher.grammar_from_lark(guide.text)
+        return LLMatcher.grammar_from_lark(served_lark(guide.text))
     # One lexeme: a rule for each of many texts would exceed llguidance's limits of a step.
     return LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(guide.text))))
 
 
 def one_line(text: str) -> str:
-    """Returns an error text of llguidance on one line."""
-    return " ".join(text.replace("<non-verbose/>", "").split())
+    """Returns an error text of llguidance on one line, without the trace of a panic."""
+    return " ".join(text.replace("<non-verbose/>", "").partition("<backtrace>")[0].split())

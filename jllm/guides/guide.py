@@ -43,11 +43,13 @@ class Guide:
         object."""
         if isinstance(schema, str):
             schema = guide_schema.parse(schema)
-        if schema is not None and not isinstance(schema, Mapping | bool):
+        elif schema is None:
+            schema = {"type": "object"}
+        if not isinstance(schema, Mapping | bool):
             raise RequestError(f"a JSON schema must be a mapping, not {schema!r}")
         guide_schema.served(schema)  # checked here, where numbers still have their original text
         try:
-            return cls("json", json.dumps({"type": "object"} if schema is None else schema))
+            return cls("json", json.dumps(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not JSON: {error}") from None
 

@@ -50,11 +50,19 @@ def read_float(text: str) -> float:
 def parse(text: str) -> Any:
     """Returns a schema's text as an object. Raises RequestError for text that is not JSON."""
     try:
-        return json.loads(text, parse_float=read_float)
+        return json.loads(text, parse_float=read_float, object_pairs_hook=_each_once)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
         raise RequestError(f"the JSON schema is not JSON: {error}") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in found if names.count(name) > 1)!r} occurs twice in one object")
+    return found
 
 
 def served(schema: Any) -> Any:

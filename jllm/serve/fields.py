@@ -40,6 +40,11 @@ BOTH: Mapping[str, Neutral] = {
     "use_beam_search": one_of(False),
     "length_penalty": one_of(1, 1.0),
     "min_tokens": one_of(0),
+    "bad_words": one_of([]),
+    "detokenize": one_of(True),
+    "return_tokens_as_token_ids": one_of(False),
+    "include_reasoning": one_of(True, False),  # there is none
+    "request_id": TEXT,
 }
 COMPLETION: Mapping[str, Neutral] = {**BOTH, "suffix": one_of("")}
 CHAT: Mapping[str, Neutral] = {

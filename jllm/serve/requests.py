@@ -119,8 +119,8 @@ def parse_json(data: bytes) -> dict[str, object]:
         body = json.loads(data, parse_constant=_no_constant, parse_float=read_float, object_pairs_hook=_each_once)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply") from None
-    except ValueError:  # includes UnicodeDecodeError
-        raise HttpError(400, "the body is not JSON") from None
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise HttpError(400, "the body must be a JSON object")
     return {name: value for name, value in body.items() if value is not None}
@@ -218,7 +218,7 @@ def _tokenizer(served: Served) -> Tokenizer:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(name)  # Python reads NaN and Infinity, but JSON has neither
+    raise ValueError(f"JSON has no {name}")  # Python reads NaN and Infinity, but JSON has neither
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from jllm.engine.request import Completion, Event
 from jllm.files.messages import check_only, shown
 from jllm.serve.answers import Answer, ending
 from jllm.serve.errors import HttpError, bad, http_error
-from jllm.serve.fields import BOTH, Neutral, check_fields, one_of
+from jllm.serve.fields import BOTH, CHAT, Neutral, check_fields, one_of
 from jllm.serve.requests import SAMPLING, Served, Wanted, chat
 from jllm.serve.talk import Talk
 from jllm.serve.tool_parser import Part
@@ -23,6 +23,12 @@ SAME = {"model", "stream", "user", "tool_choice", "parallel_tool_calls", "priori
 FIELDS = SAME | {"input", "instructions", "text", "tools", "max_output_tokens"}
 CHAT_NAMES = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 REASONING = ["reasoning.encrypted_content"]  # requested by clients, but never returned
+
+
+def _asks(value: object) -> bool:
+    return value not in (None, "none")
+
+
 NEUTRAL: Mapping[str, Neutral] = {
     **{name: BOTH[name] for name in ("metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store")},
     "background": one_of(False),
@@ -30,12 +36,13 @@ NEUTRAL: Mapping[str, Neutral] = {
     "top_logprobs": one_of(0),
     "include": one_of([], REASONING),
     "reasoning": Neutral(
-        lambda value: isinstance(value, dict) and set(value.values()) <= {None, "none"}, "without effort"
+        lambda value: isinstance(value, dict) and not any(map(_asks, value.values())), "without effort or summary"
     ),
     "stream_options": one_of({}, {"include_obfuscation": False}),
-    "prompt_cache_retention": one_of("in_memory"),
+    **{name: CHAT[name] for name in ("prompt_cache_retention", "prompt_cache_options")},
 }
 TEXTS = ("input_text", "output_text", "text")  # types of text parts
+MESSAGE = re.compile(r"^messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?")  # in errors of chats
 ITEMS = ("message", "function_call", "function_call_output")
 LEFT_OUT_OF_ITEMS = ("id", "status", "parsed_arguments")  # of returned items: accepted, and ignored
 
@@ -57,22 +64,24 @@ def response(body: Mapping[str, object], served: Served) -> Wanted:
     try:
         return replace(chat(asked, served), response=body)
     except HttpError as error:
-        text = re.sub(r"^messages\[(\d+)\]", lambda found: places[int(found[1])], str(error))
+        text = MESSAGE.sub(lambda found: places[int(found[1])][int(found[2] or -1) + 1], str(error))
+        text = re.sub(r"(tools\[\d+\])\.function\b", r"\1", text)
+        text = re.sub(r"^(input\[\d+\])\.(?:tool_call_)?id\b", r"\1.call_id", text)
         for name, ours in CHAT_NAMES.items():
             text = re.sub(rf"^{name}\b", ours, text)
         param = CHAT_NAMES.get(error.param or "", error.param)
         raise HttpError(error.status, text, param=param, code=error.code, headers=error.headers) from None
 
 
-def _messages(body: Mapping[str, object]) -> tuple[list[dict[str, object]], list[str]]:
-    """Returns the messages of a chat, and the place of each in the body."""
-    given, messages, places = body.get("input"), list[dict[str, Any]](), list[str]()
+def _messages(body: Mapping[str, object]) -> tuple[list[dict[str, object]], list[list[str]]]:
+    """Returns the messages of a chat, and the places of each and of its calls in the body."""
+    given, messages, places = body.get("input"), list[dict[str, Any]](), list[list[str]]()
     if (said := body.get("instructions")) is not None:
         if not isinstance(said, str):
             raise bad("instructions", f"must be text, not {shown(said)}")
-        messages, places = [{"role": "system", "content": said}], ["instructions"]
+        messages, places = [{"role": "system", "content": said}], [["instructions"]]
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}], [*places, "input"]
+        return [*messages, {"role": "user", "content": given}], [*places, ["input"]]
     if not isinstance(given, list) or not given:
         raise bad("input", "must be text, or a list of items that is not empty")
     for i, item in enumerate(given):
@@ -80,9 +89,10 @@ def _messages(body: Mapping[str, object]) -> tuple[list[dict[str, object]], list
         calls = message.get("tool_calls")
         if calls and messages and messages[-1]["role"] == "assistant":  # one answer may be several items
             messages[-1].setdefault("tool_calls", []).extend(calls)
+            places[-1].append(f"input[{i}]")
         else:
             messages.append(message)
-            places.append(f"input[{i}]")
+            places.append([f"input[{i}]"] * (2 if calls else 1))
     return messages, places
 
 
@@ -99,7 +109,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
         only(item, ("type", "call_id", "output"), where)
-        output = _content(item.get("output"), f"{where}.output")
+        if not isinstance(output := _content(item.get("output"), f"{where}.output"), str | list):
+            raise bad("input", f"{where}.output must be text, or a list of text parts, not {shown(output)}")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise bad("input", f"{where} must be an item of the type {', '.join(ITEMS)}, not {shown(item)}")
 

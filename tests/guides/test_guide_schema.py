@@ -72,11 +72,33 @@ def test_numbers_of_python_are_refused_too():
         ('{"type": "array", "x-guidance": {"lenient": true}, "uniqueItems": true}', "x-guidance of a JSON schema must"),
         ('{"items": {"x-guidance": {}}}', "x-guidance of a JSON schema must"),
         ("false", "allows nothing"),
+        ("null", "a JSON schema must be a mapping"),
+        ('{"type": "string", "type": "integer"}', "'type' occurs twice in one object"),
     ],
 )
 def test_what_would_be_ignored_is_refused(schema, why):
     with pytest.raises(RequestError, match=why):
         Guide.json(schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('start: A %json {"const": 9007199254740993}\nA: /a/', "const of a JSON schema cannot be 9007199254740993"),
+        ('start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}', "x-guidance of a JSON schema must"),
+        ('{"grammars": [{"json_schema": {"const": 9007199254740993}}]}', "must be in Lark, not JSON"),
+        ('start: "a" <end>', "special tokens by id, like <.5.>, not <end>"),
+        ('start[temperature=2]: "a"', "cannot set the temperature"),
+    ],
+)
+def test_what_would_be_changed_in_a_grammar_is_refused(text, why):
+    with pytest.raises(RequestError, match=why):
+        make_matcher(TOKENIZER, Guide.grammar(text))
+
+
+def test_the_rest_of_a_grammar_is_as_it_was_written():
+    text = 'start: "%json {1} <a>" /<b> temperature=/ %json {"const": 5, "title": "x"} last // <c>\nlast: "y"'
+    assert allows(make_matcher(TOKENIZER, Guide.grammar(text)), "%json {1} <a><b> temperature=5y")
 
 
 @pytest.mark.parametrize(

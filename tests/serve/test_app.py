@@ -608,6 +608,7 @@ NOTHING = {  # what clients send that asks for nothing
     **{"user": "me", "safety_identifier": "me", "prompt_cache_key": "k", "metadata": {"job": "5"}, "store": True},
     **{"service_tier": "auto", "stream_options": {"include_usage": False}, "response_format": {"type": "text"}},
     **{"n": 1, "logit_bias": {}, "stop": [], "stop_token_ids": [], "top_k": -1, "min_p": 0.0, "presence_penalty": 0},
+    **{"detokenize": True, "bad_words": [], "return_tokens_as_token_ids": False, "request_id": "r"},
     **{"skip_special_tokens": True, "min_tokens": 0, "length_penalty": 1.0, "frequency_penalty": None},
 }
 NOTHING_OF_CHATS = {

@@ -75,7 +75,13 @@ def test_a_response_says_what_the_chat_does(post):
 def test_fields_that_ask_for_nothing_more_are_taken(post):
     more = {"store": True, "metadata": {"a": "b"}, "truncation": "disabled", "background": False, "include": []}
     more |= {"user": "me", "service_tier": "auto", "reasoning": {"effort": None}, "parallel_tool_calls": True}
-    more |= {"text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "previous_response_id": None}
+    more |= {
+        "text": {"format": {"type": "text"}},
+        "tools": [],
+        "tool_choice": "auto",
+        "previous_response_id": None,
+        "prompt_cache_options": {},
+    }
     status, found = post({"input": "the wolf", "model": "small"} | FEW | more)
     assert status == 200
     assert items_text(found) == items_text(post({"input": "the wolf"} | FEW)[1])
@@ -83,6 +89,7 @@ def test_fields_that_ask_for_nothing_more_are_taken(post):
     assert found["store"] is False
 
 
+CALL_ITEM = {"type": "function_call", "name": "f", "arguments": "{}"}
 WRONG = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
     ({"background": True}, "background", "must be false, not true"),
@@ -102,7 +109,20 @@ WRONG = [
         "input",
         "input[0].weight is not served; type, role and content are",
     ),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input", "arguments must be a JSON object"),
+    (
+        {"input": [CALL_ITEM, CALL_ITEM | {"arguments": "{"}], "instructions": "x"},
+        "input",
+        "input[1].arguments must be a JSON object",
+    ),
+    ({"input": [CALL_ITEM | {"call_id": 5}]}, "input", "input[0].call_id must be text"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": 5, "output": ""}]},
+        "input",
+        "input[0].call_id must be text",
+    ),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input", "input[0].output must be"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must be"),
+    ({"reasoning": {"effort": ["low"]}}, "reasoning", "must be without effort"),
     ({"instructions": 5}, "instructions", "must be text, not 5"),
     ({"max_output_tokens": 0}, "max_output_tokens", "must be an integer >= 1, not 0"),
     ({"temperature": "a"}, "temperature", "must be a number"),

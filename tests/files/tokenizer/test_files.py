@@ -155,7 +155,7 @@ def test_tokens_that_other_files_name(tmp_path, files, eos, ids):
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
-@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"])
 @pytest.mark.parametrize("tokens", [["<tool>"], [{"content": "<tool>"}], {"tool_token": "<tool>"}])
 def test_special_in_one_file_is_special(tmp_path, file, name, tokens):
     tokenizer = load_tokenizer(added(tmp_path, **{file: {name: tokens}}))
