@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jllm.engine.request import Completion, SamplingParams
+from jllm.engine.request import Completion, SamplingParams, bias_by_id
 from jllm.errors import InputFileError, JllmError, OutputError
 from jllm.files.messages import check_messages
 from jllm.files.run_identity import differing
@@ -172,7 +172,7 @@ def _field(name: str, value: Any) -> Any:
         if name == "guide" and value is not None:
             value = Guide.parse(value)
         if name == "logit_bias" and isinstance(value, dict):
-            value = {int(id): bias for id, bias in value.items()}  # JSON's keys are text
+            value = bias_by_id(value)
         SamplingParams(**{name: value})
     except JllmError:
         raise

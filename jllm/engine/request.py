@@ -202,6 +202,19 @@ class Completion:
     taps: Mapping[str, "np.ndarray"] | None = field(default=None, compare=False)
 
 
+def bias_by_id(given: Mapping[str, float]) -> dict[int, float]:
+    """Returns a logit_bias by token id, from JSON, where keys are text. Raises RequestError for a key that is no token
+    id, or two of the same."""
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise RequestError(f"logit_bias: keys must be token ids, not {key[:60]!r}")
+        if int(key) in found:
+            raise RequestError(f"logit_bias: token id {int(key)} occurs twice")
+        found[int(key)] = value
+    return found
+
+
 class Event(NamedTuple):
     """Holds a step's news of one sample: the new text and tokens, and the completion once it is finished.
 

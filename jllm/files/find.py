@@ -15,6 +15,8 @@ from jllm.files.stored_names import by_our_names
 from jllm.model.params import layer_prefix
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+SMALL += ("added_tokens.json", "chat_template.json", "chat_template.jinja")
 BLOCK = 64 << 20  # bytes read or written at a time
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -65,7 +67,7 @@ def _check_folder(path: Path) -> None:
     """Raises CheckpointError for a folder that only contains a model's folder, as in the Hub's cache. Raises it for
     files that Git LFS has not fetched, too."""
     vocabulary = "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
-    for file in (path / "config.json", path / vocabulary):
+    for file in (path / name for name in (vocabulary, *SMALL)):
         if file.is_file():
             check_fetched(file)
     if (path / "config.json").exists():

@@ -19,6 +19,9 @@ _LAYOUT = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_p
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id")
+
+
 def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaConfig:
     """Reads a model's config.json, given the file or its directory, or a GGUF file's metadata.
 
@@ -33,8 +36,13 @@ def load_config(path: str | Path, *, stored_layers: int | None = None) -> LlamaC
     raw = _read_json(file)
     generation = file.parent / "generation_config.json"
     if generation.exists():
-        ids = _read_json(generation)
-        raw |= {key: ids[key] for key in ("bos_token_id", "eos_token_id") if ids.get(key) is not None}
+        ids = {key: id for key, id in _read_json(generation).items() if key in TOKEN_IDS and id is not None}
+        try:
+            for key in ids:
+                read_token_ids(ids, key, None)
+        except ConfigError as error:
+            raise ConfigError(f"{generation}: {error}") from None
+        raw |= ids
     layers = raw.get("num_hidden_layers")
     if stored_layers and isinstance(layers, int) and layers > stored_layers:
         raise ConfigError(f"{file}: num_hidden_layers is {layers}, but the weights beside it have {stored_layers}")

@@ -59,7 +59,7 @@ def tasks_of(lines: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Task]:
 
 def parse(task: Task, served: "Served") -> "Wanted":
     """Returns the checked request, as the server would read it. Raises JllmError."""
-    from jllm.serve.requests import chat, completion, parse_json  # JAX, which the caller may lack
+    from jllm.serve.requests import chat, completion  # JAX, which the caller may lack
     from jllm.serve.responses import response
 
     endpoints = {"/v1/completions": completion, "/v1/chat/completions": chat, "/v1/responses": response}
@@ -67,7 +67,12 @@ def parse(task: Task, served: "Served") -> "Wanted":
         raise HttpError(404, f"no such path: {task.url}; {', '.join(endpoints)} are answered")
     if task.method != "POST":
         raise HttpError(405, f"{task.method} is not answered here; POST is")
-    wanted = endpoints[task.url](parse_json(json.dumps(task.body).encode()), served)
+    try:
+        json.dumps(task.body, allow_nan=False)
+    except ValueError:
+        raise HttpError(400, "the body holds NaN or Infinity, which JSON does not know") from None
+    body = {name: value for name, value in task.body.items() if value is not None}
+    wanted = endpoints[task.url](body, served)
     if wanted.stream:
         raise bad("stream", "is not served in a batch")
     return wanted

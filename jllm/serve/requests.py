@@ -9,7 +9,7 @@ from typing import Any
 
 from jllm.engine.checks import Prompt, fitted, token_ids
 from jllm.engine.inputs import Inputs
-from jllm.engine.request import SamplingParams
+from jllm.engine.request import SamplingParams, bias_by_id
 from jllm.errors import JllmError, RequestError, TokenizerError, TooLongError
 from jllm.files.messages import check_only, shown
 from jllm.files.tokenizer import Tokenizer
@@ -283,8 +283,6 @@ def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) 
         raise bad("stop", f"at most {MOST_STOPS} strings, not {len(given['stop'])}")
     if given.get("stop") == "":
         del given["stop"]
-    if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"])
     guides = list(_guides(body))
     if len(guides) > 1:
         raise bad(guides[1][0], f"and {guides[0][0]} cannot go together: give one")
@@ -294,6 +292,8 @@ def _sampling(body: Mapping[str, Any], tools: Tools | None = None, **more: Any) 
         except RequestError as error:
             raise bad(field, str(error)) from None
     try:
+        if "logit_bias" in given:
+            given["logit_bias"] = bias_by_id(given["logit_bias"])
         return SamplingParams(**given, **more)
     except RequestError as error:
         raise _of_field(error, body, None) from None
@@ -369,14 +369,6 @@ def _seed(given: int) -> int:
     if not -(2**63) <= given < 2**64:
         raise bad("seed", f"must be an integer of 64 bits, not {shown(given)}")
     return given % 2**32
-
-
-def _bias(given: Mapping[str, Any]) -> dict[int, float]:
-    """Returns the bias by token id. JSON's keys are text."""
-    for key in given:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise bad("logit_bias", f"keys must be token ids, not {shown(key)}")
-    return {int(key): value for key, value in given.items()}
 
 
 def _prompts(given: object) -> list[Prompt]:

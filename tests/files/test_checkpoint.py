@@ -26,7 +26,7 @@ from jllm.config import RopeScaling
 from jllm.errors import CheckpointError, ConfigError, OutputError, TokenizerError
 from jllm.files import fingerprint
 from jllm.files.chat_template import find_chat_template, read_json
-from jllm.files.find import find_model
+from jllm.files.find import SMALL, find_model
 from jllm.files.hf_config import load_config
 from jllm.files.load_params import load_params
 from jllm.files.safetensors_io import encode_header, read_header
@@ -453,7 +453,7 @@ def test_folders_around_a_model_name_it(tmp_path):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "tokenizer.model", *SMALL])
 def test_git_lfs_pointers_are_named(saved, name):
     folder = saved[0] / "one"
     (folder / name).write_bytes(POINTER)

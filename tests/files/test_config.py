@@ -265,6 +265,9 @@ def test_generation_config_overrides_token_ids(tmp_path):
     assert (config.bos_id, config.eos_ids) == (3, (5, 6))
     assert config == load_config(tmp_path / "config.json")
     assert from_hf(to_hf(config)) == config
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id = 'x' is not a token id"):
+        load_config(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json: not valid JSON"):
         load_config(tmp_path)

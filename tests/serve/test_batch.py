@@ -25,6 +25,7 @@ RIGHT = [
     line("again", {"model": "small", "prompt": "the wolf", **GREEDY}),
 ]
 RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(20_000)) + 'r20000: "a"'
+NUMBER = json.dumps(line("number", {"prompt": "a", "guided_json": {"const": 0}})).replace("0}}", "9007199254740993.0}}")
 WRONG = {
     "model": (404, line("model", {"model": "large", "prompt": "a"})),
     "method": (405, line("method", {"prompt": "a"}, method="GET")),
@@ -36,6 +37,7 @@ WRONG = {
     "context": (400, line("context", {"prompt": [5] * 10_000})),
     "guide": (400, line("guide", {"prompt": "a", "guided_regex": r"[^\s\S]"})),
     "deep guide": (400, line("deep guide", {"prompt": "a", "guided_grammar": RULES})),
+    "number": (400, NUMBER),
     "pages": (400, line("pages", {"prompt": [5] * 100, "max_tokens": 100})),
 }
 
@@ -66,9 +68,9 @@ def run(checkpoint, tmp_path, capsys):
 def test_answers_are_the_server_s_and_errors_stop_no_other(run, model):
     status, answers, err = run([*RIGHT[:2], *(each for _, each in WRONG.values()), *RIGHT[2:]])
     assert status == 0
-    assert "15 of 15 requests answered, 11 with an error" in err
+    assert "16 of 16 requests answered, 12 with an error" in err
     assert answers.keys() == {each["custom_id"] for each in RIGHT} | WRONG.keys()
-    assert len({each["id"] for each in answers.values()}) == 15
+    assert len({each["id"] for each in answers.values()}) == 16
     for answer in answers.values():
         assert answer.keys() == {"id", "custom_id", "response", "error"}
         assert answer["error"] is None
