@@ -98,11 +98,19 @@ def read_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
             at = _after_space(text, found[key][1])
     except (ValueError, RecursionError):
         return None
-    given = [key for key in ("arguments", "parameters") if isinstance(whole.get(key), dict)]
+    given = [key for key in ("arguments", "parameters") if key in whole]
     if whole.get("name") not in names or len(given) != 1 or not whole.keys() <= MEMBERS:
         return None
-    start, end = found[given[0]]
-    return whole["name"], text[start:end]
+    value = whole[given[0]]
+    arguments = value if isinstance(value, str) else text[slice(*found[given[0]])]  # some models quote the object
+    return (whole["name"], arguments) if isinstance(_value(arguments), dict) else None
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _no_constant(name: str) -> float:
@@ -125,7 +133,7 @@ class CallParser:
         self._mark = mark_of(form.mark or "", hidden)
         self._tag, self._id, self._args = (mark_of(token, hidden) for token in (PYTHON, CALL_ID, ARGS))
         self._tail = mark_of(form.tail.removeprefix("}").strip(), hidden)
-        self._follows = (self._tail,) if self._tail else (",", "]") if form.mark == CALLS else (form.between.strip(),)
+        self._follows = (self._tail,) if self._tail else (",", "]") if form.mark == CALLS else (";", ",", "{")
         self._rest, self._last = "", False
         self._out: list[Part] = []
         self._calls = 0
@@ -185,12 +193,12 @@ class CallParser:
 
     def _mistral(self, at: int) -> Waits[None]:
         """Reads a list of calls, or one call by name, after Mistral's mark."""
-        heads = [name + mark for name in self._names for mark in (self._args, self._id)]
+        heads = {name + mark: name for name in self._names for mark in (self._args, self._id, "{")}
         found = yield from self._expect(at, ("[", *heads))
         if found and found[0] == "[":
             yield from self._list(found[1])
         elif found:
-            name, at = next(name for name in self._names if found[0] in (name + self._args, name + self._id)), found[1]
+            name, at = heads[found[0]], found[1] - found[0].endswith("{")
             if found[0] == name + self._id:
                 while (end := CALL_LETTERS.match(self._rest, at).end()) == len(self._rest) and not self._last:  # type: ignore[union-attr]
                     yield
@@ -203,7 +211,7 @@ class CallParser:
     def _list(self, at: int) -> Waits[None]:
         """Reads calls until something else follows."""
         while (yield from self._call(at)) and (found := (yield from self._expect(0, self._follows))):
-            at = found[1]
+            at = found[1] - (found[0] == "{")
             if found[0] == "]":
                 self._rest = self._rest[at:]
                 return

@@ -73,6 +73,10 @@ CALLS = [  # format, text, what of it is text, and calls
     (MISTRAL, '[TOOL_CALLS] [{"name": "clock", "arguments": {}, "id": "123456789"}]', "", [("clock", "{}")]),
     (MISTRAL_ARGS, f"[TOOL_CALLS]clock[CALL_ID]a1[ARGS]{{}}{CALL[MISTRAL_ARGS]}", "", [("clock", "{}"), *ONE]),
     (MISTRAL_ARGS, CALL[MISTRAL], "", ONE),
+    (HERMES, CALL[HERMES].replace(HERE, json.dumps(HERE)), "", ONE),
+    (LLAMA3, f"{CALL[LLAMA3]}\n{CALL[LLAMA3]}, {CALL[LLAMA3]}", "", ONE * 3),
+    (LLAMA3, f'{CALL[LLAMA3]}\n{{"city": 1}}', '\n{"city": 1}', ONE),
+    (MISTRAL_ARGS, f"[TOOL_CALLS]weather{HERE}", "", ONE),
 ]
 TEXTS = [  # that only look like calls
     *((form, text[:-4]) for form, text in CALL.items() if form != HERMES),
