@@ -15,8 +15,10 @@ from jllm.files.stored_names import by_our_names
 from jllm.model.params import layer_prefix
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-SMALL += ("added_tokens.json", "chat_template.json", "chat_template.jinja")
+SMALL = (  # files that are read if they are there
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "chat_template.jinja"),
+)
 BLOCK = 64 << 20  # bytes read or written at a time
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
