@@ -65,7 +65,7 @@ def own(name: str) -> Scheme | Quantizer | KVFormats:
         if isinstance(value, type) and issubclass(value, KVFormat):
             make: Any = value  # its fields may all have defaults
             value = make()
-    except Exception as error:  # the module may raise anything
+    except (Exception, SystemExit) as error:  # the module may raise anything
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(f"{name}: cannot be imported as package.module:NAME ({why})") from None
     if isinstance(value, Scheme):

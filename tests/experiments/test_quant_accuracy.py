@@ -210,6 +210,10 @@ def flat(weight):
 @dataclass(frozen=True)
 class Wide(KVFormat):
     dtype: str = "float32"
+
+
+def __getattr__(name):
+    raise SystemExit(3) if name == "leaves" else AttributeError(name)
 """
 
 
@@ -292,6 +296,7 @@ def test_an_edited_module_does_not_go_on_with_rows_of_before(sweep, own, evaluat
     ("options", "message"),
     [
         (["--scheme", "own_schemes:nothing"], "own_schemes:nothing: cannot be imported as package.module:NAME (Attr"),
+        (["--scheme", "own_schemes:leaves"], "cannot be imported as package.module:NAME (SystemExit: 3)"),
         (["--scheme", "no_such_module:x"], "cannot be imported as package.module:NAME (ModuleNotFoundError: No module"),
         (["--scheme", "nf4"], "nf4: cannot be imported as package.module:NAME"),
         (
