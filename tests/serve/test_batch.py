@@ -25,7 +25,9 @@ RIGHT = [
     line("again", {"model": "small", "prompt": "the wolf", **GREEDY}),
 ]
 RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(20_000)) + 'r20000: "a"'
-NUMBER = json.dumps(line("number", {"prompt": "a", "guided_json": {"const": 0}})).replace("0}}", "9007199254740993.0}}")
+NUMBER = json.dumps(line("number", {"prompt": "a", "guided_json": {"const": 0}})).replace(
+    "0}}", "0.10000000000000001}}"
+)
 WRONG = {
     "model": (404, line("model", {"model": "large", "prompt": "a"})),
     "method": (405, line("method", {"prompt": "a"}, method="GET")),
