@@ -279,7 +279,9 @@ class _Process:
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
             self._news.put(Answer(call, work()))
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # nobody reads a thread's error, and a caller waits: sys.exit() in a model's maker
             self._news.put(Answer(call, None, error))
 
 
@@ -308,6 +310,8 @@ def _write_plainly(name: str) -> None:
 
 def _sendable(error: BaseException) -> BaseException:
     """Returns an error that the other process can load. Its notes have the traceback of an unexpected one."""
+    if not isinstance(error, Exception):  # SystemExit would end the other process too
+        error = RemoteError(f"{type(error).__name__} in the process of an engine: {first_line(error)}")
     if not isinstance(error, JllmError):
         error.add_note("".join(traceback.format_exception(error)))
     try:

@@ -124,11 +124,13 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """Returns the fingerprint of the model. Engines with equal ones can continue each other's requests."""
+        self._check_open()
         return self._device.fingerprint
 
     def token_logprobs_options(self) -> dict[str, Any]:
         """Returns the options with which jllm.token_logprobs has this engine's log-probabilities. Raises ConfigError
         for weights whose codes it could not make again."""
+        self._check_open()
         return self._device.token_logprobs_options()
 
     @property

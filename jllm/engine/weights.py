@@ -57,6 +57,8 @@ class Leaf(NamedTuple):
         """Returns x as this array. Raises WeightsError, with its name, for another shape or dtype."""
         if not copy and self.is_like(x):
             return x
+        if isinstance(x, jax.core.Tracer):
+            raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
         if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
             raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
@@ -207,4 +209,6 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _short(x: Any) -> str:
-    return jax.typeof(x).str_short() if isinstance(x, jax.Array | np.ndarray) else type(x).__name__
+    # jax.typeof calls NumPy's float64 what JAX would make of it.
+    named = isinstance(x, jax.Array | np.ndarray)
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if named else type(x).__name__

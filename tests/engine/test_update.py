@@ -24,7 +24,7 @@ from jllm.engine.reuse import Sharing
 from jllm.engine.samples import take_prompt_scores
 from jllm.engine.sequence import Sequence
 from jllm.engine.weights import Fit, Weights
-from jllm.errors import ConfigError, EngineNotReady, NoRoomError, SnapshotError, WeightsError
+from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files.snapshot import SEVERAL
 from jllm.guides.guide import Guide
 from jllm.programs.packed_step import WHOLE_STEP
@@ -435,10 +435,13 @@ def test_weights_that_do_not_fit_are_named(engine):
         (replace(params, layers=params.layers * 2), r"layers\[1\].attention.norm is there"),
         (replace(params, layers=[*params.layers]), "the weights have the names of the engine's, but other types"),
         (replace(params, norm=gone), "norm was donated or deleted"),
+        (replace(params, norm=np.ones(32)), r"norm must be float32\[32\], .* not float64\[32\]"),
         (None, "an update takes params, a drafter or hooks"),
     ):
         with pytest.raises(WeightsError, match=says):
             engine.update(wrong)
+    with pytest.raises(WeightsError, match="embed is traced: update.* takes arrays"):
+        jax.jit(engine.update)(params)
     with pytest.raises(ConfigError, match="running must be one of recompute, keep, finish, not 'stop'"):
         engine.update(params, running="stop")
     with pytest.raises(WeightsError, match="drafter is given, and the engine has none"):
@@ -555,6 +558,9 @@ def test_nothing_holds_weights_that_were_replaced_or_closed():
         end()
         gc.collect()
         assert old() is None, waiting
+    for of_weights in (held.token_logprobs_options, lambda: held.fingerprint):
+        with pytest.raises(EngineClosed, match="it was closed"):
+            of_weights()
 
 
 def test_what_is_kept_is_recomputed_if_it_is_preempted(engine, fresh):

@@ -85,6 +85,10 @@ def make_another_model():
     return tiny_model(num_layers=1, seed=os.getpid())
 
 
+def make_an_end():
+    sys.exit("no weights here")
+
+
 def make_none():
     return {}["a model"]
 
@@ -211,6 +215,8 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch, tmp_p
             engine.update(new.params, running="typo")
         with pytest.raises(WeightsError, match="made different weights"):
             engine.update(make_another_model)
+        with pytest.raises(RemoteError, match="SystemExit in the process of an engine: no weights here"):
+            engine.update(make_an_end)
         name = engine.submit((5, 6, 7), replace(GREEDY, max_new_tokens=30))
         while not any(event.token_ids for event in engine.step()):
             pass
