@@ -281,7 +281,7 @@ class _Process:
             self._news.put(Answer(call, work()))
         except (
             BaseException
-        ) as error:  # nobody reads a thread's error, and a caller waits: sys.exit() in a model's maker
+        ) as error:  # a caller waits, and a maker may call sys.exit()
             self._news.put(Answer(call, None, error))
 
 

@@ -75,7 +75,7 @@ def in_one_order(
         moved = Moved(jnp.repeat(start, Q), nodes.reshape(R * Q, Q))
     positions = jnp.where(row < segments.rows[:, None], start[:, None] + depth, -1).reshape(-1, 1)
 
-    more = ((0, 0), (0, TILE - 1))  # unused rows: a prompt's tile has as many, and XLA's products add by shape
+    more = ((0, 0), (0, TILE - 1))  # unused rows: each tile is the program of a prompt's, which XLA rounds by its shape
 
     def tile(q: jax.Array, table: jax.Array, position: jax.Array, own: jax.Array, moved: Moved | None) -> jax.Array:
         queries, positions = jnp.pad(q[:, None], (*more, (0, 0), (0, 0))), jnp.pad(position, more, constant_values=-1)
@@ -84,4 +84,4 @@ def in_one_order(
         return out[:, 0].astype(q.dtype)
 
     own_row = Q * (jnp.arange(R * Q, dtype=jnp.int32) // Q)
-    return in_tiles(tile, q, jnp.repeat(page_table, Q, axis=0), positions, own_row, moved)
+    return in_tiles(tile, q, jnp.repeat(page_table, Q, axis=0), positions, own_row, moved, size=1)
