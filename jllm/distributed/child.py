@@ -279,9 +279,7 @@ class _Process:
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
             self._news.put(Answer(call, work()))
-        except (
-            BaseException
-        ) as error:  # a caller waits, and a maker may call sys.exit()
+        except BaseException as error:  # a caller waits, and a maker may call sys.exit()
             self._news.put(Answer(call, None, error))
 
 

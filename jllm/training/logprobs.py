@@ -134,8 +134,12 @@ def token_logprobs(
     """
     if config.mesh is not None:
         raise ConfigError("token_logprobs computes on one device: give a config without a mesh")
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)  # lists too
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         raise ValueError(f"tokens have shape {tokens.shape} and lengths {lengths.shape}, expected [B, L] and [B]")
+    for name, ints in (("tokens", tokens), ("lengths", lengths)):
+        if not jnp.issubdtype(ints.dtype, jnp.integer):
+            raise ValueError(f"{name} are {ints.dtype}, expected int32")
     kind = param_dtype(config, params.dtype if dtype is None else dtype)
     stored = parse_kv_cache(kv_cache, config, kind)
     if isinstance(stored[0], Kivi):
@@ -157,6 +161,8 @@ def token_logprobs(
         rank=_rank(config, adapters, adapter_rank, adapter_targets),
         targets=None if adapter_targets is None else tuple(adapter_targets),
     )
+    if jnp.ndim(0.0 if temperature is None else temperature):
+        raise ConfigError("temperature must be one number for all sequences: call once for each temperature")
     if temperature is not None and not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ConfigError(f"temperature must be above 0, not {temperature}")
     wide = compute_dtype(kind)

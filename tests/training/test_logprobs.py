@@ -268,7 +268,7 @@ def test_temperature_is_the_engines_and_lengths_end_with_the_tokens(batch):
     of = partial(jllm.token_logprobs, model.params, model.config, page_size=8)
     want = of(tokens, lengths, temperature=0.7)
     np.testing.assert_array_equal(of(tokens, lengths, temperature=float(np.float32(0.7))), want)
-    np.testing.assert_array_equal(of(tokens, lengths.at[0].add(5), temperature=0.7), want)
+    np.testing.assert_array_equal(of(tokens.tolist(), lengths.at[0].add(5).tolist(), temperature=0.7), want)
     for shape in ((0, 5), (2, 0)):
         empty = of(jnp.zeros(shape, jnp.int32), jnp.zeros(shape[0], jnp.int32), entropy=True)
         assert [x.shape for x in empty] == [shape, shape]
@@ -319,6 +319,7 @@ def test_what_it_does_not_do_is_refused_in_one_line():
         (ConfigError, "no KV format kivi2-g16-r32", {"kv_cache": "kivi2-g16-r32"}),
         (ConfigError, "page size 7 is not supported", {"page_size": 7}),
         (ConfigError, "temperature must be above 0, not 0", {"temperature": 0}),
+        (ConfigError, "temperature must be one number", {"temperature": jnp.ones(2)}),
         (ConfigError, "one scale for all tokens", {"quantize": "w8a8-tensor"}),
         (QuantizationError, "unknown quantization scheme", {"quantize": "w9"}),
     ):
@@ -328,3 +329,5 @@ def test_what_it_does_not_do_is_refused_in_one_line():
         of(quantize(model.params, "w8a8"), tokens=tokens, quantize="w8a8")
     with pytest.raises(ValueError, match=r"expected \[B, L\] and \[B\]"):
         of(model.params, tokens=tokens[0])
+    with pytest.raises(ValueError, match="tokens are float32, expected int32"):
+        of(model.params, tokens=tokens.astype("f"))
