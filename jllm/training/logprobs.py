@@ -307,8 +307,6 @@ def _keep(
     routes: Routes,
     temperature: jax.Array,
 ) -> tuple:
-    if how.config.logit_softcap is not None:
-        raise EvaluationError("token_logprobs has no gradient for a model that caps its logits; packed_logits has one")
     scored, kept = _forward(how, params, adapter, tokens, lengths, routes, temperature, keep=True)
     return scored, (params, adapter, tokens, lengths, routes, temperature, kept)
 
@@ -325,7 +323,9 @@ def _pull(how: Served, residuals: tuple, of: Scored) -> tuple:
 
     def top(norm: jax.Array, w: Weight, hidden: jax.Array) -> Scored:
         rows, heat = norm_rows(hidden, norm, config, DIFFERENTIABLE), temperature * config.logit_divisor
-        return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, heat))
+        # A cap comes after the divisor, so that this much of the plain product is capped.
+        cap = None if config.logit_softcap is None else config.logit_softcap * config.logit_divisor
+        return _unpaged_head(rows, _straight(w, of_head), _targets(tokens), jnp.full(B * L, heat), cap)
 
     _, pull = jax.vjp(top, params.norm, own, kept.hidden)
     dnorm, dhead, dx = pull((of_logprobs, of_entropies))
@@ -395,12 +395,12 @@ def _pull_layer(
     return jax.vjp(unpaged, layer, adapter, x)[1](dx)
 
 
-def _unpaged_head(x: jax.Array, w: Weight, tokens: jax.Array, temperature: jax.Array) -> Scored:
+def _unpaged_head(x: jax.Array, w: Weight, tokens: jax.Array, temperature: jax.Array, softcap: float | None) -> Scored:
     """Returns log-probabilities and entropies of the normed inputs x [T, E] of the head."""
     if isinstance(w, QuantizedWeight):
         wide = compute_dtype(x.dtype)
         x, w = rounded_inputs(x, w.format, w.input_scale).astype(wide), decoded(w, wide)
-    return head_logprobs(x, w, tokens, temperature)
+    return head_logprobs(x, w, tokens, temperature, softcap=softcap)
 
 
 def _served(how: Served, params: Params) -> Params:

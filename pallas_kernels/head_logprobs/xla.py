@@ -1,5 +1,7 @@
 """Runs head_logprobs in plain jnp: a loop over tiles of the vocabulary, forward and again backward."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,24 +28,35 @@ def _tiles(vocabulary: int) -> tuple[int, jax.Array]:
 
 
 def _logits(
-    x: jax.Array, w: jax.Array, temperature: jax.Array, i: jax.Array, first: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tile i's rows of w, its logits [T, size] and its tokens. Logits that an earlier tile has are -inf."""
+    x: jax.Array,
+    w: jax.Array,
+    temperature: jax.Array,
+    i: jax.Array,
+    first: jax.Array,
+    size: int,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns tile i's rows of w, its logits [T, size], their derivatives by x w^T, and its tokens. Logits that an
+    earlier tile has are -inf."""
     rows = jax.lax.dynamic_slice_in_dim(w, first, size)
     token = first + jnp.arange(size, dtype=jnp.int32)
-    logits = _dot(x, rows, (1, 1), temperature.dtype) / temperature[:, None]
-    return rows, jnp.where((token >= i * size)[None, :], logits, -jnp.inf), token
+    logits, slope = _dot(x, rows, (1, 1), temperature.dtype), 1 / temperature[:, None]
+    if softcap is not None:
+        bounded = jnp.tanh(logits / softcap)
+        logits, slope = softcap * bounded, slope * (1 - bounded**2)
+    logits = logits / temperature[:, None]
+    return rows, jnp.where((token >= i * size)[None, :], logits, -jnp.inf), slope, token
 
 
 def _forward(
-    x: jax.Array, w: jax.Array, tokens: jax.Array, temperature: jax.Array
+    x: jax.Array, w: jax.Array, tokens: jax.Array, temperature: jax.Array, softcap: float | None
 ) -> tuple[tuple[jax.Array, jax.Array], Kept]:
     size, starts = _tiles(w.shape[0])
     temperature = temperature.astype(compute_dtype(x.dtype))
 
     def tile(carry: Sums, at: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
         peak, total, moment, chosen = carry  # moment: the sum of exp(logit - peak) * logit
-        _, logits, token = _logits(x, w, temperature, *at, size)
+        _, logits, _, token = _logits(x, w, temperature, *at, size, softcap)
         highest = jnp.maximum(peak, logits.max(axis=1))
         decay, p = jnp.exp(peak - highest), jnp.exp(logits - highest[:, None])
         own = jnp.where(token[None, :] == tokens[:, None], logits, -jnp.inf).max(axis=1)
@@ -58,14 +71,16 @@ def _forward(
     return (chosen - whole, entropies), (x, w, tokens, temperature, whole, entropies)
 
 
-@jax.custom_vjp
-def head_logprobs(x: jax.Array, w: jax.Array, tokens: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def head_logprobs(
+    x: jax.Array, w: jax.Array, tokens: jax.Array, temperature: jax.Array, softcap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities [T] and entropies [T] of x [T, E], w [V, E], tokens i32[T] and temperature [T]; see
     api.py."""
-    return _forward(x, w, tokens, temperature)[0]
+    return _forward(x, w, tokens, temperature, softcap)[0]
 
 
-def _backward(kept: Kept, of: tuple[jax.Array, jax.Array]):
+def _backward(softcap: float | None, kept: Kept, of: tuple[jax.Array, jax.Array]):
     """Returns the gradients by x and w. Products take the logits' gradients in x's dtype."""
     x, w, tokens, temperature, whole, entropies = kept
     of_logprobs, of_entropies = (each.astype(temperature.dtype)[:, None] for each in of)
@@ -73,13 +88,13 @@ def _backward(kept: Kept, of: tuple[jax.Array, jax.Array]):
 
     def tile(carry: tuple[jax.Array, jax.Array], at: tuple[jax.Array, jax.Array]):
         dx, dw = carry
-        rows, logits, token = _logits(x, w, temperature, *at, size)
+        rows, logits, slope, token = _logits(x, w, temperature, *at, size, softcap)
         logp = logits - whole[:, None]
         p = jnp.exp(logp)
         hot = (token[None, :] == tokens[:, None]) & (logp > -jnp.inf)
         spread = jnp.where(p > 0, p * (logp + entropies[:, None]), 0)
         dz = of_logprobs * (hot.astype(p.dtype) - p) - of_entropies * spread
-        dz = (dz / temperature[:, None]).astype(x.dtype)
+        dz = (dz * slope).astype(x.dtype)
         of_rows = _dot(dz, x, (0, 0), temperature.dtype).astype(w.dtype)
         old = jax.lax.dynamic_slice_in_dim(dw, at[1], size)
         dw = jax.lax.dynamic_update_slice_in_dim(dw, old + of_rows, at[1], 0)

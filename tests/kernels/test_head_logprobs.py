@@ -16,15 +16,15 @@ def arguments(vocabulary: int, dtype: str):
     return x, w, tokens, jnp.asarray(rng.uniform(0.5, 2, T))
 
 
-@pytest.mark.parametrize("vocabulary", [16, 37, 48])
-def test_values_and_gradients_are_those_of_the_formula_in_any_number_of_tiles(vocabulary, monkeypatch):
+@pytest.mark.parametrize(("vocabulary", "softcap"), [(16, None), (37, None), (37, 3.0), (48, None)])
+def test_values_and_gradients_are_those_of_the_formula_in_any_number_of_tiles(vocabulary, softcap, monkeypatch):
     monkeypatch.setattr(xla, "TILE", 16)
     with jax.enable_x64(True):
         x, w, *others = arguments(vocabulary, "float64")
-        out, pull = jax.vjp(lambda x, w: head_logprobs(x, w, *others), x, w)
-        assert error(np.stack(out).T, reference.head_logprobs(x, w, *others).T) < 1e-12
+        out, pull = jax.vjp(lambda x, w: head_logprobs(x, w, *others, softcap=softcap), x, w)
+        assert error(np.stack(out).T, reference.head_logprobs(x, w, *others, softcap).T) < 1e-12
         dout = np.random.default_rng(1).standard_normal((2, T))
-        expected = reference.head_logprobs_grad(x, w, *others, dout)
+        expected = reference.head_logprobs_grad(x, w, *others, dout, softcap)
         for gradient, formula in zip(pull(tuple(jnp.asarray(dout))), expected):
             assert error(gradient, formula) < 1e-12
 

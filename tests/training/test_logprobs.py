@@ -161,7 +161,8 @@ def batch():
 
 
 def test_gradients_are_those_of_packed_logits_in_float64(batch):
-    model = tiny_model("float64", windows=(None, 4), tie_embeddings=True)
+    caps = {"logit_softcap": 6.0, "logit_divisor": 1.5, "attention_softcap": 2.0}
+    model = tiny_model("float64", windows=(None, 4), tie_embeddings=True, **caps)
     value, gradient = served(model.params, *batch, 0.75, config=model.config)
     wanted, reference = plain(model.params, *batch, config=model.config, temperature=0.75)
     assert abs(value - wanted) < 1e-11
