@@ -146,7 +146,7 @@ def _read(folder: Path, config: LlamaConfig) -> _Read:
         raise CheckpointError(f"{folder / WEIGHTS}: has no factor lora_A")
     adapter, magnitudes, targets = {}, {}, all_targets(config)
     for target in targets.values():
-        _cut_merged(factors, target)
+        _cut_merged(folder / WEIGHTS, factors, target)
     for field, target in targets.items():
         own = {key: factors.pop(key) for key in _keys(target) if key in factors}
         if own:
@@ -200,20 +200,22 @@ def _factors(path: Path, stored: Mapping[str, StoredTensor], config: LlamaConfig
     return found
 
 
-def _cut_merged(factors: dict[Key, Factors], target: Target) -> None:
-    """Replaces the factors of a merged module by those of its parts: all have its lora_A, and their rows of the
-    rest."""
-    if len(target.parts) == 1:
-        return
-    for key in [(layer, str(target.entry.name)) for layer in target.layers]:
-        if key not in factors:
+def _cut_merged(path: Path, factors: dict[Key, Factors], target: Target) -> None:
+    """Replaces the factors of a merged module by those of its parts: all have its lora_A, and their rows of the rest.
+    Raises CheckpointError if it has another number of rows, or if a part has factors too."""
+    merged, ends = str(target.entry.name), np.cumsum(target.parts)
+    for layer in target.layers if len(target.parts) > 1 else ():
+        if (whole := factors.pop((layer, merged), None)) is None:
             continue
-        whole, start = factors.pop(key), 0
-        for module, rows in zip(target.modules, target.parts):
-            own = slice(start, start + rows)
-            cut = {name: x[own] for name, x in whole.items() if name in ("lora_B", "lora_magnitude_vector")}
-            factors[key[0], module] = whole | cut
-            start += rows
+        rows = {name: x for name, x in whole.items() if name in ("lora_B", "lora_magnitude_vector")}
+        for name, x in rows.items():
+            if x.shape[:1] != (ends[-1],):
+                got = f"{name} {list(x.shape)}, and this model takes {ends[-1]} rows"
+                raise CheckpointError(f"{path}: {layer_prefix(layer)}{merged} has {got}")
+        for module, start, end in zip(target.modules, (0, *ends), ends):
+            if (layer, module) in factors:
+                raise CheckpointError(f"{path}: {layer_prefix(layer)}{merged} and its part {module} both have factors")
+            factors[layer, module] = whole | {name: x[start:end] for name, x in rows.items()}
 
 
 def _keys(target: Target) -> Iterable[Key]:

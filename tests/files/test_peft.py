@@ -105,6 +105,7 @@ def test_tensors_that_are_no_factors_of_the_model_are_refused_by_name(model, fol
     stored = {name: read_as_stored(tensor) for name, tensor in read_header(folder / WEIGHTS).items()}
     first = next(iter(stored))
     layer = "base_model.model.model.layers"
+    qkv = f"{layer}.0.self_attn.qkv_proj.lora_"
     for changed, why in (
         ({"base_model.model.model.embed_tokens.lora_embedding_A": stored[first]}, "is no low-rank factor of a layer"),
         ({f"{layer}.2.mlp.up_proj.lora_A.weight": stored[first]}, "the model has 2 layers"),
@@ -114,6 +115,8 @@ def test_tensors_that_are_no_factors_of_the_model_are_refused_by_name(model, fol
         ),
         ({f"{layer}.0.mlp.gate_proj.lora_A.weight": stored[first]}, "gate_proj lacks lora_B"),
         ({first: stored[first][:, :-1].copy()}, "and this model takes"),
+        ({f"{qkv}B.weight": np.ones((129, 4))}, r"qkv_proj has lora_B \[129, 4\], and this model takes 128 rows"),
+        ({f"{qkv}A.weight": np.ones((4, 64))}, "qkv_proj and its part self_attn.q_proj both have factors"),
     ):
         write_file(folder / WEIGHTS, stored | changed)
         with pytest.raises(CheckpointError, match=why):
