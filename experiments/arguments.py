@@ -70,7 +70,9 @@ def add_subject_options(parser: argparse.ArgumentParser, *, tokens: int | None =
     if tokens is not None:
         parser.add_argument("--tokens", type=positive, default=tokens, help="most tokens of the text")
         parser.add_argument(
-            "--protocol", help="protocol of jllm.analysis.protocols (default: document, or windows-512 of one text)"
+            "--protocol",
+            help="protocol of analysis.protocols (default: document; windows-512 of one text; wikitext2-2048 of "
+            "wikitext, if the model's context has room)",
         )
     if backend:
         parser.add_argument(

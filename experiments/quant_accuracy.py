@@ -222,7 +222,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--protocol",
-        help="protocol of analysis.protocols (default: document; windows-512 of one text, wikitext2-2048 of wikitext)",
+        help="protocol of analysis.protocols (default: document; windows-512 of one text; wikitext2-2048 of wikitext, "
+        "if the model's context has room)",
     )
     parser.add_argument(
         "--tokens", type=positive, help=f"most tokens of the text (default: all of the bundled one, else {TOKENS})"

@@ -12,7 +12,7 @@ PUBLISHED = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}  
 def read_documents(file: Path) -> list[str]:
     """Returns the "text" of each line of a .jsonl, or a whole UTF-8 file as one. Raises InputFileError, with the
     line. A name of PUBLISHED is a text of the Hub, unless a file is called so."""
-    if str(file) in PUBLISHED and not file.is_file():
+    if _is_published(file):
         return [_published(str(file))]
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -30,9 +30,13 @@ def read_documents(file: Path) -> list[str]:
 
 def usual_protocol(file: Path, documents: list[str], context: int) -> str:
     """Returns the protocol for a text, if none is asked for: GPTQ's where the text is its own and fits `context`."""
-    if str(file) == "wikitext" and context >= 2048:
+    if _is_published(file) and context >= 2048:
         return "wikitext2-2048"
     return "document" if len(documents) > 1 else "windows-512"
+
+
+def _is_published(file: Path) -> bool:
+    return str(file) in PUBLISHED and not file.is_file()
 
 
 def _published(name: str) -> str:

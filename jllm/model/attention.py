@@ -18,7 +18,7 @@ from jllm.config import LlamaConfig
 from jllm.model.attention_weights import packed_weights, paged_weights
 from jllm.model.fused_linear import norm_linear
 from jllm.model.linear import linear
-from jllm.model.norms import add_linear, rms_norm
+from jllm.model.norms import add_linear, rms_norm, times_weight
 from jllm.model.paged import Packed, Paged, as_chunks
 from jllm.model.params import AttentionParams
 from jllm.model.rope import unturned
@@ -244,16 +244,16 @@ def _norms_of_ranks(q: jax.Array, k: jax.Array, p: Any, config: LlamaConfig, bac
     """Returns the norms of a device's heads q and k [T, n, D] over the heads of all devices, which exchange their means
     of squares. Each has as many heads as the others, and copies of KV heads do not change a mean."""
     assert config.axis is not None, "devices share the heads"
-    kind, wide = q.dtype, compute_dtype(q.dtype)
+    wide = compute_dtype(q.dtype)
     rows = [x.reshape(x.shape[0], -1).astype(wide) for x in (q, k)]
     add = sum_in_order if backend == DETERMINISTIC and on_hopper() else partial(jnp.sum, axis=1)
     means = [add(x * x) / x.shape[1] for x in rows]
     four = jnp.stack(means + means, axis=1)  # GPUs exchange packs of 16 bytes
     four = all_reduce(four, config.axis, backend=where_faster(backend)) / jax.lax.axis_size(config.axis.name)
     scales = jax.lax.rsqrt(four + jnp.asarray(config.norm_eps, wide))
-    normed = [(x * scales[:, i, None]).astype(kind) for i, x in enumerate(rows)]
     return [
-        (x * weight.astype(kind)[None]).reshape(of.shape) for x, weight, of in zip(normed, (p.q_norm, p.k_norm), (q, k))
+        times_weight(x * scales[:, i, None], weight, config.norm_offset, of.dtype).reshape(of.shape)
+        for i, (x, weight, of) in enumerate(zip(rows, (p.q_norm, p.k_norm), (q, k)))
     ]
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.model.adapted import Adapted
@@ -25,10 +26,15 @@ def rms_norm(
     offset. Computes in float32 at least. With an offset the product is rounded once, as in Gemma."""
     y = x.astype(compute_dtype(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return times_weight(y, weight, offset, x.dtype)
+
+
+def times_weight(y: jax.Array, weight: jax.Array, offset: float, dtype: DTypeLike) -> jax.Array:
+    """Returns normed rows y [.., E] times weight [E] + offset, in `dtype`."""
+    weight = weight.reshape((1,) * (y.ndim - 1) + weight.shape)
     if offset:
-        return (y * (weight.astype(y.dtype) + offset)).astype(x.dtype)
-    return y.astype(x.dtype) * weight.astype(x.dtype)
+        return (y * (weight.astype(y.dtype) + offset)).astype(dtype)
+    return y.astype(dtype) * weight.astype(dtype)
 
 
 @shaped

@@ -501,6 +501,9 @@ def test_wikitext_is_read_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(InputFileError, match=r"^--text wikitext: .* cannot be read: no network; a file's path works"):
         read_documents(Path("wikitext"))
+    Path("wikitext").write_text("my own")
+    assert read_documents(Path("wikitext")) == ["my own"]
+    assert usual_protocol(Path("wikitext"), ["my own"], 4096) == "windows-512"
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,13 @@ def test_what_a_mesh_saves_is_the_whole_model(tmp_path):
     assert fingerprint.of_params(found.params) == fingerprint.of_params(model.params)
 
 
-@pytest.mark.parametrize(("family", "devices"), [("gpt-oss", 2), ("olmoe", 4), ("olmo2", 4)])
-def test_heads_have_their_sinks_and_norms_of_all(family, devices):
+@pytest.mark.parametrize(
+    ("family", "devices", "changes"), [("gpt-oss", 2, {}), ("olmoe", 4, {}), ("olmo2", 4, {"norm_offset": 0.5})]
+)
+def test_heads_have_their_sinks_and_norms_of_all(family, devices, changes):
     """Four devices have two KV heads twice."""
     model = jllm.load(PARITY / family, dtype="float64")
+    model = replace(model, config=replace(model.config, **changes))
     shared = on_mesh(model, devices)
     got, wanted = (forward(m.params, m.config, BATCH) for m in (shared, model))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(jnp.abs(wanted).max()))
