@@ -118,15 +118,16 @@ def _modules(each: LowRank, target: Target, at: int) -> list[Part]:
 
 
 def _joined(parts: list[Part], target: Target) -> Part:
-    """Returns the factors of modules as those of one: with their a if it is the same, else with the a's of all."""
+    """Returns the factors of modules as those of one: with their a if it is the same, else with the a's of all that
+    have a scale."""
     scale, name = max((own for *_, own in parts), key=abs), str(target.entry.name)
-    a = [each for _, each, _, _ in parts]
+    used = {i: a for i, (_, a, _, own) in enumerate(parts) if own} or {0: parts[0][1]}
+    first, *others = used.values()
     b = [rows * (own / scale if scale else 0) for *_, rows, own in parts]
-    if all((one == a[0]).all() for one in a):
-        return name, a[0], np.concatenate(b).astype(a[0].dtype), scale
-    zeros = [[np.zeros((len(rows), len(one))) for one in a] for rows in b]
-    wide = np.block([[rows if i == j else zeros[i][j] for j in range(len(a))] for i, rows in enumerate(b)])
-    return name, np.concatenate(a), wide.astype(a[0].dtype), scale
+    if all((each == first).all() for each in others):
+        return name, first, np.concatenate(b).astype(first.dtype), scale
+    wide = np.block([[rows if i == j else np.zeros_like(rows) for j in used] for i, rows in enumerate(b)])
+    return name, np.concatenate([first, *others]), wide.astype(first.dtype), scale
 
 
 def _exactly(module: str) -> str:

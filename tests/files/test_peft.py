@@ -63,7 +63,8 @@ def test_modules_that_files_merge_are_merged_in_both_directions(tmp_path):
         np.testing.assert_allclose(got, merged + 2 * b @ a, rtol=0, atol=1e-12)
         one = adapter["qkv"]
         apart = {"qkv": replace(one, a=one.a * np.arange(1.0, 10)[:, None])}  # q, k and v have an a of their own
-        for each, rank in ((adapter, 3), (apart, 9)):
+        two = {"qkv": replace(apart["qkv"], scale=tuple((q, 0.0, v / 2) for q, _, v in one.scale))}  # k has none
+        for each, rank in ((adapter, 3), (apart, 9), (two, 6)):
             jllm.save_adapter(tmp_path / "again", each, phi.config)
             header = read_header(tmp_path / "again" / WEIGHTS)
             assert {n: t.shape[n.endswith("B.weight")] for n, t in header.items()} == dict.fromkeys(
