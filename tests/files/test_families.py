@@ -41,6 +41,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
         ("Olmoe", {}, {"qk_norm_whole": True, "norms": "before"}),
         ("GptOss", {"rope_parameters": {"rope_type": "default"}}, {"rope_scaling": None, "rope_theta": 150000.0}),
         ("Mixtral", {}, {"rope_theta": 1e6, "norm_eps": 1e-5}),
+        ("Gemma3", {"attn_logit_softcapping": 0}, {"attention_softcap": None}),
     ],
 )
 def test_fields(family, fields, wanted):
@@ -55,6 +56,7 @@ def test_files_name_a_window_that_no_layer_has(family):
     config = from_hf(hf(family, layer_types=["full_attention"] * 3))
     assert config.windows == ()
     assert to_hf(config)["sliding_window"]
+    assert from_hf(to_hf(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ _FIELDS = (
 )
 
 
-def _read(raw: Fields, layers: int, pattern: int, caps: tuple[float | None, float | None]) -> dict[str, Any]:
-    """Returns the fields that both have. Each `pattern`-th layer has full attention. `caps` are the defaults of
-    attention's softcap and the logits'."""
+def _read(raw: Fields, layers: int, pattern: int, cap: float | None) -> dict[str, Any]:
+    """Returns the fields that both have. Each `pattern`-th layer has full attention. `cap` is the default of the
+    logits' softcap."""
     activation = raw.get("hidden_activation") or _GELU  # hidden_act was written beside it, and is not read
     if activation != _GELU:
         raise ConfigError(f"hidden_activation = {activation!r} is not supported; supported: {_GELU!r}")
@@ -45,8 +45,7 @@ def _read(raw: Fields, layers: int, pattern: int, caps: tuple[float | None, floa
         "activation": "gelu_tanh",
         "embedding_multiplier": math.sqrt(read_integer(raw, "hidden_size", least=1)),
         "attention_scale": read_number(raw, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": read_optional(raw, "attn_logit_softcapping", caps[0]),
-        "logit_softcap": read_optional(raw, "final_logit_softcapping", caps[1]),
+        "logit_softcap": read_optional(raw, "final_logit_softcapping", cap),
         "windows": read_windows(raw, layers, read_window(raw, 4096), kinds),
     }
 
@@ -70,12 +69,12 @@ def _integer(number: float) -> float:
 
 
 def _read_gemma2(raw: Fields, layers: int) -> dict[str, Any]:
-    return _read(raw, layers, 2, (50.0, 30.0))
+    return _read(raw, layers, 2, 30.0) | {"attention_softcap": read_optional(raw, "attn_logit_softcapping", 50.0)}
 
 
 def _read_gemma3(raw: Fields, layers: int) -> dict[str, Any]:
     pattern = read_integer(raw, "sliding_window_pattern", 6, least=1)
-    return _read(raw, layers, pattern, (None, None)) | {"qk_norm": True}
+    return _read(raw, layers, pattern, None) | {"qk_norm": True}
 
 
 def _write_gemma3(config: LlamaConfig) -> dict[str, Any]:
