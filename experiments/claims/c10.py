@@ -126,7 +126,7 @@ def holds(rows: list[Row]) -> Answer:
 def words(rows: list[Row]) -> tuple[str, str]:
     found = list(map(falls, cases(rows)))
     further = sum(times < 1 for times in beyond(rows))
-    line = f"Error falls with the group in {sum(found)} of {len(found)} cases, and from 8 to 4 in {further}"
+    line = f"Smaller groups err less in {sum(found)} of {len(found)} cases, and groups of 4 less than of 8 in {further}"
     return f"groups of 4 err {spread(beyond(rows))} times as much as 8", f"{line}{of_subject(rows)}."
 
 

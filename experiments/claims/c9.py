@@ -115,8 +115,11 @@ def holds(rows: list[Row]) -> Answer:
 
 def words(rows: list[Row]) -> tuple[str, str]:
     times, (_, down) = spread(ratios(rows), "{:.1f}"), spread_of(rows, "fp8")
-    line = f"FP8 errs {times} times as much as INT8, {down:.0f} times more at a quarter's scale{of_subject(rows)}."
-    return f"{times} times INT8's error; {down:.0f} times at a quarter's scale", line
+    line = f"FP8 errs {times} times as much as INT8; a quarter of its scale multiplies its error by {down:.0f}"
+    return (
+        f"{times} times INT8's error; {down:.0f} times its own at a quarter of the scale",
+        f"{line}{of_subject(rows)}.",
+    )
 
 
 def spread_of(rows: list[Row], kind: str) -> tuple[float, float]:

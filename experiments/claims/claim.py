@@ -13,7 +13,7 @@ from experiments.serving.workload import half_interval
 from pallas_kernels.bench.measure import device_us
 
 Row = dict[str, Any]
-Answer = tuple[str, str]  # direction and size: does it help, and as much as stated
+Answer = tuple[str, str]  # direction and size: is the claimed effect there, and as large as stated
 RESULTS = Path(__file__).parents[1] / "results"
 NOT_TESTED = "not tested"
 

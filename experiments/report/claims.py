@@ -14,8 +14,9 @@ def claims_table(entries: Iterable[Entry]) -> Iterator[str]:
     cells = [_cells(name, entry, several) for name, entry, several in answers(entries)]
     if cells:
         yield (
-            "Direction says whether it helps. Size says whether by as much as stated. Each links to the file that "
-            "answers it."
+            "Direction says whether the claimed effect is there in most cases. Size says whether it is as large as "
+            "stated: `mostly` means in most cases, and `more` means larger. Both are `open` within noise. A claim "
+            "links to the file that answers it."
         )
         yield markdown(COLUMNS, cells)
 

@@ -103,7 +103,7 @@ def rewards(results: Results) -> Iterator[str]:
         yield (
             f"[GRPO](../docs/rollouts.md#grpo) takes the bundled model's reward from {gained[0]} "
             f"in [{len(runs[0].rows)} steps]({own}), and from {gained[1]} with [shuffled rewards]({control}). "
-            f"Trainer and sampler differ by {gap:g}."
+            f"Log-probabilities of trainer and sampler differ by {gap:g}."
         )
 
 
@@ -126,11 +126,13 @@ def behind(results: Results) -> Iterator[str]:
     rows = {row["name"]: row["qps"] for row in requests_rows(results.on(H200))}
     if four := rows.get("jllm bf16, KV bf16, 4 replicas"):
         times = four / rows["jllm bf16, KV bf16"]
-        lines.append(f"Four engines in one process serve {times:.2f} times the requests of one, on H200s.")
+        lines.append(f"Four engines in one process serve {times:.2f} times the requests of one, not 4 times, on H200s.")
     rows = {row["name"]: row["qps"] for row in requests_rows(results)}
     if triton := rows.get("jllm bf16, KV bf16, triton"):
         share = triton / rows["jllm bf16, KV bf16"]
-        lines.append(f"Triton's kernels serve {share:.0%} of Mosaic's requests, and have run on no GPU before Hopper.")
+        lines.append(
+            f"Triton's kernels serve {share:.0%} of Mosaic's requests, and have run on no GPU older than Hopper."
+        )
     if lines:
         yield "\n".join(f"- {line}" for line in lines)
 
@@ -162,7 +164,7 @@ def decode(results: Results) -> Iterator[str]:
     rates, held = ceilings_of(results.device), ""
     if rates.sustained is not None:
         held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
-        held = f" Shares in brackets are of rates that the device holds for seconds:{held}, and else its best ones."
+        held = f" Shares in brackets are of what it holds for seconds:{held}. There, other rates are the best ones."
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         "best "
@@ -204,7 +206,7 @@ def requests(results: Results) -> Iterator[str]:
     if not rows:
         return
     yield (
-        "LLaMA-2-7B serves 1,024 conversations at once. Each replica has a GPU and as many conversations. A figure is "
+        "LLaMA-2-7B serves 1,024 conversations at once. Each replica has a GPU and 1,024 of its own. A figure is "
         "the mean of one job's runs. Its 95 % interval is Student's t. A single run has none.\n"
         f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     )
@@ -239,15 +241,14 @@ def accuracy(results: Results) -> Iterator[str]:
     yield (
         "![Divergence by bytes](results/summary-accuracy.svg)\n"
         "Names like q4_k are llama.cpp's [types](gguf_types.py). Texts are [the model's own](texts) and "
-        "*The Wonderful Wizard of Oz*. Brackets have 95 % intervals. *Over the row above* is the difference in KL on "
-        "the same documents or windows."
+        "*The Wonderful Wizard of Oz*. Brackets have 95 % intervals. Rows are compared on the same parts of a text."
     )
     cells = []
     for name, row in first.items():
         size = row["bytes_per_kv" if row["scheme"] == "bf16" else "bytes_per_weight"]
         texts = [_costs(rows[name]) if name in rows else ["", "", ""] for rows in (first, *others)]
         cells.append([name, f"{size:.3f}", *(cell for text in texts for cell in text)])
-    heads = [(f"{said}: KL, nats a token", "perplexity, %", "KL over the row above") for said in TEXTS.values()]
+    heads = [(f"{said}: KL, nats a token", "perplexity, %", "KL less that of the row above") for said in TEXTS.values()]
     yield markdown(["of the bundled model", "bytes a value", *(head for text in heads for head in text)], cells)
 
 
