@@ -219,7 +219,8 @@ def test_norms_of_all_heads_have_one_order():
     shared = on_mesh(model, 4)
     asked = [replace(each, logprobs=3) for each in ASKED]
     many = serve(shared, PROMPTS, asked, **ENGINE, deterministic=True)
-    (alone,) = serve(shared, PROMPTS[1:2], asked[1:2], **ENGINE, deterministic=True)
+    lone = ENGINE | {"max_slots": 1, "max_step_tokens": 20, "buckets": (Bucket(1, 19, 1),)}  # steps of another shape
+    (alone,) = serve(shared, PROMPTS[1:2], asked[1:2], **lone, deterministic=True)
     assert [done.token_ids for done in many] == [done.token_ids for done in serve(model, PROMPTS, asked, **ENGINE)]
     assert alone.logprobs == many[1].logprobs
 
