@@ -15,7 +15,7 @@ from jllm.guides.guide_trials import Words
 
 pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
-from hypothesis import assume, given, settings  # noqa: E402
+from hypothesis import assume, example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 TOKENIZER = guide_trials._tokenizer(Words([b"", *(bytes([byte]) for byte in range(256))], [0]))
@@ -190,6 +190,7 @@ def simple(depth: int = 0):
 
 
 @settings(max_examples=250, deadline=None)
+@example(schema={"items": [{}]}, seed=1)
 @given(schema=simple(), seed=st.integers(0, 1 << 30))
 def test_texts_are_as_their_schema_says_or_it_is_refused(schema, seed):
     jsonschema = pytest.importorskip("jsonschema")
@@ -208,5 +209,8 @@ def test_texts_are_as_their_schema_says_or_it_is_refused(schema, seed):
         text.append(token - 1)
     if state.is_error() or not state.is_accepting():
         return
-    draft = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    tuples = '"items": [' in json.dumps(schema)  # of older drafts: the newest one has prefixItems, and fails with these
+    assume(not (tuples and "prefixItems" in json.dumps(schema)))
+    usual = jsonschema.Draft201909Validator if tuples else jsonschema.Draft202012Validator
+    draft = jsonschema.validators.validator_for(schema, usual)
     draft(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(bytes(text)))

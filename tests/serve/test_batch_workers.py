@@ -31,7 +31,7 @@ FLAGS = ("--no-compile-cache", "--max-slots", "4", "--page-size", "8", "--num-pa
 
 
 def write(path: Path, rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
