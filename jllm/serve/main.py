@@ -77,9 +77,12 @@ def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Repl
     engine.compile_ahead(wait=False)
     updates = None
     if args.updates is not None:
+        from jllm.model.model import Model
         from jllm.serve.update import Updates
 
-        updates = Updates(args.updates, model.config, partial(read_weights, args=args), engine.update)
+        dtype = model.params.dtype if isinstance(model, Model) else args.dtype  # a trainer may store masters
+        read = partial(read_weights, args=argparse.Namespace(**vars(args) | {"dtype": dtype}))
+        updates = Updates(args.updates, model.config, read, engine.update)
     return model.tokenizer, engine, updates
 
 

@@ -12,6 +12,7 @@ import jax
 from jllm.config import LlamaConfig
 from jllm.engine.engine import RUNNING
 from jllm.errors import CheckpointError, ConfigError, NoRoomError, QuantizationError, WeightsError
+from jllm.files.messages import shown
 from jllm.parallel.memory import out_of_memory
 from jllm.serve.errors import HttpError, bad
 
@@ -45,7 +46,8 @@ class Updates:
             raise HttpError(409, "another update is under way: try again later")
         try:
             config, weights = self._read(folder)
-            if differing := [f.name for f in fields(config) if self._differs(config, f.name)]:
+            # Its weights are read in the served dtype.
+            if differing := [f.name for f in fields(config) if f.name != "dtype" and self._differs(config, f.name)]:
                 raise bad("model", f"its config has another {differing[0]} than the served model's")
             return {"version": self._update(weights, running=running)}
         except (NoRoomError, jax.errors.JaxRuntimeError) as error:
@@ -60,10 +62,13 @@ class Updates:
     def _folder(self, name: Any) -> Path:
         if not isinstance(name, str) or not name:
             raise bad("model", "must be the name of a directory")
-        folder = (self._root / name).resolve()
-        if not folder.is_relative_to(self._root) or not folder.is_dir():
-            raise bad("model", f"there is no directory {name!r} among the server's updates")
-        return folder
+        try:
+            folder = (self._root / name).resolve()
+            if folder.is_relative_to(self._root) and folder.is_dir():
+                return folder
+        except (OSError, ValueError):  # too long, or letters that no file's name has
+            pass
+        raise bad("model", f"there is no directory {shown(name)} among the server's updates")
 
     def _differs(self, config: LlamaConfig, name: str) -> bool:
         return getattr(config, name) != getattr(self._config, name)

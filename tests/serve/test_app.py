@@ -813,7 +813,9 @@ def test_the_model_by_its_name(small_app):
 def test_other_weights_come_from_a_directory_where_that_is_asked_for(model, checkpoint, tmp_path):
     """Texts are then theirs. All else is refused in one line, and changes nothing."""
     params, root, path = replace(model.params, norm=-model.params.norm), tmp_path / "root", "/v1/update"
-    save(root / "step-1", params, model.config)
+    stored = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)  # read in the served dtype again
+    params = jax.tree.map(lambda leaf: leaf.astype(model.params.dtype), stored)
+    save(root / "step-1", stored, model.config)
     save(root / "turned", params, replace(model.config, rope_theta=5.0))
     (root / "empty").mkdir()
     shutil.copytree(checkpoint, tmp_path / "outside")
@@ -844,8 +846,8 @@ def test_other_weights_come_from_a_directory_where_that_is_asked_for(model, chec
         go_on.set()
         assert await first == (200, {"version": 1})
         for given, says in (
-            ({"model": "../outside"}, "model: there is no directory '../outside'"),
-            ({"model": "step-9"}, "model: there is no directory 'step-9'"),
+            ({"model": "../outside"}, 'model: there is no directory "../outside"'),
+            *(({"model": name}, "model: there is no directory") for name in ("step-9", "\0", "\ud800", "x" * 300)),
             ({"model": 3}, "model: must be the name of a directory"),
             ({}, "model: must be the name of a directory"),
             ({"model": "empty"}, "model: "),
