@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from jllm.guides import guide_trials
 from jllm.guides.grammars import make_matcher
 from jllm.guides.guide import Guide
 from jllm.guides.guide_trials import Words
+from jllm.guides.lark import served_lark
 
 pytest.importorskip("llguidance")
 pytest.importorskip("hypothesis")
@@ -97,8 +99,15 @@ def test_what_would_be_changed_in_a_grammar_is_refused(text, why):
 
 
 def test_the_rest_of_a_grammar_is_as_it_was_written():
-    text = 'start: "%json {1} <a>" /<b> temperature=/ %json {"const": 5, "title": "x"} last // <c>\nlast: "y"'
-    assert allows(make_matcher(TOKENIZER, Guide.grammar(text)), "%json {1} <a><b> temperature=5y")
+    text = 'start: "%json {1} <a>" /<b> temperature=/ %json {"const": 5, "title": "x"} last // <c>\nlast: /y\n"/ # <d>'
+    assert allows(make_matcher(TOKENIZER, Guide.grammar(text)), '%json {1} <a><b> temperature=5y\n"')
+
+
+def test_quotes_that_nothing_closes_are_read_once():
+    text = '"\\' * 20_000
+    begin = time.perf_counter()
+    assert served_lark(text) == text
+    assert time.perf_counter() - begin < 5  # not once for each quote
 
 
 @pytest.mark.parametrize(
