@@ -51,11 +51,11 @@ def kept(folder: Path, run: dict[str, Any], like: Any) -> Kept | None:
         raise InputFileError(f"{file}: is not the state of a training run: {error}") from None
     if names := differing(about["run"], json.loads(json.dumps(run))):
         raise InputFileError(
-            f"{file}: is of another run ({', '.join(names[:3])} differ): remove it, or use other --out"
+            f"{file}: is of another run ({', '.join(names[:3])} differ): remove it, or give another folder"
         )
     old, tree = jax.tree.flatten(like)
     if [_shape(leaf) for leaf in old] != [leaf.shape for leaf in leaves]:
-        raise InputFileError(f"{file}: has other shapes than this run: remove it, or use other --out")
+        raise InputFileError(f"{file}: has other shapes than this run: remove it, or give another folder")
     state = [jax.random.wrap_key_data(x) if _is_key(leaf) else jax.numpy.asarray(x) for leaf, x in zip(old, leaves)]
     return Kept(jax.tree.unflatten(tree, state), about["rows"])
 
