@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import DETERMINISTIC, capability, on_hopper
 
 ROWS = 16  # of a tile
-TILE = 32  # query rows that attention computes at once
+TILE = 8  # query rows that attention computes at once: a decoded row pays for all of them
 PARTS = 32  # of a row, whose sum is one kernel
 type Run = Callable[..., Any]  # plainly, or in_tiles
 
