@@ -28,11 +28,11 @@ def plainly[T](run: Callable[..., T], *rows: Any) -> T:
 
 def in_tiles[T](run: Callable[..., T], *rows: Any, size: int = ROWS) -> T:
     """Runs `run` on pytrees of arrays [M, ...], in tiles of `size` rows, one after another. Returns arrays [M, ...].
-    `run` is compiled once, for one tile; the last tile is padded with zeros. XLA unrolls the loop if there is a single
-    tile. Barriers then keep `run` from being fused with its surroundings, which would round a product and a sum
-    together."""
+    `run` is compiled once, for one tile; the last tile is padded with zeros. There are always two tiles at least: XLA
+    unrolls a loop over a single one, drops its barriers, and shares what `run` computes with what is around it. Sums
+    then have another order."""
     (M,) = {each.shape[0] for each in jax.tree.leaves(rows)}
-    tiles = -(-M // size)
+    tiles = max(2, -(-M // size))
 
     def cut(each: jax.Array) -> jax.Array:
         padded = jnp.pad(each, [(0, tiles * size - M)] + [(0, 0)] * (each.ndim - 1))

@@ -276,7 +276,7 @@ def _forward(
         return fenced(how.backend, score, head(served, config, hidden, backend=how.backend), tokens, temperature)
 
     inputs = hidden, _targets(tokens), jnp.full(B * L, temperature)
-    logprobs, entropies = in_tiles(rows, *inputs, size=min(HEAD_ROWS, B * L))
+    logprobs, entropies = in_tiles(rows, *inputs, size=min(HEAD_ROWS, -(-B * L // 2)))
     scored = _masked(logprobs.reshape(B, L), lengths), _masked(entropies.reshape(B, L), lengths)
     if not keep:
         return scored, None

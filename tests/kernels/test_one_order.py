@@ -154,3 +154,11 @@ def test_other_gpus_are_refused(monkeypatch):
     x = draw(0, 4, 64)
     with pytest.raises(NotImplementedError, match="deterministic is for Hopper GPUs and CPUs"):
         matmul(x, x, backend="deterministic")
+
+
+@pytest.mark.parametrize("rows", [1, one_order.ROWS, one_order.ROWS + 1])
+def test_tiles_are_a_loop_that_xla_does_not_unroll(rows):
+    """Unrolled, what a tile computes is shared with its surroundings, and its sums get another order."""
+    x = jnp.ones((rows, 8), jnp.float32)
+    text = jax.jit(partial(one_order.in_tiles, lambda x: x @ x.T)).lower(x).compile().as_text()
+    assert " while(" in text
