@@ -61,9 +61,8 @@ def holds(rows: list[Row]) -> Answer:
 
 def words(rows: list[Row]) -> tuple[str, str]:
     pools = sorted({row["pool_gib"] for row in rows})
-    first, *others = (f"{percents(gains(rows, pool))}{{}} in {pool:g} GiB" for pool in pools)
-    more = first.format(" more requests a second than reserving")
-    line = f"Simulated: pages on demand serve {', '.join([more, *(each.format('') for each in others)])}."
+    more = ", ".join(f"{percents(gains(rows, pool))} in {pool:g} GiB" for pool in pools)
+    line = f"Simulated: pages on demand serve more requests a second than reserving: {more}."
     return f"{percents(gains(rows))} more requests a second, simulated", line
 
 
