@@ -43,8 +43,6 @@ DEVICES = {
     TRAINING: ("cudnn", "xla"),
 }
 TARGET = "JLLM_COMPUTE_CAPABILITY"  # an environment variable: see capability
-# Kernels of attention that no device has run with softcaps or sinks yet: they take those only where they are named.
-UNMEASURED_LOGITS = ("mosaic", "triton")
 WITHOUT_FLOAT8 = ("8.0", "8.6", "8.7")  # compute capabilities that neither convert from float8 nor multiply it
 
 
@@ -71,20 +69,6 @@ class Backend:
         except NotImplementedError as refusal:
             return str(refusal)
         return None
-
-
-def attention_backend(
-    name: str, run: Callable[..., Any], check: Callable[..., None], plan: Callable[..., Any] | None = None
-) -> Backend:
-    """Returns a backend of attention whose logits may be capped or joined by sinks. Its checks take the arguments of
-    `check`, and then whether logits are plain: neither capped nor joined."""
-
-    def check_unasked(*args: Any) -> None:
-        check(*args[:-1])
-        if not args[-1] and name in UNMEASURED_LOGITS:
-            raise NotImplementedError(f"backend {name} runs softcap and sinks only where it is named")
-
-    return Backend(run, lambda *args: check(*args[:-1]), check_unasked, plan)
 
 
 def choose(backends: Mapping[str, Backend], name: str | None, *args: Any) -> Backend:

@@ -74,8 +74,6 @@ def attention_inputs(
     q, qs = (jax.ShapeDtypeStruct((rows, config.num_heads, config.head_dim), dtype) for rows in (R, C))
     chunks = (batch.chunk_cu, batch.chunk_lengths)
     options: dict[str, Any] = {"window": window, "backend": backend}
-    if config.attention_softcap is not None or config.sinks:
-        options["plain"] = False
     segments = batch.segments
     decode = decode_attention.plan(q, pages, batch.decode_lengths, segments=segments, **options) if R else None
     prefill = prefill_attention.plan(qs, pages, *chunks, scale=config.query_scale, **options) if C else None

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends import DETERMINISTIC, Backend, attention_backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -76,7 +76,7 @@ def decode_attention(
     if debug:
         check_decode_values(page_table, lengths, window, pages, segments, rows)
     logits = check_logits(softcap, sinks, sizes["H"])
-    chosen = choose(BACKENDS, backend, q, pages, rows, not logits)
+    chosen = choose(BACKENDS, backend, q, pages, rows)
     check_work(work, chosen, BACKENDS)
     return chosen.run(q, pages, page_table, lengths, scale, window, segments, work, rows, **logits)
 
@@ -88,13 +88,12 @@ def plan(
     *,
     window: int | None = None,
     segments: Segments | None = None,
-    plain: bool = True,
     backend: str | None = None,
 ) -> Work | None:
     """Returns the work list of decode_attention with these arguments, or None if the chosen backend has none. It
     depends on lengths i32[R], segments, sizes and dtypes alone, so all layers of a step share it. Of q [R Q, H, D] and
-    pages, shapes and dtypes are enough. `plain`: neither softcap nor sinks are given."""
-    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths), plain).plan
+    pages, shapes and dtypes are enough."""
+    make = choose(BACKENDS, backend, q, pages, _rows_each(q, lengths)).plan
     return None if make is None else make(q, pages, lengths, window, segments)
 
 
@@ -165,8 +164,8 @@ def _of_own_rows(attend, q, pages, page_table, lengths, scale, window, segments,
 
 
 BACKENDS = {
-    "mosaic": attention_backend("mosaic", _mosaic, check_supported, _mosaic_plan),
-    "triton": attention_backend("triton", _triton, check_triton),
-    "xla": Backend(_xla, lambda q, pages, rows, plain: check_page_size(pages.k.page_size)),
+    "mosaic": Backend(_mosaic, check_supported, plan=_mosaic_plan),
+    "triton": Backend(_triton, check_triton),
+    "xla": Backend(_xla, lambda q, pages, rows: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.backends import DETERMINISTIC, Backend, attention_backend, check_work, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, check_work, choose
 from pallas_kernels.checks import (
     bind_shapes,
     check_floats,
@@ -76,7 +76,7 @@ def prefill_attention(
     if debug:
         check_prefill_values(q.shape[0] - first, page_table, cu_q_lens, kv_lens, window, pages)
     logits = check_logits(softcap, sinks, sizes["H"])
-    chosen = choose(BACKENDS, backend, q, pages, scale, not logits)
+    chosen = choose(BACKENDS, backend, q, pages, scale)
     check_work(work, chosen, BACKENDS)
     return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first, **logits)
 
@@ -89,13 +89,12 @@ def plan(
     *,
     scale: float,
     window: int | None = None,
-    plain: bool = True,
     backend: str | None = None,
 ) -> Work | None:
     """Returns the work list of prefill_attention with these arguments, or None if the chosen backend has none. It
     depends on lengths, sizes and dtypes alone, so all layers of a step share it. Of q and pages, shapes and dtypes are
-    enough. `plain`: neither softcap nor sinks are given."""
-    make = choose(BACKENDS, backend, q, pages, scale, plain).plan
+    enough."""
+    make = choose(BACKENDS, backend, q, pages, scale).plan
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
 
 
@@ -134,8 +133,8 @@ def _placed(attend, q, *args) -> jax.Array:
 
 
 BACKENDS = {
-    "mosaic": attention_backend("mosaic", _mosaic, check_supported, make_work),
-    "triton": attention_backend("triton", _triton, check_triton, _triton_plan),
-    "xla": Backend(_xla, lambda q, pages, scale, plain: check_page_size(pages.k.page_size)),
+    "mosaic": Backend(_mosaic, check_supported, plan=make_work),
+    "triton": Backend(_triton, check_triton, plan=_triton_plan),
+    "xla": Backend(_xla, lambda q, pages, scale: check_page_size(pages.k.page_size)),
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }

@@ -8,7 +8,7 @@ from pallas_kernels.checks import check_int32, check_out_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.ragged_matmul import xla
-from pallas_kernels.ragged_matmul.config import check_measured, check_supported, check_triton
+from pallas_kernels.ragged_matmul.config import check_supported, check_triton
 
 
 def ragged_matmul(
@@ -58,7 +58,7 @@ def _triton(*arguments) -> jax.Array:
 
 
 BACKENDS = {
-    "mosaic": Backend(_mosaic, check_supported, check_measured),
-    "triton": Backend(_triton, check_triton, unasked_on=()),  # no device has run it
+    "mosaic": Backend(_mosaic, check_supported),
+    "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.ragged_matmul),
 }

@@ -76,19 +76,9 @@ def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more
         raise NotImplementedError(f"the {backend} kernel takes weights whose columns are in order, and not rotated")
 
 
-def check_measured(
-    x: jax.Array | QuantizedRows, w: jax.Array | QuantizedWeight, groups: int, gated: bool, out_dtype: jnp.dtype
-) -> None:
-    """Raises NotImplementedError for what the kernels do not do, and for what no device has measured yet: plain rows by
-    codes."""
-    check_supported(x, w, groups, gated, out_dtype)
-    if isinstance(w, QuantizedWeight) and not isinstance(x, QuantizedRows):
-        raise NotImplementedError(f"the mosaic kernel of {w.format.name} runs only where it is named")
-
-
 def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool) -> CodesConfig:
     """Returns the configuration with the least estimated time for M rows in X groups and codes of 4 bits. n: of the
-    result. No device has measured the choice. It changes no bits: K is not cut, and products go in its order."""
+    result. The choice changes no bits: K is not cut, and products go in its order."""
     choices = [
         CodesConfig(tokens, 1, warpgroups, 2 if gated else 1, width=128 if tokens <= 32 else 64, stages=16)
         for warpgroups in DECODED
@@ -148,8 +138,8 @@ def check_triton(
         check_listed(("weights of", str(w.dtype), (str(x.dtype),)), backend="triton")
 
 
-def triton_config(m: int, groups: int, gated: bool) -> TritonConfig:
-    """Returns the configuration for M rows in X groups: an estimate, as no device has measured it. depth: in bytes.
-    Rows and columns change no bits."""
-    rows = next((rows for rows in (16, 64) if m <= rows * groups), 128)
+def triton_config(m: int, groups: int, gated: bool, float8: bool = False) -> TritonConfig:
+    """Returns the configuration for M rows in X groups, by an estimate. depth: in bytes. Rows and columns change no
+    bits: Hopper sums products of float8 in another way from 64 rows on, so those have 64 at least."""
+    rows = next((rows for rows in ((64,) if float8 else (16, 64)) if m <= rows * groups), 128)
     return TritonConfig(rows, 64 if gated or rows < 128 else 128, 128, warps=8 if rows == 128 else 4, stages=3)

@@ -1,7 +1,7 @@
 """Runs ragged_matmul on Hopper, where tiles are blocks of rows by slabs of a group's weight.
 
 Plain rows by plain weights, and codes by codes, are skinny.py's of gemm_sm90. Plain rows by codes of 4 bits are
-tiles_sm90.py's of weight_only_matmul: no device has run these yet. Gradients are xla's."""
+tiles_sm90.py's of weight_only_matmul. Gradients are xla's."""
 
 from functools import partial
 

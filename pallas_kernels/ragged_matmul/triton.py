@@ -42,7 +42,7 @@ def _run(
     n = w.shape[0] // (groups * (2 if gated else 1))
     if not rows.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, n), out_dtype)
-    config = triton_config(rows.shape[0], groups, gated)
+    config = triton_config(rows.shape[0], groups, gated, float8=rows.dtype == jnp.float8_e4m3fn)
     pairs = pairs_of(sizes, rows.shape[0], config.rows)[:4]
     made = launch(x, w, groups, gated, out_dtype, config)
     if not isinstance(w, QuantizedWeight):

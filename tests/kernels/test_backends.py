@@ -12,8 +12,6 @@ import pytest
 import jllm
 from pallas_kernels import backends
 from pallas_kernels.backends import BACKEND_NAMES, DETERMINISTIC, DEVICES, OF_MODELS, Backend, choose
-from pallas_kernels.decode_attention.cases import Case as Decode
-from pallas_kernels.prefill_attention.cases import Case as Prefill
 
 hypothesis = pytest.importorskip("hypothesis")  # device tests are collected without development packages
 given, st = hypothesis.given, hypothesis.strategies
@@ -82,7 +80,6 @@ def test_names_that_there_are_not():
             choose(only, name)
 
 
-SIZES = {"heads": (2, 1), "head_dim": 64, "page_size": 8, "k_format": "bf16", "v_format": "bf16", "dtype": "bfloat16"}
 OWN_NAMES = {"all_reduce": ["peer"], "causal_attention": ["cudnn"]}
 
 
@@ -92,19 +89,6 @@ def test_registries_have_known_names_in_order_of_choice(operation):
     assert set(found) <= {*OF_MODELS, *OWN_NAMES.get(operation, ())}
     for order in DEVICES.values():
         assert [name for name in found if name in order] == [name for name in order if name in found]
-
-
-@pytest.mark.parametrize(
-    ("name", "case"), [("decode", Decode(lengths=(9,), **SIZES)), ("prefill", Prefill((9,), (9,), 0, **SIZES))]
-)
-def test_kernels_that_no_device_has_run_with_sinks_and_caps_are_for_those_who_name_them(monkeypatch, name, case):
-    operation = import_module(f"pallas_kernels.{name}_attention.api")
-    found, (q, pages, *_) = operation.BACKENDS, case.inputs()
-    for plain, on_hopper in ((True, "mosaic"), (False, "xla")):
-        assert choose(found, "mosaic", q, pages, 1, plain) is found["mosaic"]
-        assert choose(found, "hopper", q, pages, 1, plain) is found[on_hopper]
-    monkeypatch.setattr(backends, "UNMEASURED_LOGITS", ())
-    assert choose(found, "hopper", q, pages, 1, False) is found["mosaic"]
 
 
 def test_deterministic_is_an_entry_of_its_own_or_what_the_device_would_have():

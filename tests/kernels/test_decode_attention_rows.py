@@ -342,6 +342,6 @@ def test_on_the_device(of, number):
     logits = logits_of(number, heads[0], dtype)
     options = {"scale": case.scale, "window": window, "segments": segments, "backend": "mosaic"}
     run = jax.jit(partial(decode_attention, **options, **logits))
-    out = run(*arguments)
-    assert error(out, formula(case, arguments, segments, **logits)) < (7e-4 if dtype == "float16" else TOLERANCE[dtype])
+    out, most = run(*arguments), {"float16": 7e-4, "bfloat16": 4e-3}  # the share of a lone key is rounded
+    assert error(out, formula(case, arguments, segments, **logits)) < most[dtype]
     assert same_bits(out, run(*arguments))

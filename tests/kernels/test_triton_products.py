@@ -83,7 +83,8 @@ def test_products_of_groups_compile(capability, tmp_path, monkeypatch):
         if kind == "fp8" and capability < 89:
             continue
         x, w = jax.eval_shape(partial(operands, kind, m, groups * n * (2 if gated else 1), k))
-        launch = triton.launch(x, w, groups, gated, jnp.dtype("bfloat16"), triton_config(m, groups, gated))
+        config = triton_config(m, groups, gated, float8=kind == "fp8")
+        launch = triton.launch(x, w, groups, gated, jnp.dtype("bfloat16"), config)
         rows, weights = (each.values if hasattr(each, "values") else each for each in (x, w))
         scales = ["int32", "int32"] if kind == "bfloat16" else ["float32", "float32"]
         if kind not in ("bfloat16", *CODES):
