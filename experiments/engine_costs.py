@@ -109,11 +109,11 @@ def determinism(params: Params, config: LlamaConfig, args: argparse.Namespace) -
         timer.state = None
         if backend == DETERMINISTIC:
             yield row_of("determinism", kind, batch, tokens, kv, found[key], found[key[0], None])
-    tokens = jnp.tile(jnp.arange(PROMPT, dtype=jnp.int32) % 97, (PROMPTS, 1))
-    lengths_each = jnp.full(PROMPTS, PROMPT, jnp.int32)
+    ids = jnp.tile(jnp.arange(PROMPT, dtype=jnp.int32) % 97, (PROMPTS, 1))
+    given = {"tokens": ids, "lengths": jnp.full(PROMPTS, PROMPT, jnp.int32)}
     score = jax.jit(partial(jllm.token_logprobs, config=config, page_size=PAGE))
-    jax.block_until_ready(score(params, tokens=tokens, lengths=lengths_each))
-    times = [settled(partial(score, params, tokens=tokens, lengths=lengths_each)) for _ in range(args.repeats)]
+    jax.block_until_ready(score(params, **given))
+    times = [settled(partial(score, params, **given)) for _ in range(args.repeats)]
     plain = found[("prefill", PROMPTS, PROMPT, None), None]
     yield row_of("determinism", "scored", PROMPTS, PROMPT, None, min(times), plain)
 
@@ -230,7 +230,9 @@ def training(params: Params, config: LlamaConfig, args: argparse.Namespace) -> I
     lengths = jnp.full(sequences, tokens, jnp.int32)
 
     def loss(masters: Params) -> jax.Array:
-        return -jnp.mean(jllm.token_logprobs(masters, config, ids, lengths, **options))
+        found = jllm.token_logprobs(masters, config, ids, lengths, **options)
+        assert isinstance(found, jax.Array), "no entropy was asked for"
+        return -jnp.mean(found)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def train(masters: Params, state: Any) -> Any:

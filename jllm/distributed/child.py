@@ -44,7 +44,7 @@ from jllm.files import fingerprint
 from jllm.files.load import Head
 from jllm.guides.guide_trials import MOST
 from jllm.model.model import Model
-from jllm.model.params import Params
+from jllm.model.params import Params, tree_bytes
 from jllm.model.shards import share_params
 from jllm.parallel.mesh import make_mesh, ranks_of, spread
 from jllm.programs.sizes import EngineSizes
@@ -242,8 +242,9 @@ class _Process:
             values = unpacked(pickles, file.fileno())
         given, drafter, hooks = values["the weights"], values["drafter"], values["hooks"]
 
-        def fit(params: Params | None) -> None:
-            fitted = engine.fit_weights(params, quantize=quantize, drafter=drafter, hooks=hooks)
+        def fit(params: Params | None, replaces: bool = False) -> None:
+            how: dict[str, Any] = {"quantize": quantize, "drafter": drafter, "hooks": hooks, "replaces": replaces}
+            fitted = engine.fit_weights(params, **how)
             read = (None if params is None else fitted.params), fitted.drafter, fitted.hooks
             copied = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
             self._fitted = replace(fitted, copied=copied, seconds=time.perf_counter() - begin)
@@ -251,11 +252,19 @@ class _Process:
         if given is None:
             fit(None)
             return None
+        alone = quantize is None and self._mesh is None  # nobody else holds the weights of this process
+        if alone and isinstance(given, Params) and engine.lacks_room(tree_bytes(given)):
+            fit(given, replaces=True)
+            return fingerprint.of_model(given, self._config) if compared else None
         source = Model(self._config, given) if isinstance(given, Params) else given
         if self._mesh is not None and isinstance(given, Params) and given.norm.ndim == 2:
             source = from_shares(source, self._mesh)
         model = _model_of(source, self._mesh)
-        fit(model.params)
+        if alone and engine.lacks_room(0):
+            model = replace(model, params=jax.device_get(model.params))
+            fit(model.params, replaces=True)
+        else:
+            fit(model.params)
         return fingerprint.of_model(model.params, model.config) if compared else None
 
     def _take(self, engine: Engine, running: Running) -> int:

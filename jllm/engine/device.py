@@ -168,10 +168,12 @@ class Device:
         scheme: str | None,
         drafter: Drafter | None,
         hooks: Hooks | None,
+        replaces: bool = False,
     ) -> Weights:
-        """Returns new weights as programs take them. Raises WeightsError for weights that they cannot take."""
+        """Returns new weights as programs take them, or checked ones that are to replace the engine's in their memory.
+        Raises WeightsError for weights that programs cannot take."""
         begin = time.perf_counter()
-        weights = self._fitted(params, copy, scheme, drafter, hooks)
+        weights = self._fitted(params, copy, scheme, drafter, hooks, replaces)
         given = (self._params if params is None else params, drafter, hooks)
         copied = copied_bytes(given, (weights.params, weights.drafter, weights.hooks))
         return replace(weights, copied=copied, seconds=time.perf_counter() - begin)
@@ -183,6 +185,7 @@ class Device:
         scheme: str | None,
         drafter: Drafter | None,
         hooks: Hooks | None,
+        replaces: bool,
     ) -> Weights:
         assert self._fit is not None
         assert self._drafter_fit is not None
@@ -201,6 +204,9 @@ class Device:
             drafter = self._drafter_fit.take(drafter, copy)
         elif isinstance(self._drafter, QuantizedCopy):
             check_remade(self._drafter, self._config)
+        if replaces:
+            self._fit.check(params)
+            return Weights(params, drafter, hooks, replaces=True)
         if scheme is None:
             return Weights(self._fit.take(params, copy and params is not self._params), drafter, hooks)
         if scheme not in self._to_round:
@@ -242,8 +248,8 @@ class Device:
             self._hold((weights.params, weights.drafter, weights.hooks))
             return
         try:
-            self._drafter = weights.drafter_after(self._drafter)
-            self._params = weights.rounded(self._params)
+            assert self._fit is not None
+            self._params, self._drafter = weights.after(self._params, self._drafter, self._fit)
             self._stacked = stack_layers(self._params, self._config)
         except jax.errors.JaxRuntimeError as error:
             self._unmade = str(error).partition("\n")[0]
@@ -252,6 +258,12 @@ class Device:
         self.shapes = replace(self.shapes, params=self._stacked, drafter=self._drafter, hooks=self._hooks)
         self.programs.describe(self.shapes)
         self._hold((self._params, self._drafter, self._hooks))
+
+    def lacks_room(self, size: int) -> bool:
+        """Returns whether `size` bytes of other weights have no place beside the engine's. While it sleeps they have
+        none, since its pages need one piece of memory."""
+        free = self._memory()
+        return self.asleep or (free is not None and free < size)
 
     def check_ready(self) -> None:
         """Raises EngineNotReady if the device sleeps, or lacks its weights."""

@@ -402,9 +402,15 @@ class Engine:
         quantize: str | None = None,
         drafter: Drafter | None = None,
         hooks: Hooks | None = None,
+        replaces: bool = False,
     ) -> Weights:
-        """Returns weights for take_weights(). Raises WeightsError as update() does."""
-        return self._device.fit(params, copy, quantize, drafter, hooks)
+        """Returns weights for take_weights(). With `replaces` they will take the memory of the engine's, one array
+        after the other: nobody else may hold these. Raises WeightsError as update() does."""
+        return self._device.fit(params, copy, quantize, drafter, hooks, replaces)
+
+    def lacks_room(self, size: int) -> bool:
+        """Returns whether other weights of `size` bytes have no place beside the engine's."""
+        return self._device.lacks_room(size)
 
     @in_turn
     def take_weights(self, weights: Weights, running: Running = "recompute") -> int:

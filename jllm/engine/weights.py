@@ -57,12 +57,7 @@ class Leaf(NamedTuple):
         """Returns x as this array. Raises WeightsError, with its name, for another shape or dtype."""
         if not copy and self.is_like(x):
             return x
-        if isinstance(x, jax.core.Tracer):
-            raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
-        if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
-            raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise WeightsError(f"{name} was donated or deleted: give weights that exist, or copy=True before donating")
+        self.check(name, x)
         if not isinstance(x, jax.Array):
             x = jax.device_put(np.array(x), self.sharding)
         elif copy:
@@ -74,6 +69,15 @@ class Leaf(NamedTuple):
         if x.committed != self.committed or x.weak_type != self.aval.weak_type:
             x = ArrayImpl(self.aval, x.sharding, [one.data for one in x.addressable_shards], self.committed)
         return x
+
+    def check(self, name: str, x: Any) -> None:
+        """Raises WeightsError, with the name, where x has another shape or dtype, or is gone."""
+        if isinstance(x, jax.core.Tracer):
+            raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
+        if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
+            raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise WeightsError(f"{name} was donated or deleted: give weights that exist, or copy=True before donating")
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,26 @@ class Fit:
 
     def take(self, given: Any, copy: bool = False) -> Any:
         """Returns a pytree as programs take it. Raises WeightsError for another one."""
+        taken = [leaf.take(name, x, copy) for name, leaf, x in self._pairs(given)]
+        return jax.tree.unflatten(jax.tree.structure(given), taken)  # the given tree tells where its codes are from
+
+    def check(self, given: Any) -> None:
+        """Raises WeightsError for a pytree that `take` and `replace` refuse."""
+        for name, leaf, x in self._pairs(given):
+            leaf.check(name, x)
+
+    def replace(self, old: Any, given: Any) -> Any:
+        """Returns a pytree as programs take it, in the memory of `old`, which is donated one array after the other."""
+        rows = zip(self._pairs(given), jax.tree.leaves(old), strict=True)
+        taken = [leaf.take(name, _moved(before, leaf.take(name, x, False)), False) for (name, leaf, x), before in rows]
+        return jax.tree.unflatten(jax.tree.structure(given), taken)
+
+    def _pairs(self, given: Any) -> list[tuple[str, Leaf, Any]]:
+        """Returns each leaf with its name and description. Raises WeightsError for another structure."""
         leaves, tree = jax.tree.flatten(given)
         if tree != self.tree:
             raise WeightsError(self._difference(given))
-        taken = (leaf.take(name, x, copy) for name, leaf, x in zip(self.names, self.leaves, leaves, strict=True))
-        return jax.tree.unflatten(tree, list(taken))  # the given tree, which tells where its codes are from
+        return list(zip(self.names, self.leaves, leaves, strict=True))
 
     def _difference(self, given: Any) -> str:
         """Returns how the structure of a pytree differs."""
@@ -122,23 +141,25 @@ class Weights:
     drafter: Drafter | None
     hooks: Hooks | None = None  # None: the engine's
     formats: Mapping[str, Formats] | None = None  # by name, the formats in which the engine rounds them
+    replaces: bool = False  # the params go where the engine's are, which nobody else holds
     copied: int = 0  # bytes of arrays that had to be copied
     seconds: float = 0.0  # that fitting took
 
     @property
     def gone(self) -> bool:
         """Returns whether one of the arrays was donated or deleted after the weights were fitted."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.drafter, self.hooks)))
+        leaves = jax.tree.leaves((self.params, self.drafter, self.hooks))
+        return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 
-    def rounded(self, old: Params) -> Params:
-        """Returns the params as the engine's programs take them. The codes of `old` are donated to new ones."""
-        return self.params if self.formats is None else _round(old, self.params, self.formats)
-
-    def drafter_after(self, old: Drafter | None) -> Drafter | None:
-        """Returns the drafter after the update. A quantized copy is made again in the memory of the old one."""
-        if self.drafter is not None or not isinstance(old, QuantizedCopy):
-            return old if self.drafter is None else self.drafter
-        return QuantizedCopy(_round(old.params, self.params, formats_of(old.params)), old.tree)
+    def after(self, old: Params, drafter: Drafter | None, fit: Fit) -> tuple[Params, Drafter | None]:
+        """Returns the params as the engine's programs take them, and the drafter after the update. New codes go where
+        those of `old` are, and so do a quantized copy's and all params that replace the engine's."""
+        params = given = fit.replace(old, self.params) if self.replaces else self.params
+        if self.formats is not None:
+            params = _round(old, given, self.formats)
+        if self.drafter is None and isinstance(drafter, QuantizedCopy):
+            return params, QuantizedCopy(_round(drafter.params, given, formats_of(drafter.params)), drafter.tree)
+        return params, drafter if self.drafter is None else self.drafter
 
 
 def copied_bytes(given: Any, taken: Any) -> int:
@@ -198,6 +219,12 @@ def _round(old: Params, params: Params, formats: Mapping[str, Formats]) -> Param
 def _rounded(codes: list[jax.Array], params: Params, formats: tuple[tuple[str, Formats], ...]) -> Params:
     """Returns rounded params in the memory of `codes`."""
     return encode_params(params, dict(formats))
+
+
+@partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _moved(old: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns x in the memory of `old`."""
+    return x
 
 
 def _names(found: list[tuple[Any, Any]]) -> tuple[str, ...]:

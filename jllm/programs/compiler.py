@@ -93,6 +93,7 @@ class Compiler:
         self._turns = threading.Semaphore(max(1, processes))  # to trace
         self._busy: dict[int, str] = {}  # by thread, the name of the program that it compiles
         self._since = 0.0  # the time up to which compiled.seconds counts
+        self._gate, self._ended, self._compiling = threading.Lock(), threading.Condition(), 0
         self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
         self._tracers = Tracers(processes) if processes else None
         self._tells, self._reasons = tells, set[str]()  # why steps were traced here; each gives one warning
@@ -175,7 +176,7 @@ class Compiler:
             while True:
                 with ExitStack() as claim:
                     begun = self._begin(recipe, lower, turn, claim, until)
-                    made = _compiled(begun, recipe.name) if isinstance(begun, jax.stages.Lowered) else begun
+                    made = self._compile(begun, recipe.name) if isinstance(begun, jax.stages.Lowered) else begun
                     if made is not None:
                         with self._lock:
                             self._compiled.programs += 1
@@ -184,6 +185,32 @@ class Compiler:
                             recipe.keep(made)
                         return made
                 self._check_open(LOOK)
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+        """Compiles a program beside others. XLA tries kernels on operands of its own, so the device's memory may be too
+        little for several at once: then the program is compiled again while no other one is."""
+        try:
+            with self._beside():
+                return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        with self._gate:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._compiling)
+            return _compiled(lowered, name)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Waits for a program that is compiled alone, and counts one that is compiled beside others."""
+        with self._gate, self._ended:
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._compiling -= 1
+                self._ended.notify_all()
 
     def _begin(
         self,
@@ -231,7 +258,7 @@ class Compiler:
 
 def _compiled(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
     try:
-        return lowered.compile()  # XLA's autotuning runs kernels here
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise

@@ -328,7 +328,7 @@ def update_between_halves(patch) -> None:
 
 
 def leave_a_layer(patch) -> None:
-    patch.setattr(Weights, "rounded", lambda self, old: replace(self.params, layers=old.layers))
+    patch.setattr(Weights, "after", lambda self, old, drafter, _: (replace(self.params, layers=old.layers), drafter))
 
 
 def count_versions_late(patch) -> None:
@@ -563,6 +563,30 @@ def test_nothing_holds_weights_that_were_replaced_or_closed():
             of_weights()
 
 
+def test_weights_that_replace_the_engines_take_their_memory(fresh):
+    """As in a process of its own, whose weights nobody else holds."""
+    engine = Engine(MODELS[0], **OPTIONS)
+    run = Run(engine)
+    run.update(0, form=partial(jax.tree.map, jnp.array))
+    request = run.submit(PROMPTS[0], 8)
+    run.step(4)
+    engine.sleep()
+    assert engine.lacks_room(0)
+    old, compiled = jax.tree.leaves(engine._device._params), engine.metrics()["compile_programs"]
+    other = jax.tree.map(np.asarray, MODELS[1].params)
+    with pytest.raises(WeightsError, match=r"norm must be .*, as the engine has it, not"):
+        engine.fit_weights(replace(other, norm=other.norm[1:]), replaces=True)
+    weights = engine.fit_weights(other, replaces=True)
+    assert not any(leaf.is_deleted() for leaf in old)
+    run.models[engine.take_weights(weights)] = 1
+    assert all(leaf.is_deleted() for leaf in old)
+    engine.wake()
+    run.check(fresh)
+    assert engine.metrics()["compile_programs"] == compiled
+    assert run.done[request, 0].versions[-1] == max(run.models)
+    engine.close()
+
+
 def test_what_is_kept_is_recomputed_if_it_is_preempted(engine, fresh):
     run = Run(engine)
     for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2]):
@@ -693,7 +717,7 @@ def test_a_quantized_copy_is_made_again(monkeypatch):
     engine.update(models[1].params)
     assert accepted(engine) == want
     engine.update(models[0].params)
-    monkeypatch.setattr(Weights, "drafter_after", lambda self, old: old)
+    monkeypatch.setattr(Weights, "after", lambda self, old, drafter, fit: (self.params, drafter))
     engine.update(models[1].params)
     assert accepted(engine) != want
     monkeypatch.undo()

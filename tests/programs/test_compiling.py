@@ -131,6 +131,32 @@ def test_an_exception_in_a_thread_reaches_who_waits_and_joins(model, monkeypatch
     assert [len(e.completion.token_ids) for e in engine.run() if e.completion] == [3]
 
 
+def test_what_finds_no_memory_beside_others_is_compiled_alone(model, monkeypatch):
+    busy, most, alone, whole = [0], [0], [], jax.stages.Lowered.compile
+    lock = threading.Lock()
+
+    def compile_one(lowered, *options):
+        with lock:
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+        time.sleep(0.2)
+        with lock:
+            others, busy[0] = busy[0] > 1, busy[0] - 1
+        if others:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 517.00MiB")
+        alone.append(whole(lowered, *options))
+        return alone[-1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_one)
+    monkeypatch.setattr(compiling.os, "cpu_count", lambda: 4)
+    engine = Engine(model, **OPTIONS, executables=None)
+    monkeypatch.setattr(Compiler, "_lower", lambda self, recipe: recipe.lower())  # all at once
+    assert engine.compile_ahead() == len(BUCKETS)
+    assert most[0] > 1
+    assert len(alone) >= len(BUCKETS)
+    engine.close()
+
+
 def test_a_step_that_finds_no_memory_to_compile_in_says_what_to_take_less_of(model, monkeypatch):
     def compile_nothing(lowered, *options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 266.00MiB")
