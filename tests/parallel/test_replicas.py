@@ -235,9 +235,10 @@ def test_engines_in_processes_serve_as_one_does(model, alone, monkeypatch, tmp_p
         engine.submit((8, 9), GREEDY)
         with pytest.raises(EngineNotReady, match="the engine sleeps"):
             engine.step()
+        assert engine.update(new.params) == 2  # while it sleeps, in the memory of the old weights
+        assert engine.update("tests.parallel.test_replicas:make_model") == 3  # each process loads it
         engine.wake()
         finish(engine)
-        assert engine.update("tests.parallel.test_replicas:make_model") == 2  # each process loads it
 
         async def over_a_loop():
             host = AsyncEngine(engine)
