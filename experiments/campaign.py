@@ -63,6 +63,8 @@ TESTS = (
     " --results={results} tests"
 )
 
+OF_EXPERTS = "decode_step --config configs/qwen3-30b-a3b.json --threads 16"
+
 CAMPAIGN = (
     Command("tests", TESTS, 700, timed=False),
     Command("sanitizer", "-m experiments.sanitizer --results {results}", 240, timed=False),
@@ -117,6 +119,14 @@ CAMPAIGN = (
                " --label deterministic", 90),
     experiment("rollout_bits", "rollout_bits --schemes bf16 w8a8 w4a16-g128 fp8", 300),
     experiment("adapter_steps", "adapter_steps --layers 8", 240),
+    experiment("engine_costs", "engine_costs --threads 16", 240),
+    experiment("engine_costs_1b", "engine_costs --config configs/llama-3.2-1b.json --costs training --label training",
+               120),
+    experiment("experts", f"{OF_EXPERTS} --batch 1 32 256 --label qwen3-30b", 150),
+    experiment("experts_w4a16", f"{OF_EXPERTS} --batch 32 --scheme w4a16-g128 --label qwen3-30b-w4a16", 120),
+    experiment("experts_w8a8", f"{OF_EXPERTS} --batch 32 --scheme w8a8 --label qwen3-30b-w8a8", 120),
+    experiment("experts_mxfp4", "decode_step --config configs/gpt-oss-20b.json --batch 1 32"
+               " --scheme experiments/workloads/experts-mxfp4.toml --label gpt-oss-20b", 120),
     bench("row_matmul", "", 150),
     experiment("continuations", f"{SERVED} --backend mosaic --label mosaic", 250),
     experiment("continuations_xla", f"{SERVED} --backend xla --label xla", 250),

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from experiments.accuracy.rows import difference
 from experiments.report.claims import claims_table
+from experiments.report.costs import costs
 from experiments.report.documents import Row, short
 from experiments.report.figures import (
     H200,
@@ -44,6 +45,7 @@ def page(results: Results) -> str:
         ("In short", summary(results)),
         (f"Decode steps, {short(results.device)}", decode(results)),
         ("Requests a second", requests(results)),
+        ("What promises cost", costs(results)),
         ("Kernels against peers", kernels(results)),
         ("Accuracy against bytes", (*accuracy(results), *methods(results), *mixture(results))),
         ("Claims of the original system", claims_table(results.entries)),
@@ -277,21 +279,21 @@ def methods(results: Results) -> Iterator[str]:
 
 
 def mixture(results: Results) -> Iterator[str]:
-    """Yields a table with a row for each part of a mixture, and a column a number of bits."""
+    """Yields a sentence of what 4 and 2 bits cost in each part of a mixture."""
     entries = [entry for entry in results.entries if entry.label.startswith("quant_accuracy") and entry.device == "cpu"]
     of = {(x["module"], x["bits"]): x for entry in entries for x in entry.rows if x.get("part") == "mixture"}
     if not of:
         return
-    bits = sorted({bits for _, bits in of}, reverse=True)
-
-    def cell(row: Row) -> str:
-        low, high = row["kl_95"]
-        cost = f"{row['kl']:.2g} [{low:.2g}, {high:.2g}], {row['kl_replayed']:.2g}"
-        return f"{cost}, {100 * row['routes']:.1f} %"
-
-    head = "part of a small mixture: KL [95 %], KL if no route changed, routes that change"
-    cells = [[module, *(cell(of[module, each]) for each in bits)] for module in dict.fromkeys(name for name, _ in of)]
-    yield markdown([head, *(f"{each} bits" for each in bits)], cells)
+    source = next(entry for entry in entries if any(row.get("part") == "mixture" for row in entry.rows))
+    cells = []
+    for module in dict.fromkeys(name for name, _ in of):
+        rows = [of[module, bits] for bits in (4, 2) if (module, bits) in of]
+        kl = " and ".join(_within(row["kl"], row["kl_95"], "{:.2g}") for row in rows)
+        cells.append(f"{module} {kl} ({' and '.join(f'{100 * row["routes"]:.1f} %' for row in rows)})")
+    yield (
+        f"KL of a small mixture with 4 and 2 bits in one part, and routes that change: {', '.join(cells)} "
+        f"([all bits](results/{source.path.name}))."
+    )
 
 
 def _accuracy_rows(results: Results, label: str = "quant_accuracy") -> dict[str, Row]:

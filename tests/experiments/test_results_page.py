@@ -236,13 +236,34 @@ def test_methods_are_by_bits(tmp_path):
 def test_parts_of_a_mixture_are_by_bits(tmp_path):
     row = {"part": "mixture", "bits": 2, "kl": 0.123, "kl_95": [0.1, 0.2], "kl_replayed": 0.09, "routes": 0.0512}
     rows = [row | {"module": "experts"}, row | {"module": "router"}]
-    rows += [each | {"bits": 8, "kl": 0.001, "routes": 0.0} for each in rows]
+    rows += [each | {"bits": 4, "kl": 0.001, "routes": 0.0} for each in rows]
     write(tmp_path, "quant_accuracy_mixture_oz-20261120-cpu", device="cpu", rows=rows)
-    assert page(read(tmp_path)).splitlines()[-4:] == [
-        "| part of a small mixture: KL [95 %], KL if no route changed, routes that change | 8 bits | 2 bits |",
-        "| --- | --- | --- |",
-        "| experts | 0.001 [0.1, 0.2], 0.09, 0.0 % | 0.12 [0.1, 0.2], 0.09, 5.1 % |",
-        "| router | 0.001 [0.1, 0.2], 0.09, 0.0 % | 0.12 [0.1, 0.2], 0.09, 5.1 % |",
+    assert page(read(tmp_path)).splitlines()[-1] == (
+        "KL of a small mixture with 4 and 2 bits in one part, and routes that change: "
+        "experts 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2] (0.0 % and 5.1 %), "
+        "router 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2] (0.0 % and 5.1 %) "
+        "([all bits](results/quant_accuracy_mixture_oz-20261120-cpu.json))."
+    )
+
+
+def test_promises_have_a_row_each(tmp_path):
+    step = {"cost": "determinism", "batch": 64, "context": 1024, "added": 0.051}
+    rows = [step | {"kind": "decode", "kv": kv} for kv in ("model", "int8-g8")]
+    rows += [step | {"kind": "scored", "kv": "model"}, {"cost": "update", "model": "llama-2-7b", "update_ms": 0.91}]
+    rows.append({"cost": "steering", "batch": 256, "added": 0.004})
+    adapters = {"step": "decode", "requests": 64, "rank": 16, "added": 0.1, "bytes": 1.44, "backend": "default"}
+    steps = [adapters | {"adapters": use} for use in ("none", "one", "each")]
+    for name, of in (("engine_costs", rows), ("adapter_steps", steps)):
+        write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=of)
+    share = [{"batch": batch, "floor_fraction": 0.75} for batch in (1, 32)]
+    write(tmp_path, "decode_step-qwen3-30b-20261120-h200", device="NVIDIA H200", rows=share)
+    cells = [line.split(" | ")[1] for line in page(read(tmp_path)).splitlines() if "(results/" in line]
+    assert cells == [
+        "64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, scoring prompts +5.1 %",
+        "an update 0.91 ms",
+        "64 decodes, rank 16, one for all +10.0 %, 64 decodes, rank 16, each its own +10.0 % (1.4 times its bytes)",
+        "256 requests, each its own vector, layer and scale +0.4 %",
+        "75% of the floor at batch 1, 75% of the floor at batch 32",
     ]
 
 

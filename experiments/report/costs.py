@@ -1,0 +1,75 @@
+"""Tells in a row each what the trainer's bits, updates, adapters, steering and experts cost on a device."""
+
+from collections.abc import Iterator
+
+from experiments.report.documents import Entry, Row, short
+from experiments.report.figures import H200, Results
+from experiments.report.markdown import markdown
+
+DECODE, LONG, PREFILL = "decode", "long", "prefill"
+
+
+def costs(results: Results) -> Iterator[str]:
+    """Yields a table with a row a promise. Each figure is beside the same step, or engine, without the promise."""
+    here = results.on(H200)
+    rows = [row for row in (bits(here), update(here), adapters(here), steering(here), experts(here)) if row]
+    if rows:
+        yield markdown([f"on one {short(H200)}", "what it costs", "from"], rows)
+
+
+def bits(results: Results) -> list[str]:
+    """Returns the row of determinism, by kind of step and format of K and V."""
+    found = {(row["kind"], row["context"], row["kv"]): row for row in results.rows("engine_costs", cost="determinism")}
+    parts = []
+    for (kind, context, kv), row in found.items():
+        of = {DECODE: f"{row['batch']} decodes at {context:,} tokens", LONG: f"one at {context:,}", PREFILL: "prompts"}
+        said = of.get(kind, "scoring prompts")
+        parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
+    return _row("the trainer's bits", parts, results.entry("engine_costs"))
+
+
+def update(results: Results) -> list[str]:
+    """Returns the row of other weights."""
+    found: Row = {}
+    for row in results.rows("engine_costs", cost="update"):
+        found |= row
+    said = {"update_ms": "an update", "wake_ms": "waking", "quantize_ms": "an update that rounds to 8 bits"}
+    parts = [f"{what} {found[name]:.2g} ms" for name, what in said.items() if name in found]
+    return _row(f"other weights, {found.get('model', '')}", parts, results.entry("engine_costs"))
+
+
+def adapters(results: Results) -> list[str]:
+    """Returns the row of low-rank adapters, by the backend that is the default."""
+    found = {(row["step"], row["adapters"]): row for row in results.rows("adapter_steps", backend="default")}
+    parts = []
+    for (step, of), row in found.items():
+        if of in ("one", "each"):
+            what = f"{row['requests']} {'decodes' if step == DECODE else 'prompts'}, rank {row['rank']}"
+            times = f" ({row['bytes']:.1f} times its bytes)" if (step, of) == (DECODE, "each") else ""
+            parts.append(f"{what}, {'one for all' if of == 'one' else 'each its own'} {_share(row['added'])}{times}")
+    return _row("adapters on all layers", parts, results.entry("adapter_steps"))
+
+
+def steering(results: Results) -> list[str]:
+    """Returns the row of steering vectors."""
+    parts = [
+        f"{row['batch']} requests, each its own vector, layer and scale {_share(row['added'])}"
+        for row in results.rows("engine_costs", cost="steering")
+    ]
+    return _row("steering", parts, results.entry("engine_costs"))
+
+
+def experts(results: Results) -> list[str]:
+    """Returns the row of a mixture's decode steps, as shares of their floors."""
+    entry = results.entry("decode_step-qwen3-30b")
+    shares = {} if entry is None else {row["batch"]: row["floor_fraction"] for row in entry.rows}
+    parts = [f"{share:.0%} of the floor at batch {batch}" for batch, share in sorted(shares.items())]
+    return _row("experts, Qwen3-30B-A3B", parts, entry)
+
+
+def _share(added: float) -> str:
+    return f"{100 * added:+.1f} %"
+
+
+def _row(name: str, parts: list[str], entry: Entry | None) -> list[str]:
+    return [name, ", ".join(parts), f"[file](results/{entry.path.name})"] if entry is not None and parts else []
