@@ -231,6 +231,22 @@ def multiply_by_row(which: str, backend: str) -> Result:
     return out, reference.row_matmul(x, w[1], group, (512,))
 
 
+def multiply_low_rank(which: str, backend: str) -> Result:
+    """Returns products of rows with two matrices of their own. `which`: the rank and the rows of x."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.row_matmul import low_rank, reference
+
+    r, m = map(int, which.split(":"))
+    rng, group = np.random.default_rng(0), np.resize([0, 1, -1, 2], m)
+    sizes, parts = ((m, 1280), (2, 3, 2 * r, 1280), (2, 3, 1024, r)), (768, 256)
+    x, a, b = (jnp.asarray(rng.normal(size=size) / size[-1] ** 0.5, "bfloat16") for size in sizes)
+    out = low_rank(x, a, b, jnp.int32(1), jnp.asarray(group, jnp.int32), parts=parts, backend=backend)
+    low = reference.row_matmul(np.asarray(x)[:, None], a[1], group, (2 * r,)).reshape(m, 2, r)
+    return out, reference.row_matmul(low, b[1], group, parts)
+
+
 def draw(vocabulary: str, backend: str) -> Result:
     """Returns tokens of rows with all filters."""
     import jax.numpy as jnp
@@ -281,5 +297,6 @@ KERNELS = {
     ),
     "ragged_matmul": Kernel(multiply_groups, ("bf16:70", "w4a16-g128:70", "mxfp4-weight:8")),
     "row_matmul": Kernel(multiply_by_row, ("16:9", "1024:9", "16:300"), ("mosaic",)),
+    "low_rank": Kernel(multiply_low_rank, ("16:9", "64:70"), ("mosaic",)),
     "sample": Kernel(draw, ("512", "4100")),
 }

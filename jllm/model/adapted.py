@@ -15,7 +15,7 @@ from jllm.model.shapes import Array, Float, shaped
 from pallas_kernels.backends import or_xla
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import fenced
-from pallas_kernels.row_matmul import row_matmul
+from pallas_kernels.row_matmul import low_rank
 
 
 @jax.tree_util.register_dataclass
@@ -72,11 +72,10 @@ def with_addend(
     else:
         assert w.layer is not None, "adapters in slots are those of all layers"
         assert w.rows is not None, "rows choose among adapters in slots"
-        how: dict[str, Any] = {"runs": w.runs, "backend": or_xla(backend)}
         slots = w.adapters
-        low = row_matmul(x, slots.a, w.layer, w.rows, out_dtype=wide, **how).reshape(x.shape[0], len(w.parts), -1)
-        more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual}
-        return row_matmul(low, slots.b, w.layer, w.rows, out_dtype=out_dtype, **more, **how)
+        more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual, "runs": w.runs}
+        how: dict[str, Any] = {"out_dtype": out_dtype, "backend": or_xla(backend)}
+        return low_rank(x, slots.a, slots.b, w.layer, w.rows, **more, **how)
 
     def add(added: jax.Array, residual: jax.Array | None) -> jax.Array:
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)

@@ -1,12 +1,15 @@
-"""Multiplies each row by a matrix of its own."""
+"""Multiplies each row by a matrix of its own, or by the two of a low-rank adapter of its own."""
+
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import check_floats, check_int32, check_out_dtype
+from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.row_matmul import xla
-from pallas_kernels.row_matmul.config import check_supported, check_unasked
+from pallas_kernels.row_matmul.config import MOST_ROWS, check_supported, check_unasked, fits_low_rank
 
 
 def row_matmul(
@@ -50,6 +53,40 @@ def row_matmul(
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     chosen = choose(BACKENDS, backend, each, w, scale, residual, parts, out_dtype)
     return chosen.run(each, w, scale, layer, group, residual, parts, out_dtype, runs)
+
+
+def low_rank(
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    layer: jax.Array,
+    group: jax.Array,
+    *,
+    parts: tuple[int, ...],
+    scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    runs: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Returns [M, N]: row_matmul with b [L, X, N, r] of row_matmul of x [M, K] with a [L, X, P r, K], plus residual.
+
+    Each of the P parts of b's rows multiplies the products with its own part of a. Other arguments are as in
+    row_matmul. What lies between a and b is not rounded, but of many rows to b's dtype. Few rows on Hopper take one
+    kernel.
+    """
+    out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
+    wide, (M, P) = compute_dtype(x.dtype), (x.shape[0], len(parts))
+    low = jax.ShapeDtypeStruct((M, P, b.shape[3]), wide)
+    mosaic = choose(BACKENDS, backend, low, b, scale, residual, parts, out_dtype) is BACKENDS["mosaic"]
+    if mosaic and fits_low_rank(x, a, b, residual, parts, runs, out_dtype):
+        from pallas_kernels.row_matmul import low_rank_sm90  # imports all of Pallas
+
+        return low_rank_sm90.low_rank(x, a, b, scale, layer, group, residual, parts, out_dtype)
+    kind = b.dtype if mosaic and M > MOST_ROWS else wide  # as that kernel would round it
+    between = row_matmul(x, a, layer, group, runs=runs, out_dtype=kind, backend=backend).reshape(low.shape)
+    more: dict[str, Any] = {"parts": parts, "scale": scale, "residual": residual, "runs": runs}
+    return row_matmul(between, b, layer, group, **more, out_dtype=out_dtype, backend=backend)
 
 
 def _mosaic(*arguments) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Says what the Hopper kernels of row_matmul support, and how they cut their work. Imports no Pallas."""
+"""Says what the Hopper kernels of row_matmul and low_rank support, and how they cut their work. Imports no Pallas."""
 
 import math
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
-from pallas_kernels.hopper.gemm_sm90.skinny_config import Config, most_stages
+from pallas_kernels.hopper.gemm_sm90.skinny_config import FROM_MEMORY, INTO_SM, Config, most_stages
 from pallas_kernels.hopper.gemm_sm90.support import OUT_DTYPES
+from pallas_kernels.hopper.hopper import SMS
 from pallas_kernels.ragged_matmul.config import estimate
 
 MOST_ROWS = 256  # that each read their own matrix, if only from the cache: more are multiplied in blocks
@@ -17,6 +18,10 @@ LANES = 32
 PIECE = 128  # bytes: rows of a result of many rows go out one by one, from places that are multiples of it
 SHORT = (8, 16, 32, 64)  # K of the kernel whose threads hold parts of a row of w
 VALUES = 8192  # of w that a block of the short kernel reads
+LOW_RANK_CHUNK = 256  # columns of a that a warpgroup multiplies at once
+LOW_RANK_VALUES = 4096  # of a and b in a slot of the ring
+FEWEST = 8  # rows of one kernel for a and b: fewer leave most SMs idle while a is multiplied
+FROM_CACHE = 6e6  # bytes a microsecond that all SMs read from the second-level cache: an estimate
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,24 @@ class Short:
     """Says that a block of four warps has `columns` of the result, of small K."""
 
     columns: int
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Says how low_rank cuts its work. Each part's columns are in `splits` shares, one to a CTA. A slot holds `rows`
+    rows of a chunk of a, or b's rows of `columns` columns. Slots are a multiple of those of all `warpgroups`, so that
+    each warpgroup meets the same slots again."""
+
+    splits: int
+    warpgroups: int
+    rows: int
+    columns: int
+    a_stages: int
+    b_stages: int
+
+    @property
+    def stages(self) -> dict[str, int]:
+        return {"a": self.a_stages, "b": self.b_stages}
 
 
 def check_supported(
@@ -95,9 +118,57 @@ def many_config(m: int, runs: int, columns: tuple[int, ...], k: int, out_dtype: 
     return min(choices, key=lambda config: estimate(config, m, runs, sum(columns), k, 2))
 
 
-def check_unasked(*_: object) -> None:
-    """Raises NotImplementedError: no device has measured the kernels yet."""
-    raise NotImplementedError("the mosaic kernel runs where it is named: no device has measured it yet")
+def check_unasked(x: jax.Array, *rest: object) -> None:
+    """Raises NotImplementedError for what the kernels do not do, and for one row, which XLA multiplies faster."""
+    check_supported(x, *rest)  # type: ignore[arg-type]
+    if x.shape[0] == 1:
+        raise NotImplementedError("the mosaic kernel of one row runs only where it is named: XLA's is faster")
+
+
+def fits_low_rank(
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    residual: jax.Array | None,
+    parts: tuple[int, ...],
+    runs: int | None,
+    out_dtype: jnp.dtype,
+) -> bool:
+    """Returns whether one kernel multiplies by a and b, and is expected to be faster than two. Rows of few runs are
+    not: two kernels read an adapter once for several rows."""
+    m, k, r = x.shape[0], x.shape[1], b.shape[3]
+    kinds = {str(each.dtype) for each in (x, a, b)}
+    added = residual is None or residual.dtype == out_dtype
+    plain = kinds <= {"bfloat16"} or kinds <= {"float16"}
+    few = FEWEST <= m <= MOST_ROWS and (runs is None or ALIKE * runs >= m)
+    return few and plain and added and str(out_dtype) in OUT_DTYPES and low_rank_config(m, parts, k, r) is not None
+
+
+def low_rank_config(m: int, parts: tuple[int, ...], k: int, r: int) -> LowRank | None:
+    """Returns the configuration with the least estimated time for M rows with adapters of their own; None where the
+    kernel does not fit."""
+    if r not in SHORT or k % LOW_RANK_CHUNK:
+        return None
+    rows = min(r, LOW_RANK_VALUES // LOW_RANK_CHUNK)
+    columns = min(LOW_RANK_VALUES // r, 256)
+    if math.gcd(*parts) % columns:
+        return None
+
+    def estimated(splits: int) -> tuple[float, int]:
+        """Returns microseconds: those of memory, of the cache, or of the busiest SM."""
+        ctas, b = len(parts) * splits * m, 2 * r * max(parts) / splits
+        waves = -(-ctas // SMS)
+        read = m * 2 * r * (len(parts) * k + sum(parts))
+        again = m * 2 * r * len(parts) * k * (splits - 1)
+        cta = (2 * r * k + b) / INTO_SM
+        return max(read / FROM_MEMORY, (read + again) / FROM_CACHE, cta * waves), splits
+
+    splits = min(range(1, min(parts) // columns + 1), key=estimated)
+    several = r // rows  # slots of one chunk of a
+    if len(parts) * splits * m > SMS:  # two CTAs of an SM share its registers and memory
+        return LowRank(splits, 2, rows, columns, 6 if several == 1 else 8, 4)
+    warpgroups = 4 if several == 1 else 2  # each has several sums in registers
+    return LowRank(splits, warpgroups, rows, columns, 16, 8)
 
 
 def short_config(parts: tuple[int, ...], k: int) -> Short | None:

@@ -1,4 +1,4 @@
-"""Runs row_matmul on Hopper, in Pallas Mosaic GPU. No device has run it yet.
+"""Runs row_matmul on Hopper, in Pallas Mosaic GPU.
 
 Where rows are few, a block has one of them and a part of its matrix, which goes from memory to registers and is
 multiplied there. Rows that share a matrix find it in the second-level cache, and memory is read once. If all ALIKE rows

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
-from pallas_kernels.row_matmul import mosaic_sm90, reference, row_matmul, xla
+from pallas_kernels.row_matmul import low_rank, low_rank_sm90, mosaic_sm90, reference, row_matmul, xla
 from pallas_kernels.row_matmul.bench import main, subject
-from pallas_kernels.row_matmul.cases import BENCH_CASES, FEW_CASES, Case, cases
-from pallas_kernels.row_matmul.config import Long, Short, short_config
+from pallas_kernels.row_matmul.cases import BENCH_CASES, FEW_CASES, TARGETS, Case, cases
+from pallas_kernels.row_matmul.config import FEWEST, Long, LowRank, Short, low_rank_config, short_config
 from tests.kernels.helpers import TOLERANCE, error
 from tests.kernels.interpreter import FIND_RACES
 
@@ -140,14 +140,13 @@ def test_every_size_lowers_for_cuda():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-def test_kernels_run_only_where_they_are_named_and_refuse_what_they_lack():
+def test_hopper_runs_the_kernels_for_all_but_one_row_and_they_refuse_what_they_lack():
     x, w, scale, layer, group, residual = kernel_inputs(5, (64, 64), 16, "bfloat16", True)
-    more = {"parts": (64, 64), "scale": scale, "residual": residual}
-    for unnamed in ("hopper", None):
-        text = (
-            jax.jit(lambda *each, to=unnamed: row_matmul(*each, **more, backend=to)).lower(x, w, layer, group).as_text()
-        )
-        assert "mosaic" not in text
+    more = {"parts": (64, 64), "scale": scale}
+    for rows, kernels in ((1, 0), (2, 1)):
+        run = jax.jit(lambda *each: row_matmul(*each, **more, backend="hopper"))
+        text = run.trace(x[:rows], w, layer, group[:rows]).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
     with pytest.raises(NotImplementedError, match=r"parts are \(64, 24\); the mosaic kernel supports multiples of 64"):
         row_matmul(x, w[:, :, :88], layer, group, parts=(64, 24), backend="mosaic")
     with pytest.raises(NotImplementedError, match="supports K of .* and without scale, residual and parts"):
@@ -163,6 +162,104 @@ def test_kernels_run_only_where_they_are_named_and_refuse_what_they_lack():
             jnp.zeros((300, 2, 8)), w[..., :8], layer, jnp.zeros(300, jnp.int32), parts=(64, 64), backend="mosaic"
         )
     assert short_config((4096, 1024, 1024), 16) == Short(512)
+
+
+# One kernel for the two products of an adapter
+
+
+def low_rank_inputs(rows, parts, k, r, added, dtype="bfloat16"):
+    """Two layers of three adapters, of which the first layer and the last adapter are poisoned."""
+    rng = np.random.default_rng(r)
+    x, a = rng.normal(size=(rows, k)), rng.normal(size=(2, 3, len(parts) * r, k)) / k**0.5
+    b = rng.normal(size=(2, 3, sum(parts), r)) / r**0.5
+    for w in (a, b):
+        w[0], w[:, -1] = np.nan, np.nan
+    group = jnp.asarray(np.resize([0, 1, -1, 3, 1, 1], rows), jnp.int32)
+    scale = jnp.asarray(rng.uniform(1, 2, (2, 3, len(parts))), "float32") if added else None
+    residual = jnp.asarray(rng.normal(size=(rows, sum(parts))), "float32") if added else None
+    return *(jnp.asarray(each, dtype) for each in (x, a, b)), scale, jnp.int32(1), group, residual
+
+
+def expected_low_rank(x, a, b, scale, layer, group, residual, parts):
+    low = reference.row_matmul(np.asarray(x)[:, None], a[int(layer)], group, (a.shape[2],))
+    low = low.reshape(len(x), len(parts), -1)
+    return expected(low, b, scale, layer, group, residual, parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "r", "added", "config"),
+    [
+        ((128, 64), 16, True, LowRank(1, 2, 16, 64, 4, 2)),  # the last share of a has a turn less
+        ((192,), 16, False, LowRank(2, 4, 16, 64, 4, 4)),  # shares of different sizes, and warpgroups without one
+        ((48, 32), 64, True, LowRank(2, 2, 16, 16, 8, 2)),
+        ((128,), 8, True, LowRank(1, 1, 8, 128, 1, 1)),
+    ],
+    ids=str,
+)
+def test_one_kernel_matches_the_formula_without_races(parts, r, added, config):
+    arguments = low_rank_inputs(6, parts, 1280, r, added)
+    got = low_rank_sm90.low_rank(*arguments, parts, jnp.float32, config, FIND_RACES)
+    assert error(got, expected_low_rank(*arguments, parts)) < TOLERANCE["float32"] * 10
+
+
+@pytest.mark.parametrize("rows", [2, xla.FEW + 9])
+def test_a_low_rank_product_is_two_products_in_xla(rows):
+    arguments = low_rank_inputs(rows, (10, 22), 64, 4, True, "float32")
+    x, a, b, scale, layer, group, residual = arguments
+    got = low_rank(x, a, b, layer, group, parts=(10, 22), scale=scale, residual=residual)
+    assert error(got, expected_low_rank(*arguments, (10, 22))) < TOLERANCE["float32"] * 10
+
+
+def test_one_kernel_runs_few_rows_of_many_runs_alone():
+    def kernels(rows, runs, rank=16):
+        shapes = (rows, 4096), (1, 8, rank, 4096), (1, 8, 4096, rank)
+        x, a, b = (jax.ShapeDtypeStruct(each, "bfloat16") for each in shapes)
+        group = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        run = jax.jit(lambda x, a, b, group: low_rank(
+            x, a, b, jnp.int32(0), group, parts=(4096,), runs=runs, backend="hopper"
+        ))  # fmt: skip
+        text = run.trace(x, a, b, group).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("stablehlo.custom_call @mosaic_gpu")
+
+    assert [kernels(64, None), kernels(64, 65), kernels(FEWEST, 8, 64)] == [1, 1, 1]
+    assert [kernels(64, 9), kernels(FEWEST - 1, 8), kernels(8192, 8, 64)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+def test_every_size_of_one_kernel_lowers_for_cuda_and_leaves_room_for_two(rank):
+    for (parts, k), rows in ((target, rows) for target in TARGETS.values() for rows in (8, 64, 256)):
+        config = low_rank_config(rows, parts, k, rank)
+        ring = 2 * 16 * 256 * (config.a_stages + config.b_stages) + 2 * k
+        assert ring < (112 if rows * len(parts) > 132 and k == 4096 else 220) * 1024
+        x, a, b, *_ = (jax.ShapeDtypeStruct(s, "bfloat16") for s in (
+            (rows, k), (1, 8, len(parts) * rank, k), (1, 8, sum(parts), rank),
+        ))  # fmt: skip
+        run = jax.jit(lambda x, a, b, parts=parts: low_rank_sm90.low_rank(
+            x, a, b, None, jnp.int32(0), jnp.zeros(x.shape[0], jnp.int32), None, parts, jnp.bfloat16
+        ))  # fmt: skip
+        run.trace(x, a, b).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "rank"), [(8, 64), (64, 8), (64, 16), (64, 64), (256, 16)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_gpu_matches_the_formula_of_low_rank_products(target, rows, rank):
+    (parts, k), used, rng = TARGETS[target], 5, np.random.default_rng(0)
+    group = jnp.asarray(np.where(np.arange(rows) % 9 == 8, -1, np.arange(rows) % used), jnp.int32)
+    sizes = (rows, k), (2, used, len(parts) * rank, k), (2, used, sum(parts), rank), (rows, sum(parts))
+    x, a, b, residual = (jnp.asarray(rng.normal(size=each), "bfloat16") for each in sizes)
+    a, b, layer = a / k**0.5, b / rank**0.5, jnp.int32(1)
+    scale = jnp.asarray(rng.uniform(1, 2, (2, used, len(parts))), "float32")
+    run = jax.jit(lambda *each: low_rank_sm90.low_rank(*each, parts, jnp.bfloat16))
+    out, again = (run(x, a, b, scale, layer, group, residual) for _ in range(2))
+    low = reference.row_matmul(x[:, None], a[1], group, (len(parts) * rank,)).reshape(rows, len(parts), rank)
+    own = np.repeat(np.asarray(scale)[1, np.clip(group, 0, used - 1)], parts, axis=1)
+    want = reference.row_matmul(low, b[1], group, parts) * own + np.asarray(residual).astype(np.float64)
+    assert error(out, want) < TOLERANCE["bfloat16"]
+    assert (np.asarray(out) == np.asarray(again)).all()
+    alone = run(x, a, b, scale, layer, jnp.full_like(group, -1).at[3].set(group[3]), residual)
+    assert (np.asarray(alone)[3] == np.asarray(out)[3]).all()
+    assert (np.asarray(alone)[4] == np.asarray(residual)[4]).all()
 
 
 @pytest.mark.gpu

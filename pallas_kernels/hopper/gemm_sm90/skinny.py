@@ -11,7 +11,7 @@ made of sums in registers. Half of the results are never written, and nothing re
 
 With `sizes`, rows are in groups with a weight each, one below the other in w. A tile is a block of rows by a slab of
 the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group. With
-`blocks`, groups name their weights, and several may name the same one. No device has run products with `blocks` yet.
+`blocks`, groups name their weights, and several may name the same one.
 """
 
 from functools import partial
