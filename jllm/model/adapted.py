@@ -15,7 +15,7 @@ from jllm.model.shapes import Array, Float, shaped
 from pallas_kernels.backends import or_xla
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.one_order import fenced
-from pallas_kernels.row_matmul import low_rank
+from pallas_kernels.row_matmul import low_rank, low_rank_gates
 
 
 @jax.tree_util.register_dataclass
@@ -63,9 +63,10 @@ def with_addend(
     *,
     out_dtype,
     backend: str | None,
-) -> Float[Array, "T outputs"]:
+    gated: bool = False,
+) -> Float[Array, "T added"]:
     """Returns what the adapters add to the product of x and w, plus the residual, in out_dtype. It takes the residual's
-    place in the product."""
+    place in the product. gated: SiLU of the first of two parts of this sum times the second, where `gates` says so."""
     wide = compute_dtype(x.dtype)
     if isinstance(w.adapters, OneAdapter):
         added = _of_one(x, w.adapters, w.parts)
@@ -74,13 +75,22 @@ def with_addend(
         assert w.rows is not None, "rows choose among adapters in slots"
         slots = w.adapters
         more: dict[str, Any] = {"parts": w.parts, "scale": slots.scale, "residual": residual, "runs": w.runs}
-        how: dict[str, Any] = {"out_dtype": out_dtype, "backend": or_xla(backend)}
+        how: dict[str, Any] = {"out_dtype": out_dtype, "backend": or_xla(backend), "gated": gated}
         return low_rank(x, slots.a, slots.b, w.layer, w.rows, **more, **how)
 
     def add(added: jax.Array, residual: jax.Array | None) -> jax.Array:
         return (added if residual is None else residual.astype(wide) + added).astype(out_dtype)
 
     return fenced(backend, add, added, residual)
+
+
+def gates(x: jax.Array, w: Adapted, *, backend: str | None) -> bool:
+    """Returns whether with_addend applies SiLU to its sum with the product of x and w."""
+    if not isinstance(w.adapters, Slots):
+        return False
+    product = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
+    b, scale = w.adapters.b, w.adapters.scale
+    return low_rank_gates(b, product, parts=w.parts, scale=scale, backend=or_xla(backend))
 
 
 def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 The rows have the form that the weight takes. For quantized activations, the norm or SiLU quantizes its rows to eight
 bits in the same pass (`norm`, `silu_mul`). A weight with adapters takes plain rows. Its product has the addend in the
-place of a residual, or leaves it to SiLU (`norm_gate_up`).
+place of a residual, or leaves it to SiLU (`norm_gate_up`). Of many rows one kernel adds it and applies SiLU.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jllm.model.adapted import Adapted, with_addend
+from jllm.model.adapted import Adapted, gates, with_addend
 from jllm.model.linear import column_parts, linear, multiply, straight_through, sum_parts, with_gradient
 from jllm.model.params import Weight
 from jllm.model.shapes import Array, Float, shaped
@@ -145,9 +145,10 @@ def fuses_swiglu(
 ) -> bool:
     """Returns whether the gate and up projections of x [T, E], SiLU and the product are one operation. For plain and
     weight-only weights they are, if the reader takes plain rows. For int8 codes they are, if the reader quantizes its
-    inputs likewise and one kernel does all of it. A bias prevents both, and so do adapters of w."""
+    inputs likewise and one kernel does all of it. A bias prevents both. With adapters of w they are, if the kernel that
+    adds them applies SiLU."""
     if isinstance(w, Adapted):
-        return False
+        return bias is None and rows_kind(reader) is None and gates(x, w, backend=backend)
     if bias is not None or not isinstance(w, QuantizedWeight) or is_weight_only(w):
         return bias is None and rows_kind(reader) is None
     if not takes_plain_rows(w) or rows_kind(reader) != rows_kind(w):
@@ -157,9 +158,13 @@ def fuses_swiglu(
 
 @shaped
 def norm_swiglu(
-    x: Float[Array, "T E"], weight: Float[Array, " E"], w: Weight, *, eps: float, backend: str | None = None
+    x: Float[Array, "T E"], weight: Float[Array, " E"], w: Weight | Adapted, *, eps: float, backend: str | None = None
 ) -> Float[Array, "T F"]:
     """Returns swiglu of norm of x with w [2F, E], for weights that fuses_swiglu accepts."""
+    if isinstance(w, Adapted):
+        rows = norm_quant(x, weight, eps=eps, backend=where_faster(backend))[0]
+        product = linear(rows, w.base, backend=backend)
+        return with_addend(rows, w, product, out_dtype=x.dtype, backend=backend, gated=True)
     if not isinstance(w, QuantizedWeight):
         return swiglu(x, w, norm=weight, eps=eps, backend=where_faster(backend))
 

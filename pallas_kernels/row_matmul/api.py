@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import check_floats, check_int32, check_out_dtype
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.row_matmul import xla
-from pallas_kernels.row_matmul.config import MOST_ROWS, check_supported, check_unasked, fits_low_rank
+from pallas_kernels.row_matmul.config import MOST_ROWS, check_supported, check_unasked, fits_low_rank, spreads
 
 
 def row_matmul(
@@ -68,31 +69,54 @@ def low_rank(
     runs: int | None = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
+    gated: bool = False,
 ) -> jax.Array:
     """Returns [M, N]: row_matmul with b [L, X, N, r] of row_matmul of x [M, K] with a [L, X, P r, K], plus residual.
 
     Each of the P parts of b's rows multiplies the products with its own part of a. Other arguments are as in
     row_matmul. What lies between a and b is not rounded, but of many rows to b's dtype. Few rows on Hopper take one
-    kernel.
+    kernel. gated: SiLU of the first of two parts times the second, [M, N / 2], where low_rank_gates says so.
     """
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
-    wide, (M, P) = compute_dtype(x.dtype), (x.shape[0], len(parts))
-    low = jax.ShapeDtypeStruct((M, P, b.shape[3]), wide)
-    mosaic = choose(BACKENDS, backend, low, b, scale, residual, parts, out_dtype) is BACKENDS["mosaic"]
-    if mosaic and fits_low_rank(x, a, b, residual, parts, runs, out_dtype):
+    wide, M = compute_dtype(x.dtype), x.shape[0]
+    mosaic = _chosen(M, b, scale, residual, parts, out_dtype, backend) is BACKENDS["mosaic"]
+    if not gated and mosaic and fits_low_rank(x, a, b, residual, parts, runs, out_dtype):
         from pallas_kernels.row_matmul import low_rank_sm90  # imports all of Pallas
 
         return low_rank_sm90.low_rank(x, a, b, scale, layer, group, residual, parts, out_dtype)
     kind = b.dtype if mosaic and M > MOST_ROWS else wide  # as that kernel would round it
-    between = row_matmul(x, a, layer, group, runs=runs, out_dtype=kind, backend=backend).reshape(low.shape)
+    between = row_matmul(x, a, layer, group, runs=runs, out_dtype=kind, backend=backend)
+    between = between.reshape(M, len(parts), b.shape[3])
+    if gated:
+        return _mosaic(between, b, scale, layer, group, residual, parts, out_dtype, runs, gated=True)
     more: dict[str, Any] = {"parts": parts, "scale": scale, "residual": residual, "runs": runs}
     return row_matmul(between, b, layer, group, **more, out_dtype=out_dtype, backend=backend)
 
 
-def _mosaic(*arguments) -> jax.Array:
+def low_rank_gates(
+    b: jax.Array,
+    residual: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    parts: tuple[int, ...],
+    scale: jax.Array | None = None,
+    backend: str | None = None,
+) -> bool:
+    """Returns whether low_rank can apply SiLU to what it adds to a residual [M, N], in the residual's dtype."""
+    M, dtype = residual.shape[0], residual.dtype
+    mosaic = _chosen(M, b, scale, residual, parts, dtype, backend) is BACKENDS["mosaic"]
+    return mosaic and spreads(M, parts, b.shape[3], residual, dtype, gated=True)
+
+
+def _chosen(m: int, b: Any, scale: Any, residual: Any, parts: tuple[int, ...], out_dtype: Any, backend: Any) -> Backend:
+    """Returns the backend of the product with b."""
+    low = jax.ShapeDtypeStruct((m, len(parts), b.shape[3]), compute_dtype(b.dtype))
+    return choose(BACKENDS, backend, low, b, scale, residual, parts, jnp.dtype(out_dtype))
+
+
+def _mosaic(*arguments: Any, **more: Any) -> jax.Array:
     from pallas_kernels.row_matmul import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.row_matmul(*arguments)
+    return mosaic_sm90.row_matmul(*arguments, **more)
 
 
 BACKENDS = {

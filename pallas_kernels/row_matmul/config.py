@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ SHORT = (8, 16, 32, 64)  # K of the kernel whose threads hold parts of a row of 
 VALUES = 8192  # of w that a block of the short kernel reads
 LOW_RANK_CHUNK = 256  # columns of a that a warpgroup multiplies at once
 LOW_RANK_VALUES = 4096  # of a and b in a slot of the ring
+SPREAD_ROWS, SPREAD_PIECE = 128, 64  # of a tile of the second product of many rows, whose pieces are columns
 FEWEST = 8  # rows of one kernel for a and b: fewer leave most SMs idle while a is multiplied
 FROM_CACHE = 6e6  # bytes a microsecond that all SMs read from the second-level cache: an estimate
 
@@ -116,6 +118,15 @@ def many_config(m: int, runs: int, columns: tuple[int, ...], k: int, out_dtype: 
     """Returns the configuration with the least estimated time for M rows in runs that share a matrix each."""
     choices = many_configs(columns, k, out_dtype)
     return min(choices, key=lambda config: estimate(config, m, runs, sum(columns), k, 2))
+
+
+def spreads(m: int, parts: tuple[int, ...], k: int, residual: Any, out_dtype: jnp.dtype, gated: bool = False) -> bool:
+    """Returns whether the kernel for many rows of small K multiplies them. gated: SiLU of the first of two parts times
+    the second."""
+    plain = str(out_dtype) in ("bfloat16", "float16") and (residual is None or residual.dtype == out_dtype)
+    fits = math.gcd(*parts) % (SPREAD_PIECE if gated else 2 * SPREAD_PIECE) == 0
+    halves = not gated or (len(parts) == 2 and parts[0] == parts[1])
+    return m > MOST_ROWS and m % 8 == 0 and k in (16, 32, 64) and plain and fits and halves
 
 
 def check_unasked(x: jax.Array, *rest: object) -> None:

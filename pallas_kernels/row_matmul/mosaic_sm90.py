@@ -9,7 +9,7 @@ There are two kernels of few rows. Where K is large and N is small, a warp has r
 Where K is small and N is large, a few lanes have a row of w, and residual and scale are added as it is stored.
 
 Many rows are multiplied by skinny.py of gemm_sm90, whose tiles are blocks of rows by slabs of the matrix of a run of
-rows. Prompts are such runs. Nothing is sorted or gathered.
+rows. Prompts are such runs. Nothing is sorted or gathered. Where K is small, spread_sm90.py does the same.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,9 @@ from pallas_kernels.row_matmul.config import (
     columns_of,
     many_config,
     short_config,
+    spreads,
 )
+from pallas_kernels.row_matmul.spread_sm90 import spread
 
 
 def row_matmul(
@@ -54,13 +56,15 @@ def row_matmul(
     runs: int | None = None,
     config: Long | Short | Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
+    gated: bool = False,
 ) -> jax.Array:
-    """Returns [M, N] of x [M, P, K], w [L, X, N, K], scale [L, X, P] and residual [M, N]; see api.py."""
+    """Returns [M, N] of x [M, P, K], w [L, X, N, K], scale [L, X, P] and residual [M, N]; see api.py. gated: SiLU of
+    the first of two parts times the second, [M, N / 2], for arguments that config.spreads accepts."""
     if not x.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, w.shape[2]), out_dtype)
     if isinstance(config, Config) or (config is None and x.shape[0] > MOST_ROWS):
         most = x.shape[0] if runs is None else min(runs, x.shape[0])
-        return _many(x, w, scale, layer, group, residual, parts, jnp.dtype(out_dtype), most, config, interpret)
+        return _many(x, w, scale, layer, group, residual, parts, jnp.dtype(out_dtype), most, config, interpret, gated)
     if config is None:
         config = short_config(parts, w.shape[3]) if w.shape[3] in SHORT else Long()
     assert config is not None, "config.check_supported was asked"
@@ -89,12 +93,17 @@ def _call(x, w, scale, layer, group, residual, parts, out_dtype, config, interpr
     return kernel(x.reshape(M, P, *vectors), w.reshape(*w.shape[:3], *vectors), layer, group, *given.values())
 
 
-def _many(x, w, scale, layer, group, residual, parts, out_dtype, runs, config, interpret):
+def _many(x, w, scale, layer, group, residual, parts, out_dtype, runs, config, interpret, gated=False):
     (M, P, K), (L, X, N, _) = x.shape, w.shape
     columns = columns_of(parts, residual, out_dtype)
-    config = many_config(M, runs, columns, K, out_dtype) if config is None else config
     sizes, own = _runs(group, runs)
     own = jnp.where((own >= 0) & (own < X), layer * X + own, -1)  # a slice of w by its layer would be copied
+    wide = None if scale is None else scale.astype(jnp.float32).reshape(L * X, P)
+    if gated or (config is None and spreads(M, parts, K, residual, out_dtype)):
+        rows, more = x.astype(w.dtype).reshape(M, P * K), {"scale": wide, "residual": residual, "parts": parts}
+        how = {"gated": gated, "out_dtype": out_dtype, "interpret": interpret}
+        return spread(rows, w.reshape(L * X, N, K), sizes, own, **more, **how)
+    config = many_config(M, runs, columns, K, out_dtype) if config is None else config
     out = skinny.gemm(
         x.astype(w.dtype).reshape(M, P * K),
         w.reshape(L * X * N, K),
@@ -102,7 +111,7 @@ def _many(x, w, scale, layer, group, residual, parts, out_dtype, runs, config, i
         sizes=sizes,
         own=own,
         blocks=Blocks(L * X, N, columns),
-        block_scale=None if scale is None else scale.astype(jnp.float32).reshape(L * X, P),
+        block_scale=wide,
         out_dtype=out_dtype,
         config=config,
         interpret=interpret,

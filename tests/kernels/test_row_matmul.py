@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
-from pallas_kernels.row_matmul import low_rank, low_rank_sm90, mosaic_sm90, reference, row_matmul, xla
+from pallas_kernels.row_matmul import (
+    low_rank,
+    low_rank_gates,
+    low_rank_sm90,
+    mosaic_sm90,
+    reference,
+    row_matmul,
+    spread_sm90,
+    xla,
+)
 from pallas_kernels.row_matmul.bench import main, subject
 from pallas_kernels.row_matmul.cases import BENCH_CASES, FEW_CASES, TARGETS, Case, cases
 from pallas_kernels.row_matmul.config import FEWEST, Long, LowRank, Short, low_rank_config, short_config
@@ -81,7 +90,7 @@ def expected(x, w, scale, layer, group, residual, parts):
     want = reference.row_matmul(x, w[int(layer)], group, parts)
     if scale is None:
         return want
-    own = np.repeat(np.asarray(scale)[int(layer), np.clip(group, 0, 2)], parts, axis=1)
+    own = np.repeat(np.asarray(scale)[int(layer), np.clip(group, 0, scale.shape[1] - 1)], parts, axis=1)
     return want * own + np.asarray(residual).astype(np.float64)
 
 
@@ -118,6 +127,32 @@ def test_many_rows_match_the_formula_without_races(rows, parts, k, added, config
     arguments = x.astype(w.dtype), w, scale, layer, group, residual
     got = mosaic_sm90.row_matmul(*arguments, parts, jnp.float32, 7, config, FIND_RACES)
     assert error(got, expected(*arguments, parts)) < TOLERANCE["float32"] * 10
+
+
+@pytest.mark.parametrize(
+    ("parts", "k", "gated", "added", "workers"),
+    [
+        ((128, 256), 16, False, False, 2),  # a CTA's tiles begin in the middle of a part
+        ((128,), 64, False, True, 3),
+        ((128, 128), 64, True, True, 1),
+        ((64, 64), 32, True, True, 7),  # of which one CTA has no tile
+    ],
+)
+def test_many_rows_of_small_k_match_the_formula_without_races(monkeypatch, parts, k, gated, added, workers):
+    monkeypatch.setattr(spread_sm90, "SMS", workers)
+    x, w, scale, layer, _, residual = kernel_inputs(272, parts, k, "bfloat16", added)
+    sizes, own = (65, 1, 1, 100, 64, 30, 11), (1, 0, -1, 3, 0, 1, -1)
+    arguments = x.astype(w.dtype), w, scale, layer, jnp.asarray(np.repeat(own, sizes), jnp.int32), residual
+    got = mosaic_sm90.row_matmul(*arguments, parts, jnp.bfloat16, 9, None, FIND_RACES, gated=gated)
+    want = expected(*arguments, parts)
+    if gated:
+        want = silu_mul(want)
+    assert error(got, want) < TOLERANCE["bfloat16"]
+
+
+def silu_mul(x):
+    gate, up = np.split(x, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def test_no_rows_launch_nothing():
@@ -225,6 +260,25 @@ def test_one_kernel_runs_few_rows_of_many_runs_alone():
     assert [kernels(64, 9), kernels(FEWEST - 1, 8), kernels(8192, 8, 64)] == [2, 2, 2]
 
 
+def test_many_rows_of_gate_and_up_take_silu_along():
+    parts, more = (11008, 11008), {"dtype": jnp.bfloat16}
+    b, scale = jax.ShapeDtypeStruct((1, 8, 22016, 64), **more), jax.ShapeDtypeStruct((1, 8, 2), jnp.float32)
+    product = jax.ShapeDtypeStruct((8192, 22016), **more)
+    how = {"parts": parts, "scale": scale}
+    assert low_rank_gates(b, product, **how, backend="hopper")
+    assert not low_rank_gates(b, product, **how)  # on a CPU
+    assert not low_rank_gates(b, product, **how, backend="deterministic")
+    assert not low_rank_gates(b, jax.ShapeDtypeStruct((64, 22016), **more), **how, backend="hopper")
+    x, a = jax.ShapeDtypeStruct((8192, 4096), **more), jax.ShapeDtypeStruct((1, 8, 128, 4096), **more)
+    run = jax.jit(lambda x, a, b, scale, product: low_rank(
+        x, a, b, jnp.int32(0), jnp.arange(8192, dtype=jnp.int32) // 1024,
+        parts=parts, scale=scale, residual=product, runs=8, backend="hopper", gated=True,
+    ))  # fmt: skip
+    lowered = run.trace(x, a, b, scale, product).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (8192, 11008)
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 def test_every_size_of_one_kernel_lowers_for_cuda_and_leaves_room_for_two(rank):
     for (parts, k), rows in ((target, rows) for target in TARGETS.values() for rows in (8, 64, 256)):
@@ -252,14 +306,32 @@ def test_gpu_matches_the_formula_of_low_rank_products(target, rows, rank):
     scale = jnp.asarray(rng.uniform(1, 2, (2, used, len(parts))), "float32")
     run = jax.jit(lambda *each: low_rank_sm90.low_rank(*each, parts, jnp.bfloat16))
     out, again = (run(x, a, b, scale, layer, group, residual) for _ in range(2))
-    low = reference.row_matmul(x[:, None], a[1], group, (len(parts) * rank,)).reshape(rows, len(parts), rank)
-    own = np.repeat(np.asarray(scale)[1, np.clip(group, 0, used - 1)], parts, axis=1)
-    want = reference.row_matmul(low, b[1], group, parts) * own + np.asarray(residual).astype(np.float64)
+    want = expected_low_rank(x, a, b, scale, layer, group, residual, parts)
     assert error(out, want) < TOLERANCE["bfloat16"]
     assert (np.asarray(out) == np.asarray(again)).all()
     alone = run(x, a, b, scale, layer, jnp.full_like(group, -1).at[3].set(group[3]), residual)
     assert (np.asarray(alone)[3] == np.asarray(out)[3]).all()
     assert (np.asarray(alone)[4] == np.asarray(residual)[4]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rank", [16, 32, 64])
+def test_gpu_matches_the_formula_of_many_rows_that_add_to_a_residual(rank, gated):
+    parts, rows, rng = (1408, 1408), 1000, np.random.default_rng(0)
+    own = jnp.asarray(np.sort(np.resize([0, 1, 1, 1, 2, 2, 4], rows))[::-1] % 4, jnp.int32)
+    group = jnp.where(own == 2, -1, own)
+    sizes = (rows, 1024), (2, 4, 2 * rank, 1024), (2, 4, sum(parts), rank), (rows, sum(parts))
+    x, a, b, residual = (jnp.asarray(rng.normal(size=each), "bfloat16") for each in sizes)
+    a, b, layer = a / 32, b / rank**0.5, jnp.int32(1)
+    scale = jnp.asarray(rng.uniform(1, 2, (2, 4, 2)), "float32")
+    run = jax.jit(lambda *each: low_rank(
+        *each[:3], layer, each[3], parts=parts, scale=each[4], residual=each[5], runs=9, backend="mosaic", gated=gated
+    ))  # fmt: skip
+    out, again = (run(x, a, b, group, scale, residual) for _ in range(2))
+    want = expected_low_rank(x, a, b, scale, layer, group, residual, parts)
+    assert error(out, silu_mul(want) if gated else want) < 2 * TOLERANCE["bfloat16"]  # what lies between is rounded
+    assert (np.asarray(out) == np.asarray(again)).all()
 
 
 @pytest.mark.gpu
