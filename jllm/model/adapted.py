@@ -88,9 +88,9 @@ def gates(x: jax.Array, w: Adapted, *, backend: str | None) -> bool:
     """Returns whether with_addend applies SiLU to its sum with the product of x and w."""
     if not isinstance(w.adapters, Slots):
         return False
-    product = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
-    b, scale = w.adapters.b, w.adapters.scale
-    return low_rank_gates(b, product, parts=w.parts, scale=scale, backend=or_xla(backend))
+    slots = w.adapters
+    how: dict[str, Any] = {"runs": w.runs, "backend": or_xla(backend)}
+    return low_rank_gates(x, slots.a, slots.b, parts=w.parts, scale=slots.scale, **how)
 
 
 def _of_one(x: jax.Array, adapter: OneAdapter, parts: tuple[int, ...]) -> jax.Array:

@@ -80,10 +80,10 @@ def low_rank(
     out_dtype = check_out_dtype(x.dtype if out_dtype is None else out_dtype)
     wide, M = compute_dtype(x.dtype), x.shape[0]
     mosaic = _chosen(M, b, scale, residual, parts, out_dtype, backend) is BACKENDS["mosaic"]
-    if not gated and mosaic and fits_low_rank(x, a, b, residual, parts, runs, out_dtype):
+    if mosaic and fits_low_rank(x, a, b, residual, parts, runs, out_dtype, gated):
         from pallas_kernels.row_matmul import low_rank_sm90  # imports all of Pallas
 
-        return low_rank_sm90.low_rank(x, a, b, scale, layer, group, residual, parts, out_dtype)
+        return low_rank_sm90.low_rank(x, a, b, scale, layer, group, residual, parts, out_dtype, gated=gated)
     kind = b.dtype if mosaic and M > MOST_ROWS else wide  # as that kernel would round it
     between = row_matmul(x, a, layer, group, runs=runs, out_dtype=kind, backend=backend)
     between = between.reshape(M, len(parts), b.shape[3])
@@ -94,17 +94,20 @@ def low_rank(
 
 
 def low_rank_gates(
+    x: jax.Array,
+    a: jax.Array,
     b: jax.Array,
-    residual: jax.Array | jax.ShapeDtypeStruct,
     *,
     parts: tuple[int, ...],
     scale: jax.Array | None = None,
+    runs: int | None = None,
     backend: str | None = None,
 ) -> bool:
-    """Returns whether low_rank can apply SiLU to what it adds to a residual [M, N], in the residual's dtype."""
-    M, dtype = residual.shape[0], residual.dtype
-    mosaic = _chosen(M, b, scale, residual, parts, dtype, backend) is BACKENDS["mosaic"]
-    return mosaic and spreads(M, parts, b.shape[3], residual, dtype, gated=True)
+    """Returns whether low_rank can apply SiLU to its sum with a residual [M, N], all in x's dtype."""
+    residual: Any = jax.ShapeDtypeStruct((x.shape[0], b.shape[2]), x.dtype)
+    mosaic = _chosen(x.shape[0], b, scale, residual, parts, x.dtype, backend) is BACKENDS["mosaic"]
+    one = fits_low_rank(x, a, b, residual, parts, runs, x.dtype, gated=True)
+    return mosaic and (one or spreads(x.shape[0], parts, b.shape[3], residual, x.dtype, gated=True))
 
 
 def _chosen(m: int, b: Any, scale: Any, residual: Any, parts: tuple[int, ...], out_dtype: Any, backend: Any) -> Backend:

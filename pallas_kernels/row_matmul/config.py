@@ -144,6 +144,7 @@ def fits_low_rank(
     parts: tuple[int, ...],
     runs: int | None,
     out_dtype: jnp.dtype,
+    gated: bool = False,
 ) -> bool:
     """Returns whether one kernel multiplies by a and b, and is expected to be faster than two. Rows of few runs are
     not: two kernels read an adapter once for several rows."""
@@ -152,31 +153,33 @@ def fits_low_rank(
     added = residual is None or residual.dtype == out_dtype
     plain = kinds <= {"bfloat16"} or kinds <= {"float16"}
     few = FEWEST <= m <= MOST_ROWS and (runs is None or ALIKE * runs >= m)
-    return few and plain and added and str(out_dtype) in OUT_DTYPES and low_rank_config(m, parts, k, r) is not None
+    cut = low_rank_config(m, parts, k, r, gated)
+    return few and plain and added and str(out_dtype) in OUT_DTYPES and cut is not None
 
 
-def low_rank_config(m: int, parts: tuple[int, ...], k: int, r: int) -> LowRank | None:
+def low_rank_config(m: int, parts: tuple[int, ...], k: int, r: int, gated: bool = False) -> LowRank | None:
     """Returns the configuration with the least estimated time for M rows with adapters of their own; None where the
-    kernel does not fit."""
-    if r not in SHORT or k % LOW_RANK_CHUNK:
+    kernel does not fit. gated: each CTA has both of two parts."""
+    if r not in SHORT or k % LOW_RANK_CHUNK or (gated and (len(parts) != 2 or parts[0] != parts[1])):
         return None
     rows = min(r, LOW_RANK_VALUES // LOW_RANK_CHUNK)
     columns = min(LOW_RANK_VALUES // r, 256)
-    if math.gcd(*parts) % columns:
+    pieces = 2 if gated else 1
+    several = pieces * r // rows  # slots of one chunk of a, whose sums are in registers
+    if math.gcd(*parts) % columns or several > 4:
         return None
 
-    def estimated(splits: int) -> tuple[float, int]:
-        """Returns microseconds: those of memory, of the cache, or of the busiest SM."""
-        ctas, b = len(parts) * splits * m, 2 * r * max(parts) / splits
-        waves = -(-ctas // SMS)
+    def estimated(splits: int) -> tuple[float, int, int]:
+        """Returns microseconds: those of memory, of the cache, or of the busiest SM. For ties few waves follow, and
+        small CTAs."""
+        waves = -(-len(parts) // pieces * splits * m // SMS)
         read = m * 2 * r * (len(parts) * k + sum(parts))
         again = m * 2 * r * len(parts) * k * (splits - 1)
-        cta = (2 * r * k + b) / INTO_SM
-        return max(read / FROM_MEMORY, (read + again) / FROM_CACHE, cta * waves), splits
+        cta = pieces * 2 * r * (k + max(parts) / splits) / INTO_SM
+        return max(read / FROM_MEMORY, (read + again) / FROM_CACHE, cta * waves), waves, -splits
 
     splits = min(range(1, min(parts) // columns + 1), key=estimated)
-    several = r // rows  # slots of one chunk of a
-    if len(parts) * splits * m > SMS:  # two CTAs of an SM share its registers and memory
+    if len(parts) // pieces * splits * m > SMS:  # two CTAs of an SM share its registers and memory
         return LowRank(splits, 2, rows, columns, 6 if several == 1 else 8, 4)
     warpgroups = 4 if several == 1 else 2  # each has several sums in registers
     return LowRank(splits, warpgroups, rows, columns, 16, 8)

@@ -2,7 +2,8 @@
 
 A CTA has a row, one of its parts, and a share of that part's columns. All of the part's a, then the share of its b
 stream through rings in shared memory. b is on its way while a is multiplied. So one launch reads both, and what lies
-between them never leaves the CTA. CTAs of one part all read its a, the later ones from the second-level cache.
+between them never leaves the CTA. CTAs of one part all read its a, the later ones from the second-level cache. With
+`gated` a CTA has the same columns of two parts, gate and up, and stores SiLU(gate) * up.
 
 A warpgroup multiplies every chunk of a that is its turn, and the warpgroups' sums are added in one order. Nothing
 depends on other rows.
@@ -38,46 +39,49 @@ def low_rank(
     out_dtype: jnp.dtype,
     config: LowRank | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
+    gated: bool = False,
 ) -> jax.Array:
-    """Returns [M, N] of x [M, K], a [L, X, P r, K], b [L, X, N, r], scale [L, X, P] and residual [M, N]; see api.py."""
-    config = low_rank_config(x.shape[0], parts, x.shape[1], b.shape[3]) if config is None else config
+    """Returns [M, N] of x [M, K], a [L, X, P r, K], b [L, X, N, r], scale [L, X, P] and residual [M, N]; see api.py.
+    gated: [M, N / 2] of two parts and a residual."""
+    config = low_rank_config(x.shape[0], parts, x.shape[1], b.shape[3], gated) if config is None else config
     assert config is not None, "config.fits_low_rank was asked"
     wide = None if scale is None else scale.astype(jnp.float32)
-    return _call(x, a, b, wide, layer[None], group, residual, parts, jnp.dtype(out_dtype), config, interpret)
+    return _call(x, a, b, wide, layer[None], group, residual, parts, jnp.dtype(out_dtype), config, interpret, gated)
 
 
-@partial(jax.jit, static_argnames=("parts", "out_dtype", "config", "interpret"))
-def _call(x, a, b, scale, layer, group, residual, parts, out_dtype, config, interpret):
+@partial(jax.jit, static_argnames=("parts", "out_dtype", "config", "interpret", "gated"))
+def _call(x, a, b, scale, layer, group, residual, parts, out_dtype, config, interpret, gated):
     (M, K), (_, X, N, r) = x.shape, b.shape
+    pieces = 2 if gated else 1
     given = {name: array for name, array in (("scale", scale), ("residual", residual)) if array is not None}
     kernel = plgpu.kernel(
-        partial(_kernel, config, X, parts, tuple(given)),
-        out_type=jax.ShapeDtypeStruct((M, N), out_dtype),
+        partial(_kernel, config, X, parts, pieces, tuple(given)),
+        out_type=jax.ShapeDtypeStruct((M, N // pieces), out_dtype),
         scratch_types={
             "x_s": plgpu.SMEM((K,), x.dtype),
             "a_s": plgpu.SMEM((config.a_stages, config.rows, LOW_RANK_CHUNK), a.dtype),
             "b_s": plgpu.SMEM((config.b_stages, config.columns, r), b.dtype),
-            "low_s": plgpu.SMEM((config.warpgroups, r), jnp.float32),
+            "low_s": plgpu.SMEM((config.warpgroups, pieces * r), jnp.float32),
             "x_full": plgpu.Barrier(),
             "low_full": plgpu.Barrier(num_arrivals=config.warpgroups),
             **{f"{name}_full": plgpu.Barrier(num_barriers=n) for name, n in config.stages.items()},
             **{f"{name}_free": plgpu.Barrier(num_barriers=n) for name, n in config.stages.items()},
         },
-        grid=(len(parts) * config.splits, M),
+        grid=(len(parts) // pieces * config.splits, M),
         grid_names=("share", "row"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=row_pieces.COMPILER_PARAMS,
         interpret=interpret,
-        kernel_name="low_rank",
+        kernel_name="low_rank_gated" if gated else "low_rank",
     )
     return kernel(x, a.reshape(-1, K), b.reshape(-1, r), layer, group, *given.values())
 
 
 def _kernel(
-    config: LowRank, X: int, parts: tuple[int, ...], names: tuple[str, ...], x: Any, a: Any, b: Any, layer: Any,
-    group: Any, *refs: Any, x_s: Any, a_s: Any, b_s: Any, low_s: Any, x_full: Any, low_full: Any, a_full: Any,
-    a_free: Any, b_full: Any, b_free: Any,
+    config: LowRank, X: int, parts: tuple[int, ...], pieces: int, names: tuple[str, ...], x: Any, a: Any, b: Any,
+    layer: Any, group: Any, *refs: Any, x_s: Any, a_s: Any, b_s: Any, low_s: Any, x_full: Any, low_full: Any,
+    a_full: Any, a_free: Any, b_full: Any, b_free: Any,
 ) -> None:  # fmt: skip
     *arrays, out = refs
     extra, r = dict(zip(names, arrays, strict=True)), b.shape[1]
@@ -89,12 +93,12 @@ def _kernel(
     own, count = group[row], last - first
     valid = (own >= 0) & (own < X)
     matrix = layer[0] * X + jnp.where(valid, own, 0)
-    blocks, chunks = r // config.rows, x.shape[1] // LOW_RANK_CHUNK
+    blocks, chunks = pieces * r // config.rows, x.shape[1] // LOW_RANK_CHUNK
     assert not config.a_stages % (blocks * config.warpgroups), "a warpgroup meets the same slots again"
-    assert not config.b_stages % config.warpgroups, "a warpgroup meets the same slots again"
+    assert not config.b_stages % (pieces * config.warpgroups), "a warpgroup meets the same slots again"
 
-    def columns(tile: Any) -> Any:
-        return pl.ds(begin + tile * config.columns, config.columns)
+    def columns(tile: Any, piece: Any = 0) -> Any:
+        return pl.ds(begin + piece * parts[0] + tile * config.columns, config.columns)
 
     def copy_a() -> None:
         plgpu.copy_gmem_to_smem(x.at[row], x_s, x_full, oob_mode=INSIDE)
@@ -112,13 +116,13 @@ def _kernel(
     def copy_b() -> None:
         top = matrix * sum(parts)
 
-        @pl.loop(0, count)
-        def _(tile: jax.Array) -> None:
-            slot, at = free_slot(tile, b_free), columns(tile)
-            source = b.at[pl.ds(top + at.start, config.columns)]
+        @pl.loop(0, count * pieces)
+        def _(n: jax.Array) -> None:
+            slot, tile = free_slot(n, b_free), lax.div(n, pieces)
+            source = b.at[pl.ds(top + columns(tile, n - tile * pieces).start, config.columns)]
             plgpu.copy_gmem_to_smem(source, b_s.at[slot], b_full.at[slot], oob_mode=INSIDE)
 
-        drain(count, b_free)
+        drain(count * pieces, b_free)
 
     def multiply_a() -> None:
         """Puts this warpgroup's sums of a x into low_s."""
@@ -143,37 +147,45 @@ def _kernel(
         for block, total in enumerate(sums):
             low_s[warpgroup, pl.ds(block * config.rows, config.rows)] = jnp.sum(total, axis=1)
 
+    def residual(tile: Any, piece: int) -> jax.Array:
+        return _load(extra["residual"].at[row, columns(tile, piece)], _row_layout(r).reduce((1,)))
+
+    def store(tile: Any, totals: list[jax.Array]) -> None:
+        total = row_pieces.silu_mul(*totals) if pieces == 2 else totals[0]
+        out.at[row, columns(tile)][...] = total.astype(out.dtype)
+
     def multiply_b() -> None:
-        layout = _row_layout(r)
-        totals = [_load(low_s.at[i], layout.reduce((0,))) for i in range(config.warpgroups)]
-        spread = sum(totals[1:], totals[0])
-        spread = plgpu.layout_cast(lax.broadcast_in_dim(spread, (config.columns, r), (1,)), layout)
-        scale = extra["scale"][layer[0], own, part] if "scale" in extra else None
+        layout, spread = _row_layout(r), []
+        for piece in range(pieces):
+            at = pl.ds(piece * r, r)
+            sums = [_load(low_s.at[i, at], layout.reduce((0,))) for i in range(config.warpgroups)]
+            low = lax.broadcast_in_dim(sum(sums[1:], sums[0]), (config.columns, r), (1,))
+            spread.append(plgpu.layout_cast(low, layout))
+        scales = [extra["scale"][layer[0], own, part + i] for i in range(pieces)] if "scale" in extra else None
+
+        @pl.loop(0, _turns(count, warpgroup, config.warpgroups))
+        def _(i: jax.Array) -> None:
+            tile, totals, added = i * config.warpgroups + warpgroup, [], None
+            if "residual" in extra:  # on its way while this waits for b
+                added = [residual(tile, piece) for piece in range(pieces)]
+            for piece in range(pieces):
+                slot = slot_of(tile * pieces + piece, config.b_stages)
+                plgpu.barrier_wait(b_full.at[slot])
+                weights = _load(b_s.at[slot], layout)
+                plgpu.barrier_arrive(b_free.at[slot])
+                total = jnp.sum(row_pieces.widen(weights) * spread[piece], axis=1)
+                total = total if scales is None else total * scales[piece]
+                totals.append(total if added is None else row_pieces.widen(added[piece]) + total)
+            store(tile, totals)
+
+    def skip() -> None:
+        zeros = plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), _row_layout(r).reduce((1,)))
 
         @pl.loop(0, _turns(count, warpgroup, config.warpgroups))
         def _(i: jax.Array) -> None:
             tile = i * config.warpgroups + warpgroup
-            at, slot, added = columns(tile), slot_of(tile, config.b_stages), None
-            if "residual" in extra:  # on its way while this waits for b
-                added = _load(extra["residual"].at[row, at], layout.reduce((1,)))
-            plgpu.barrier_wait(b_full.at[slot])
-            weights = _load(b_s.at[slot], layout)
-            plgpu.barrier_arrive(b_free.at[slot])
-            total = jnp.sum(row_pieces.widen(weights) * spread, axis=1)
-            total = total if scale is None else total * scale
-            total = total if added is None else row_pieces.widen(added) + total
-            out.at[row, at][...] = total.astype(out.dtype)
-
-    def skip() -> None:
-        layout = _row_layout(r).reduce((1,))
-
-        @pl.loop(0, _turns(count, warpgroup, config.warpgroups))
-        def _(i: jax.Array) -> None:
-            at = columns(i * config.warpgroups + warpgroup)
-            if "residual" in extra:
-                out.at[row, at][...] = _load(extra["residual"].at[row, at], layout).astype(out.dtype)
-            else:
-                out.at[row, at][...] = plgpu.layout_cast(jnp.zeros((config.columns,), out.dtype), layout)
+            kept = [row_pieces.widen(residual(tile, j)) if "residual" in extra else zeros for j in range(pieces)]
+            store(tile, kept)
 
     @pl.when(valid & (warpgroup < config.warpgroups))
     def _() -> None:

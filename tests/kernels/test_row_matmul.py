@@ -228,13 +228,15 @@ def expected_low_rank(x, a, b, scale, layer, group, residual, parts):
         ((192,), 16, False, LowRank(2, 4, 16, 64, 4, 4)),  # shares of different sizes, and warpgroups without one
         ((48, 32), 64, True, LowRank(2, 2, 16, 16, 8, 2)),
         ((128,), 8, True, LowRank(1, 1, 8, 128, 1, 1)),
+        ((192, 192), 16, "gated", LowRank(2, 2, 16, 64, 8, 4)),
     ],
     ids=str,
 )
 def test_one_kernel_matches_the_formula_without_races(parts, r, added, config):
     arguments = low_rank_inputs(6, parts, 1280, r, added)
-    got = low_rank_sm90.low_rank(*arguments, parts, jnp.float32, config, FIND_RACES)
-    assert error(got, expected_low_rank(*arguments, parts)) < TOLERANCE["float32"] * 10
+    got = low_rank_sm90.low_rank(*arguments, parts, jnp.float32, config, FIND_RACES, gated=added == "gated")
+    want = expected_low_rank(*arguments, parts)
+    assert error(got, silu_mul(want) if added == "gated" else want) < TOLERANCE["float32"] * 10
 
 
 @pytest.mark.parametrize("rows", [2, xla.FEW + 9])
@@ -265,11 +267,13 @@ def test_many_rows_of_gate_and_up_take_silu_along():
     b, scale = jax.ShapeDtypeStruct((1, 8, 22016, 64), **more), jax.ShapeDtypeStruct((1, 8, 2), jnp.float32)
     product = jax.ShapeDtypeStruct((8192, 22016), **more)
     how = {"parts": parts, "scale": scale}
-    assert low_rank_gates(b, product, **how, backend="hopper")
-    assert not low_rank_gates(b, product, **how)  # on a CPU
-    assert not low_rank_gates(b, product, **how, backend="deterministic")
-    assert not low_rank_gates(b, jax.ShapeDtypeStruct((64, 22016), **more), **how, backend="hopper")
     x, a = jax.ShapeDtypeStruct((8192, 4096), **more), jax.ShapeDtypeStruct((1, 8, 128, 4096), **more)
+    assert low_rank_gates(x, a, b, **how, backend="hopper")
+    assert not low_rank_gates(x, a, b, **how)  # on a CPU
+    assert not low_rank_gates(x, a, b, **how, backend="deterministic")
+    few = jax.ShapeDtypeStruct((64, 4096), **more)
+    assert not low_rank_gates(few, a, b, **how, backend="hopper")  # of a rank whose sums are too many
+    assert low_rank_gates(few, a, jax.ShapeDtypeStruct((1, 8, 22016, 16), **more), **how, backend="hopper")
     run = jax.jit(lambda x, a, b, scale, product: low_rank(
         x, a, b, jnp.int32(0), jnp.arange(8192, dtype=jnp.int32) // 1024,
         parts=parts, scale=scale, residual=product, runs=8, backend="hopper", gated=True,
@@ -309,6 +313,9 @@ def test_gpu_matches_the_formula_of_low_rank_products(target, rows, rank):
     want = expected_low_rank(x, a, b, scale, layer, group, residual, parts)
     assert error(out, want) < TOLERANCE["bfloat16"]
     assert (np.asarray(out) == np.asarray(again)).all()
+    if target == "gate_up" and rank < 64:
+        gated = low_rank_sm90.low_rank(x, a, b, scale, layer, group, residual, parts, jnp.bfloat16, gated=True)
+        assert error(gated, silu_mul(want)) < TOLERANCE["bfloat16"]
     alone = run(x, a, b, scale, layer, jnp.full_like(group, -1).at[3].set(group[3]), residual)
     assert (np.asarray(alone)[3] == np.asarray(out)[3]).all()
     assert (np.asarray(alone)[4] == np.asarray(residual)[4]).all()
