@@ -259,11 +259,11 @@ def training(params: Params, config: LlamaConfig, args: argparse.Namespace) -> I
 
 COSTS: dict[str, Callable[[Params, LlamaConfig, argparse.Namespace], Iterator[Row]]] = {
     "training": training,
-    "determinism": determinism,
     "update": updates,
     "adapters": adapters,
     "steering": steering,
     "bundled": bundled,
+    "determinism": determinism,
 }
 USUAL = tuple(name for name in COSTS if name != "training")
 
