@@ -1,5 +1,6 @@
 """Lists which blocks of rows meet which weight, where rows are in groups with a weight each: for kernels of any GPU."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,21 @@ class Pairs(NamedTuple):
         groups = self.starts.shape[0] - 1
         start = self.starts[groups]
         return self.before[groups] + jnp.where(start < m, (m - 1) // block - lax.div(start, jnp.int32(block)) + 1, 0)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["block"])
+@dataclass(frozen=True)
+class Schedule:
+    """Holds pairs that were made before the product that needs them. Arrays of pairs may be longer than they need to
+    be."""
+
+    pairs: Pairs
+    block: int
+
+
+def known_pairs(schedule: Schedule | None, block: int) -> Pairs | None:
+    """Returns the pairs of a schedule, if it is there and has blocks of this size."""
+    return None if schedule is None or schedule.block != block else schedule.pairs
 
 
 def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None) -> Pairs:

@@ -163,7 +163,7 @@ def _take(scratch: Any, reduce: Callable[..., jax.Array], join: Callable[..., ja
     found, start, size = [], 0, scratch.shape[0]
     while start < size:
         many = (size - start) // FULL * FULL or 1 << ((size - start).bit_length() - 1)
-        values = plgpu.load(scratch.at[pl.ds(start, many)], layout=_scratch_layout(many), optimized=False)
+        values = plgpu.load(scratch.at[pl.ds(start, many)], layout=every_warp(many), optimized=False)
         found.append(reduce(values, axis=0))
         start += many
     return functools.reduce(join, found)
@@ -181,18 +181,18 @@ def _piece_layout(size: int) -> Any:
     lanes = min(LANES, size)
     warps = size // lanes
     tiling = ((size, VECTOR), (lanes, VECTOR), (1, VECTOR))
-    return _tiled(tiling, (-6, plgpu.Replicated(WARPS // warps)), (-4, plgpu.Replicated(LANES // lanes)))
+    return tiled(tiling, (-6, plgpu.Replicated(WARPS // warps)), (-4, plgpu.Replicated(LANES // lanes)))
 
 
-def _scratch_layout(size: int) -> Any:
+def every_warp(size: int) -> Any:
     """Lays out registers [size] of float32 in every warp, up to four in a row to a lane."""
     vector = min(4, size)
     lanes = min(LANES, size // vector)
     tiling = ((lanes * vector,), (vector,))
-    return _tiled(tiling, (plgpu.Replicated(WARPS),), (-2, plgpu.Replicated(LANES // lanes)))
+    return tiled(tiling, (plgpu.Replicated(WARPS),), (-2, plgpu.Replicated(LANES // lanes)))
 
 
-def _tiled(tiling: tuple[tuple[int, ...], ...], *distributed: tuple[Any, ...]) -> Any:
+def tiled(tiling: tuple[tuple[int, ...], ...], *distributed: tuple[Any, ...]) -> Any:
     warps, lanes = (tuple(dim for dim in dims if dim != plgpu.Replicated(1)) for dims in distributed)
     layout = TiledLayout(plgpu.Tiling(tiling), warps, lanes, -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)

@@ -9,6 +9,7 @@ from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.ragged_matmul import xla
 from pallas_kernels.ragged_matmul.config import check_supported, check_triton
+from pallas_kernels.row_groups import Schedule
 
 
 def ragged_matmul(
@@ -17,6 +18,7 @@ def ragged_matmul(
     sizes: jax.Array,
     *,
     gated: bool = False,
+    schedule: Schedule | None = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
@@ -26,7 +28,8 @@ def ragged_matmul(
     after the last group give zeros, whatever they hold. A quantized w has rows of codes, or of plain values if its
     format is weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's;
     QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
-    up^T) is returned, [M, N / 2], rounded once. A row's bits depend neither on its group's size nor on other rows.
+    up^T) is returned, [M, N / 2], rounded once. schedule: of sizes, for a kernel that has blocks of its size (see
+    block_rows in config.py). A row's bits depend neither on its group's size nor on other rows.
     The mosaic kernel rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and weights have
     gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend
     doesn't do.
@@ -42,13 +45,14 @@ def ragged_matmul(
         out_dtype = x.dtype
     out_dtype = check_out_dtype(out_dtype)
     chosen = choose(BACKENDS, backend, x, w, sizes.shape[0], gated, out_dtype)
-    return chosen.run(x, w, sizes, gated, out_dtype)
+    how = {"schedule": schedule} if chosen is BACKENDS["mosaic"] else {}  # others make their own tiles
+    return chosen.run(x, w, sizes, gated, out_dtype, **how)
 
 
-def _mosaic(*arguments) -> jax.Array:
+def _mosaic(*arguments, **how) -> jax.Array:
     from pallas_kernels.ragged_matmul import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.ragged_matmul(*arguments)
+    return mosaic_sm90.ragged_matmul(*arguments, **how)
 
 
 def _triton(*arguments) -> jax.Array:

@@ -76,6 +76,16 @@ def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more
         raise NotImplementedError(f"the {backend} kernel takes weights whose columns are in order, and not rotated")
 
 
+def block_rows(m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool) -> int:
+    """Returns the rows of a block of the Hopper kernels, for M rows and weights w [X N, K]."""
+    n = w.shape[0] // (groups * (2 if gated else 1))
+    if isinstance(w, QuantizedWeight) and w.format.row_codes is None:
+        return choose_codes_config(m, groups, n, w.shape[1], gated).tokens
+    stored = w.values if isinstance(w, QuantizedWeight) else w
+    itemsize = min(stored.dtype.itemsize, max(OPERATIONS))  # no kernel has more
+    return choose_config(m, groups, n, stored.shape[1], itemsize, gated).rows
+
+
 def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool) -> CodesConfig:
     """Returns the configuration with the least estimated time for M rows in X groups and codes of 4 bits. n: of the
     result. The choice changes no bits: K is not cut, and products go in its order."""

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, group_scales
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
-from pallas_kernels.row_groups import Pairs, pairs_of
+from pallas_kernels.row_groups import Pairs, Schedule, known_pairs, pairs_of
 from pallas_kernels.weight_only_matmul import warp_sm90, wgmma_sm90
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, pair_table
@@ -35,12 +35,13 @@ def product(
     interpret: plgpu.InterpretGPUParams | None,
     *,
     sizes: jax.Array | None = None,
+    schedule: Schedule | None = None,
     gated: bool = False,
 ) -> jax.Array:
     """Returns x [M, K'] times the weight's padded rows [N', K'], transposed: [split, M, N'] of out_dtype, to be
-    summed. sizes i32[X]: the rows of group i meet block i of [X N', K'], and rows after the last group are zero. gated:
-    each block has gate's rows and as many of up's, and SiLU of one product times the other is returned, [1, M, N' / 2].
-    """
+    summed. sizes i32[X]: the rows of group i meet block i of [X N', K'], and rows after the last group are zero.
+    schedule: of sizes, if it is made already. gated: each block has gate's rows and as many of up's, and SiLU of one
+    product times the other is returned, [1, M, N' / 2]."""
     weights = 0 if sizes is None else sizes.shape[0]
     (m, k), n = x.shape, w.values.shape[0] // (max(weights, 1) * (2 if gated else 1))
     plan = Plan(m, n, k, x.dtype, out_dtype, w.format, config, weights, gated)
@@ -69,7 +70,7 @@ def product(
     # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
     width = n + 16 if n == ROWS // config.fold else n
     shape = (config.split, m, n) if config.by_warp or weights else (config.split, rows, width)
-    pairs = () if sizes is None else pairs_of(sizes, m, config.tokens).arrays()
+    pairs = None if sizes is None else known_pairs(schedule, config.tokens) or pairs_of(sizes, m, config.tokens)
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),
@@ -85,7 +86,7 @@ def product(
         ),
         interpret=interpret,
     )
-    return kernel(*arrays.values(), *pairs)[:, :m, :n]
+    return kernel(*arrays.values(), *(() if pairs is None else pairs.arrays()))[:, :m, :n]
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> None:

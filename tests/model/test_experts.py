@@ -19,10 +19,9 @@ from jllm.files.importers import stored_weights
 from jllm.files.load import load
 from jllm.files.peft import PREFIX, WEIGHTS, load_adapter, save_adapter
 from jllm.files.safetensors_io import StoredTensor, read_as_stored, write_file
-from jllm.model import experts as experts_module
 from jllm.model.adapters import choose_targets, init_adapter, merge_params
 from jllm.model.backbone import Packed, packed_logits
-from jllm.model.experts import choose_experts, places, ragged_linear, run_experts, shares_of
+from jllm.model.experts import ragged_linear, run_experts
 from jllm.model.linear import linear
 from jllm.model.mlp import mlp_block
 from jllm.model.model import Model
@@ -35,6 +34,7 @@ from jllm.speculative.eagle import eagle_shapes
 from pallas_kernels.backends import TARGET
 from pallas_kernels.formats.quantized_weights import decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
+from pallas_kernels.route.xla import choose_experts, shares_of
 from tests.kernels_of import kernels_of
 from tests.parity import PARITY
 from tests.tiny import CONFIG, EXPERTS, experts_model, full_logits, greedy, one_size, serve
@@ -65,15 +65,6 @@ def by_formula(mlp: ExpertsParams, x: np.ndarray, experts: Experts, eps: float) 
     return out
 
 
-def test_few_rows_are_sorted_as_many_are(monkeypatch):
-    chosen = jnp.asarray(np.random.default_rng(0).integers(0, 5, 33), jnp.int32)
-    compared = places(chosen)
-    monkeypatch.setattr(experts_module, "COMPARED", 0)
-    for few, many in zip(compared, places(chosen)):
-        assert few.tolist() == many.tolist()
-    assert compared[1].tolist() == np.argsort(chosen, kind="stable").tolist()
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_block_is_the_formula(normalize):
     experts = replace(EXPERTS, normalize=normalize)
@@ -87,9 +78,9 @@ def test_the_block_is_the_formula(normalize):
 
 def test_ties_go_to_the_lowest_number_and_one_expert_is_an_mlp():
     scores = jnp.asarray([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
-    routes = choose_experts(scores, EXPERTS)
+    routes = choose_experts(scores, EXPERTS.chosen)
     assert routes.tolist() == [[1, 2], [0, 1]]
-    np.testing.assert_allclose(shares_of(scores, routes, EXPERTS), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(shares_of(scores, routes, EXPERTS.normalize), 0.5, rtol=1e-6)
     m = experts_model(experts=Experts(count=1, chosen=1, ffn=48))
     mlp = m.params.layers[1].mlp
     dense = MLPParams(mlp.norm, mlp.gate_up, None, mlp.down, None)
@@ -140,8 +131,8 @@ def test_quantized_experts_are_their_decoded_weights(model):
     plain = replace(mlp, gate_up=decode(mlp.gate_up), down=decode(mlp.down))
     x = jax.random.normal(jax.random.key(1), (20, 32))
     scores = x @ mlp.router.T
-    routes = choose_experts(scores, EXPERTS)
-    shares = shares_of(scores, routes, EXPERTS)
+    routes = choose_experts(scores, EXPERTS.chosen)
+    shares = shares_of(scores, routes, EXPERTS.normalize)
     got, want = (run_experts(p, x, routes, shares, backend="xla") for p in (mlp, plain))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     gradient = jax.grad(lambda x: ragged_linear(x, mlp.down, jnp.asarray([4, 4, 4, 4, 4], jnp.int32)).sum())
@@ -304,7 +295,7 @@ def test_experts_without_tokens_are_not_read(model, scheme):
     mlp = (model.params if scheme is None else quantize(model.params, scheme)).layers[1].mlp
     x = jax.random.normal(jax.random.key(0), (7, 32))
     routes = np.asarray([[4, 1]] * 3 + [[1, 1], [-1, -1], [-1, -1], [-1, 4]], np.int32)
-    shares = shares_of(x @ mlp.router.T, routes, EXPERTS)
+    shares = shares_of(x @ mlp.router.T, routes, EXPERTS.normalize)
 
     def spoiled(w):
         """The weight with NaN, or wrong codes with NaN scales, in the rows of experts 0, 2 and 3."""

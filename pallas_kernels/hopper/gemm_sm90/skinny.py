@@ -36,7 +36,7 @@ from pallas_kernels.hopper.gemm_sm90.skinny_plan import (
 )
 from pallas_kernels.hopper.ring_sm90 import drain, free_slot
 from pallas_kernels.hopper.row_pieces_sm90 import silu_mul
-from pallas_kernels.row_groups import Pairs, pairs_of
+from pallas_kernels.row_groups import Pairs, Schedule, known_pairs, pairs_of
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
@@ -56,6 +56,7 @@ def gemm(
     config: Config,
     gated: bool = False,
     sizes: jax.Array | None = None,
+    schedule: Schedule | None = None,
     own: jax.Array | None = None,
     blocks: Blocks | None = None,
     block_scale: jax.Array | None = None,
@@ -63,8 +64,9 @@ def gemm(
 ) -> jax.Array:
     """Returns x [M, K] times w [N, K] transposed: [M, N]; see the package's docstring. bias may have 16 bits, too.
     gated: SiLU of the product with w's first half, times that with its second half: [M, N / 2]. Nothing is added.
-    sizes i32[X]: the rows of group i meet block i of w [X N, K]. Rows after the last group are zero. blocks, and own
-    i32[X]: the rows of group i meet block own[i], times block_scale f32[blocks, cuts], if there is such a block."""
+    sizes i32[X]: the rows of group i meet block i of w [X N, K]. Rows after the last group are zero. schedule: of
+    sizes, if it is made already. blocks, and own i32[X]: the rows of group i meet block own[i], times block_scale
+    f32[blocks, cuts], if there is such a block."""
     groups = 0 if sizes is None else sizes.shape[0]
     (m, k), n = x.shape, w.shape[0] // (max(groups, 1) * (2 if gated else 1))
     if blocks is not None:
@@ -85,7 +87,7 @@ def gemm(
     )
     extra = {name: array.dtype for name, array in given.items()}
     plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), extra, config, gated, groups, blocks, in_blocks=in_blocks)
-    pairs = () if sizes is None else pairs_of(sizes, m, config.rows, own).arrays()
+    pairs = None if sizes is None else known_pairs(schedule, config.rows) or pairs_of(sizes, m, config.rows, own)
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -101,7 +103,7 @@ def gemm(
         interpret=interpret,
         kernel_name="gemm_skinny" + ("_gated" if gated else "") + ("_ragged" if groups else ""),
     )
-    return kernel(x, w, *given.values(), *pairs)
+    return kernel(x, w, *given.values(), *(() if pairs is None else pairs.arrays()))
 
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
