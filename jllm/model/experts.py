@@ -21,7 +21,7 @@ from jllm.model.mlp import mlp_block
 from jllm.model.params import BiasedExpertsParams, ExpertsParams, SharedExpertParams, Weight
 from jllm.model.shapes import Array, Float, Int32, shaped
 from jllm.model.taps import Tap
-from jllm.model.weight_inputs import part_outliers, rounded_inputs, row_codes
+from jllm.model.weight_inputs import part_outliers, rounded_inputs, row_codes, rows_kind
 from pallas_kernels.all_reduce import MeshAxis, all_reduce
 from pallas_kernels.backends import DETERMINISTIC, DIFFERENTIABLE, where_faster
 from pallas_kernels.formats.block_floats import KINDS
@@ -200,7 +200,10 @@ def _of_codes(
     if w.format.activations in KINDS:
         x = fenced(backend, partial(rounded_inputs, **how), x)
     elif w.format.row_codes is not None:
-        codes = fenced(backend, partial(row_codes, **how), x)
+        if axis is None and (kind := rows_kind(w)) is not None:  # one kernel, with the same bits
+            codes = norm_quant(x, None, eps=0.0, kind=kind, backend=where_faster(backend))[0]
+        else:
+            codes = fenced(backend, partial(row_codes, **how), x)
         return _multiply(codes, w, groups, gated=gated, out_dtype=x.dtype, backend=backend)
     return _multiply(x, w, groups, gated=gated, out_dtype=x.dtype, backend=backend)
 

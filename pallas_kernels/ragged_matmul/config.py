@@ -26,6 +26,7 @@ GROUPS = {"int4": (32, 64, 128), "nf4": (32, 64, 128), "e2m1": (32,)}
 CODES_PIECE = 32, 64
 # Codes that an SM turns into operands in a microsecond, by the warpgroups that do: an estimate, not measured.
 DECODED = {1: 45e3, 2: 75e3}
+BLOCKS, CODES_BLOCKS = (64, 128, 256), (8, 16, 32, 64, 128)  # rows
 PIECE = 64  # columns: rows of a result go out one by one, from places in shared memory that are multiples of 128 bytes
 
 
@@ -86,13 +87,14 @@ def block_rows(m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool)
     return choose_config(m, groups, n, stored.shape[1], itemsize, gated).rows
 
 
-def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool) -> CodesConfig:
+def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool, block: int | None = None) -> CodesConfig:
     """Returns the configuration with the least estimated time for M rows in X groups and codes of 4 bits. n: of the
-    result. The choice changes no bits: K is not cut, and products go in its order."""
+    result. block: rows of a block of a schedule, which the configuration has too if it can. The choice changes no bits:
+    K is not cut, and products go in its order."""
     choices = [
         CodesConfig(tokens, 1, warpgroups, 2 if gated else 1, width=128 if tokens <= 32 else 64, stages=16)
         for warpgroups in DECODED
-        for tokens in (8, 16, 32, 64, 128)
+        for tokens in ((block,) if block in CODES_BLOCKS else CODES_BLOCKS)
     ]
     return min(choices, key=lambda config: _estimate_codes(config, m, groups, n * (2 if gated else 1), k))
 
@@ -106,12 +108,13 @@ def _estimate_codes(config: CodesConfig, m: int, groups: int, n: int, k: int) ->
     return max(min(m, groups) * n * k / 2 / FROM_MEMORY, busiest), busiest
 
 
-def choose_config(m: int, groups: int, n: int, k: int, itemsize: int, gated: bool) -> Config:
-    """Returns the configuration with the least estimated time for M rows in X groups. n: of the result."""
+def choose_config(m: int, groups: int, n: int, k: int, itemsize: int, gated: bool, block: int | None = None) -> Config:
+    """Returns the configuration with the least estimated time for M rows in X groups. n: of the result. block: as
+    above."""
     parts = 2 if gated else 1
     choices = [
         config
-        for rows in (64, 128, 256)
+        for rows in ((block,) if block in BLOCKS else BLOCKS)
         for columns in range(PIECE * parts, 257, PIECE * parts)
         if rows * columns <= 256 * 192
         for config in (Config(rows, columns, stage_bytes(rows, columns)),)

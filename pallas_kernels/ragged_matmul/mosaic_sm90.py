@@ -31,15 +31,15 @@ def ragged_matmul(
 ) -> jax.Array:
     """Returns [M, N] of x [M, K], w [X N, K] and sizes i32[X]; see api.py."""
     groups, (n, k) = sizes.shape[0], (w.values if isinstance(w, QuantizedWeight) else w).shape
-    n = n // (groups * (2 if gated else 1))
+    n, block = n // (groups * (2 if gated else 1)), None if schedule is None else schedule.block
     if not isinstance(x, QuantizedRows):
         if config is None and isinstance(w, QuantizedWeight):
-            config = choose_codes_config(x.shape[0], groups, n, x.shape[1], gated)
-        config = config or choose_config(x.shape[0], groups, n, k, x.dtype.itemsize, gated)
+            config = choose_codes_config(x.shape[0], groups, n, x.shape[1], gated, block)
+        config = config or choose_config(x.shape[0], groups, n, k, x.dtype.itemsize, gated, block)
         return _plain_rows(x, w, sizes, schedule, gated, jnp.dtype(out_dtype), config, interpret)
     assert isinstance(w, QuantizedWeight), "codes are multiplied by codes"
     values = jnp.pad(x.values, ((0, 0), (0, k - x.values.shape[1])))
-    config = config or choose_config(len(values), groups, n, k, values.dtype.itemsize, gated)
+    config = config or choose_config(len(values), groups, n, k, values.dtype.itemsize, gated, block)
     scales = {"x_scale": x.scales.astype(jnp.float32), "w_scale": w.scales.astype(jnp.float32)}
     options = {**scales, "sizes": sizes, "schedule": schedule, "gated": gated, "config": config, "interpret": interpret}
     return skinny.gemm(values, w.values, **options, out_dtype=jnp.dtype(out_dtype))
