@@ -217,6 +217,24 @@ def multiply_groups(which: str, backend: str) -> Result:
     return out, reference.ragged_matmul(x, np.asarray(blocks), sizes)
 
 
+def route_tokens(which: str, backend: str) -> Result:
+    """Returns rows at the places of tokens' experts, and their shares. `which`: tokens, experts, and experts of each
+    token."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.route import reference, route
+
+    tokens, experts, chosen = map(int, which.split(":"))
+    rng = np.random.default_rng(0)
+    scores, x = (jnp.asarray(rng.normal(size=(tokens, size)), "bfloat16") for size in (experts, 320))
+    made = route(scores, x, chosen=chosen, normalize=True, backend=backend)
+    routes = reference.choose(scores, chosen)
+    order, _, _, which_route = reference.sort_rows(routes, experts)
+    shares = np.take_along_axis(reference.shares_of(scores, routes, True), which_route, axis=1)
+    return jnp.append(made.rows.astype(jnp.float32), made.shares), np.append(np.asarray(x, np.float64)[order], shares)
+
+
 def multiply_by_row(which: str, backend: str) -> Result:
     """Returns products of rows with matrices of their own. `which`: K and the rows of x."""
     import jax.numpy as jnp
@@ -296,6 +314,7 @@ KERNELS = {
         multiply_codes_by_warp, ("w4a16-g128:9", "w4a16-g32-zp:5", "nf4:16"), ("mosaic",)
     ),
     "ragged_matmul": Kernel(multiply_groups, ("bf16:70", "w4a16-g128:70", "mxfp4-weight:8")),
+    "route": Kernel(route_tokens, ("1:128:8", "33:60:4", "150:8:2"), ("mosaic",)),
     "row_matmul": Kernel(multiply_by_row, ("16:9", "1024:9", "16:300"), ("mosaic",)),
     "low_rank": Kernel(multiply_low_rank, ("16:9", "64:70"), ("mosaic",)),
     "sample": Kernel(draw, ("512", "4100")),

@@ -2,9 +2,9 @@
 
 import jax
 
-from pallas_kernels.checks import check_listed, check_whole_rows
+from pallas_kernels.checks import check_listed
 
-LARGEST_WIDTH = 16384
+PIECE, LARGEST_WIDTH = 64, 16384
 MOST_EXPERTS, MOST_CHOSEN = 512, 32
 MOST_TOKENS = 1024  # whose rows a kernel arranges: each of its blocks reads all tokens' masks
 
@@ -12,8 +12,14 @@ MOST_TOKENS = 1024  # whose rows a kernel arranges: each of its blocks reads all
 def check_supported(scores: jax.Array, x: jax.Array, chosen: int, whole: bool) -> None:
     """Raises NotImplementedError for what the kernels do not do, naming what they do. whole: all experts are here."""
     experts = scores.shape[1]
-    check_listed(("scores in", str(scores.dtype), ("bfloat16", "float16", "float32")))
-    check_whole_rows("E", str(x.dtype), x.shape[0], x.shape[1], LARGEST_WIDTH)
+    floats = "bfloat16", "float16"
+    check_listed(("scores in", str(scores.dtype), (*floats, "float32")), ("rows of", str(x.dtype), floats))
+    tokens, width = x.shape
+    if not tokens or width % PIECE or not PIECE <= width <= LARGEST_WIDTH:
+        raise NotImplementedError(
+            f"x of {x.shape} is not supported by backend mosaic, which does at least one row, and multiples of {PIECE} "
+            f"up to {LARGEST_WIDTH}"
+        )
     if experts % 4 or experts > MOST_EXPERTS or chosen > MOST_CHOSEN or not whole:
         raise NotImplementedError(
             f"{chosen} of {experts} experts{'' if whole else ', some on other devices,'} are not supported by backend "

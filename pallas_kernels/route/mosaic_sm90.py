@@ -338,10 +338,12 @@ def _arrange_tokens(plan: Plan, shared: Shared, block: Any, numbers: Any, mask: 
 
 
 def _keep(plan: Plan, shared: Shared, scores: Any) -> None:
-    """Leaves a token's scores in shared memory, float32."""
+    """Leaves a token's scores in shared memory, float32. NaN becomes infinity, lest a token have too many experts. Its
+    shares are NaN all the same."""
     for piece in pieces(plan.experts):
         at = pl.ds(piece.start, piece.size)
-        shared.scores[at] = _load(scores, at, every_warp(piece.size)).astype(jnp.float32)
+        score = _load(scores, at, every_warp(piece.size)).astype(jnp.float32)
+        shared.scores[at] = jnp.where(score == score, score, jnp.inf)
     for piece in pieces(plan.padded - plan.experts):
         lowest = jnp.full((piece.size,), -jnp.inf, jnp.float32)
         shared.scores[pl.ds(plan.experts + piece.start, piece.size)] = plgpu.layout_cast(lowest, every_warp(piece.size))
@@ -352,10 +354,10 @@ def _rank(plan: Plan, shared: Shared, scores: Any) -> None:
     """Leaves a token's scores in shared memory, and the rank of each expert by its score."""
     _keep(plan, shared, scores)
     for own in _owned(plan):
-        mine, number = _spread(_comparable(_load(shared.scores, own, OWN))), _numbers(0) + own.start
+        mine, number = _spread(_load(shared.scores, own, OWN)), _numbers(0) + own.start
 
         def compare(first: Any, rank: jax.Array, mine: jax.Array = mine, number: jax.Array = number) -> jax.Array:
-            other = _others(shared.scores, first, _comparable)
+            other = _others(shared.scores, first)
             ahead = (other > mine) | ((other == mine) & (_numbers(1) + first < number))
             return rank + jnp.sum(_where(ahead), axis=1)
 
@@ -532,9 +534,9 @@ def _load(ref: Any, at: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
 
-def _others(ref: Any, first: Any, change: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def _others(ref: Any, first: Any) -> jax.Array:
     """Returns what CHUNK experts have, in every row."""
-    return _matrix(lax.broadcast_in_dim(change(_load(ref, pl.ds(first, CHUNK), OTHERS)), (FULL, CHUNK), (1,)))
+    return _matrix(lax.broadcast_in_dim(_load(ref, pl.ds(first, CHUNK), OTHERS), (FULL, CHUNK), (1,)))
 
 
 def _spread(x: jax.Array) -> jax.Array:
@@ -556,11 +558,6 @@ def _in_list(plan: Plan, x: jax.Array, axis: int) -> jax.Array:
 
 def _list_numbers(plan: Plan, axis: int) -> jax.Array:
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (plan.places, FULL), axis), LIST)
-
-
-def _comparable(score: jax.Array) -> jax.Array:
-    """Returns scores of which NaN is the largest, lest a token have too many experts."""
-    return jnp.where(score == score, score, jnp.inf)
 
 
 def _zeros() -> jax.Array:

@@ -154,6 +154,29 @@ def test_kernels_that_no_device_has_measured_run_where_they_are_named(monkeypatc
         assert kernels_of(traced.jaxpr)["weight_only_matmul_ragged"] == kernels
 
 
+class Replay(Tap):
+    def __call__(self, name, value):
+        return value + 1 if name == "routes" else value
+
+
+def test_on_hopper_a_kernel_routes_and_another_has_the_shares_of_edited_routes(monkeypatch):
+    """A tap costs nothing. One token takes one launch."""
+    monkeypatch.setenv(TARGET, "9.0")
+    config = replace(CONFIG, hidden_size=256, experts=Experts(32, 4, 512, layers=()), dtype="bfloat16")
+    mlp = abstract_params(config).layers[0].mlp
+    for tokens, seen, wanted in (
+        (1, Tap(("routes",)), {"route": 1}),
+        (8, Tap(()), {"route": 1, "route_rows": 1}),
+        (8, Replay(()), {"route": 1, "route_rows": 1, "route_shares": 1}),  # the first two do not run
+        (2000, Tap(()), {"route": 1}),
+    ):
+        x = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16)
+        for backend in (None, "mosaic", "deterministic"):
+            traced = jax.make_jaxpr(partial(mlp_block, config=config, backend=backend, tap=seen))(mlp, x)
+            found = kernels_of(traced.jaxpr)
+            assert {name: count for name, count in found.items() if name.startswith("route")} == wanted
+
+
 def test_routes_are_values(model):
     """A tap returns them, and an edit replays others: with routes of its own run it changes nothing."""
     found = tap(model, IDS, ["layers.1.router", "layers.1.routes"])
