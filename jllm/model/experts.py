@@ -31,7 +31,6 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
 from pallas_kernels.ragged_matmul import ragged_matmul
-from pallas_kernels.ragged_matmul.api import BACKENDS
 from pallas_kernels.ragged_matmul.config import block_rows
 from pallas_kernels.route import Here, Sorted, route, sort_rows
 from pallas_kernels.row_groups import Schedule
@@ -212,12 +211,9 @@ def _multiply(
     x: jax.Array | QuantizedRows, w: Weight, groups: Groups, *, out_dtype: DTypeLike, gated: bool = False,
     backend: str | None,
 ) -> jax.Array:  # fmt: skip
-    """Multiplies by the backend that is named, if it has this product; else as by default."""
-    named = BACKENDS.get(backend or "")
-    if named is None or named.supports(x, w, groups.sizes.shape[0], gated, jnp.dtype(out_dtype)) is not None:
-        backend = where_faster(backend)
-    how: dict[str, Any] = {"gated": gated, "schedule": groups.schedule, "out_dtype": out_dtype, "backend": backend}
-    return ragged_matmul(x, w, groups.sizes, **how)
+    """Multiplies rows of groups by the kernels of the named backend's devices, if they have this product."""
+    how: dict[str, Any] = {"gated": gated, "schedule": groups.schedule, "out_dtype": out_dtype}
+    return ragged_matmul(x, w, groups.sizes, **how, backend=where_faster(backend))
 
 
 def _added(codes: jax.Array, large: jax.Array, *, gated: bool, dtype: Any) -> jax.Array:
