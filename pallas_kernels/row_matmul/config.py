@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.gemm_sm90.gemv_config import CHUNK, VECTOR, WARPS
 from pallas_kernels.hopper.gemm_sm90.skinny_config import FROM_MEMORY, INTO_SM, Config, most_stages
 from pallas_kernels.hopper.gemm_sm90.support import OUT_DTYPES
-from pallas_kernels.hopper.hopper import SMS
+from pallas_kernels.hopper.hopper import SHARED_MEMORY, SMS
 from pallas_kernels.ragged_matmul.config import estimate
 
 MOST_ROWS = 256  # that each read their own matrix, if only from the cache: more are multiplied in blocks
@@ -21,6 +21,7 @@ SHORT = (8, 16, 32, 64)  # K of the kernel whose threads hold parts of a row of 
 VALUES = 8192  # of w that a block of the short kernel reads
 LOW_RANK_CHUNK = 256  # columns of a that a warpgroup multiplies at once
 LOW_RANK_VALUES = 4096  # of a and b in a slot of the ring
+LOW_RANK_REST = 4096  # bytes of shared memory beside the rings and x, at most
 SPREAD_ROWS, SPREAD_PIECE = 128, 64  # of a tile of the second product of many rows, whose pieces are columns
 FEWEST = 8  # rows of one kernel for a and b: fewer leave most SMs idle while a is multiplied
 FROM_CACHE = 6e6  # bytes a microsecond that all SMs read from the second-level cache: an estimate
@@ -180,9 +181,12 @@ def low_rank_config(m: int, parts: tuple[int, ...], k: int, r: int, gated: bool 
 
     splits = min(range(1, min(parts) // columns + 1), key=estimated)
     if len(parts) // pieces * splits * m > SMS:  # two CTAs of an SM share its registers and memory
-        return LowRank(splits, 2, rows, columns, 6 if several == 1 else 8, 4)
-    warpgroups = 4 if several == 1 else 2  # each has several sums in registers
-    return LowRank(splits, warpgroups, rows, columns, 16, 8)
+        warpgroups, rings = 2, [(6 if several == 1 else 8, 4)]
+    else:
+        warpgroups, rings = 4 if several == 1 else 2, [(16, 8), (16, 4), (8, 4)]  # each has several sums in registers
+    room = SHARED_MEMORY - LOW_RANK_REST - 2 * k  # a long x leaves less to the rings
+    fitting = (ring for ring in rings if 2 * (ring[0] * rows * LOW_RANK_CHUNK + ring[1] * columns * r) <= room)
+    return next((LowRank(splits, warpgroups, rows, columns, *ring) for ring in fitting), None)
 
 
 def short_config(parts: tuple[int, ...], k: int) -> Short | None:
