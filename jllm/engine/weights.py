@@ -105,10 +105,15 @@ class Fit:
             leaf.check(name, x)
 
     def replace(self, old: Any, given: Any) -> Any:
-        """Returns a pytree as programs take it, in the memory of `old`, which is donated one array after the other."""
+        """Returns a pytree as programs take it, in the memory of `old`, which is donated one array after the other.
+        Where an earlier call failed halfway, a part of `old` is gone."""
+
+        def put(name: str, leaf: Leaf, x: Any, before: jax.Array) -> jax.Array:
+            taken = leaf.take(name, x, False)
+            return taken if before.is_deleted() else leaf.take(name, _moved(before, taken), False)
+
         rows = zip(self._pairs(given), jax.tree.leaves(old), strict=True)
-        taken = [leaf.take(name, _moved(before, leaf.take(name, x, False)), False) for (name, leaf, x), before in rows]
-        return jax.tree.unflatten(jax.tree.structure(given), taken)
+        return jax.tree.unflatten(jax.tree.structure(given), [put(*each, before) for each, before in rows])
 
     def _pairs(self, given: Any) -> list[tuple[str, Leaf, Any]]:
         """Returns each leaf with its name and description. Raises WeightsError for another structure."""

@@ -16,6 +16,7 @@ import pytest
 from jax._src.lax.lax import _convert_element_type
 from jax.experimental.layout import Format, Layout
 
+import jllm.engine.weights as fitting
 from jllm.engine.device import Device
 from jllm.engine.engine import Engine
 from jllm.engine.loop import Loop
@@ -583,6 +584,32 @@ def test_weights_that_replace_the_engines_take_their_memory(fresh):
     engine.wake()
     run.check(fresh)
     assert engine.metrics()["compile_programs"] == compiled
+    assert run.done[request, 0].versions[-1] == max(run.models)
+    engine.close()
+
+
+def test_weights_that_replaced_a_part_of_the_engines_are_replaced_by_later_ones(fresh, monkeypatch):
+    engine = Engine(MODELS[0], **OPTIONS)
+    run, whole, left = Run(engine), fitting._moved, [3]
+    run.update(0, form=partial(jax.tree.map, jnp.array))
+    request = run.submit(PROMPTS[0], 8)
+    run.step(4)
+
+    def move_some(old, x):
+        left[0] -= 1
+        if left[0] < 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return whole(old, x)
+
+    old, other = jax.tree.leaves(engine._device._params), jax.tree.map(np.asarray, MODELS[1].params)
+    monkeypatch.setattr(fitting, "_moved", move_some)
+    engine.take_weights(engine.fit_weights(other, replaces=True))
+    with pytest.raises(EngineNotReady, match="could not be"):
+        engine.step()
+    assert 0 < sum(leaf.is_deleted() for leaf in old) < len(old)
+    monkeypatch.undo()
+    run.models[engine.take_weights(engine.fit_weights(other, replaces=True))] = 1
+    run.check(fresh)
     assert run.done[request, 0].versions[-1] == max(run.models)
     engine.close()
 
