@@ -196,6 +196,7 @@ class Compiler:
             if not out_of_memory(error):
                 raise
         with self._gate:
+            self._check_open()
             with self._ended:
                 self._ended.wait_for(lambda: not self._compiling)
             return _compiled(lowered, name)

@@ -157,6 +157,21 @@ def test_what_finds_no_memory_beside_others_is_compiled_alone(model, monkeypatch
     engine.close()
 
 
+def test_a_closed_compiler_compiles_nothing_alone(monkeypatch):
+    tried, compiler = [], Compiler(Compiled())
+    lowered = jax.jit(lambda x: x).lower(1)
+
+    def compile_nothing(lowered):
+        tried.append(lowered)
+        compiler.close()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 266.00MiB")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_nothing)
+    with pytest.raises(CancelledError):
+        compiler.now(Recipe(lambda: lowered))
+    assert tried == [lowered]
+
+
 def test_a_step_that_finds_no_memory_to_compile_in_says_what_to_take_less_of(model, monkeypatch):
     def compile_nothing(lowered, *options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 266.00MiB")
