@@ -29,6 +29,7 @@ from jllm.step.state import make_slots
 CPU_CACHE_BYTES = 1 << 30  # default bytes of pages if other programs share the memory, or its size is unknown
 SHARE = 0.05  # the most of free memory that is left beside pages, slots and a step
 SLACK = 1 << 30  # bytes for uses not counted here, where less than the share is enough
+TRIALS = 2  # programs that XLA tries products of at once; more wait (compiler.py)
 KV_FORMATS = ("int8-g8", "int4-g32")  # proposed formats, the more accurate one first
 
 
@@ -77,7 +78,7 @@ def _reckon(options: EngineOptions, config: LlamaConfig, dtype: Any, free: int |
     step = max(step_bytes(config, dtype, bucket) for bucket in (largest(buckets), *buckets))
     pages = CPU_CACHE_BYTES // page
     if free is not None:
-        spare = min(int(SHARE * free), SLACK + trial_bytes(config, dtype, largest(buckets)))
+        spare = min(int(SHARE * free), SLACK + TRIALS * trial_bytes(config, dtype, largest(buckets)))
         fits = _affordable(options, config, dtype, page, free - spare - step)
         pages = min(pages, fits) if is_host() else fits
     sizes = resolve(options, config, pages)

@@ -1,4 +1,4 @@
-"""Routes tokens to experts on Hopper in two launches, or in one for a single token. No device has run them yet.
+"""Routes tokens to experts on Hopper in two launches, or in one for a single token.
 
 The first launch has a block for each token. A thread has an expert and counts those with better scores, so that nothing
 is sorted. All that follows is made of these ranks: lists of the chosen experts in both orders, and a mask of them.
