@@ -125,10 +125,6 @@ def behind(results: Results) -> Iterator[str]:
     if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
         low, high = min(low for low, _ in prefill), max(high for _, high in prefill)
         lines.append(f"Prefill of 1,024 tokens or more reaches {low:.0%} to {high:.0%} of the limit.")
-    rows = {row["name"]: row["qps"] for row in requests_rows(results.on(H200))}
-    if four := rows.get("jllm bf16, KV bf16, 4 replicas"):
-        times = four / rows["jllm bf16, KV bf16"]
-        lines.append(f"Four engines in one process serve {times:.2f} times the requests of one, not 4 times, on H200s.")
     rows = {row["name"]: row["qps"] for row in requests_rows(results)}
     if triton := rows.get("jllm bf16, KV bf16, triton"):
         share = triton / rows["jllm bf16, KV bf16"]

@@ -97,7 +97,7 @@ def test_files_that_rows_name_are_there():
 def test_the_committed_page_is_what_the_results_say():
     text = page(read(RESULTS))
     assert PAGE.read_text(encoding="utf-8") == text, "run python -m experiments.results_page"
-    assert text.count("\n") <= 140
+    assert text.count("\n") <= 145
 
 
 def test_every_link_of_the_page_leads_somewhere():
