@@ -92,12 +92,13 @@ class Plan:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Returns shared memory and the barrier of a block."""
+        """Returns shared memory and the barrier of a block. Where XLA moves rows, none has places for its tokens."""
         numbers, floats = plgpu.SMEM((self.padded,), jnp.int32), plgpu.SMEM((self.padded,), jnp.float32)
+        placed = self.share if self.tokens <= MOST_TOKENS else 1
         of_places = (self.places,)
         return {
             "scores": floats, "wide": floats, "ranks": numbers, "slots": numbers, "sizes": numbers, "starts": numbers,
-            "blocks": numbers, "firsts": numbers, "at": plgpu.SMEM((self.share, self.padded), jnp.int32),
+            "blocks": numbers, "firsts": numbers, "at": plgpu.SMEM((placed, self.padded), jnp.int32),
             "best": plgpu.SMEM(of_places, jnp.float32), "numbers": plgpu.SMEM(of_places, jnp.int32),
             "barrier": plgpu.Barrier(),
         }  # fmt: skip
@@ -229,7 +230,8 @@ choose.defvjp(_choose_forward, _choose_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def share(scores: jax.Array, routes: jax.Array, plan: Plan, interpret: Interpret) -> jax.Array:
     """Returns the shares f32[T, k] of routes i32[T, k], any of them. A number of no expert has none."""
-    padded = jnp.pad(routes, ((0, 0), (0, plan.places - plan.chosen)), constant_values=-1)
+    known = jnp.where(routes < plan.experts, routes, -1)  # what fills up the threads has NaN where scores have
+    padded = jnp.pad(known, ((0, 0), (0, plan.places - plan.chosen)), constant_values=-1)
     of_places = jax.ShapeDtypeStruct(padded.shape, jnp.float32)
     return _run(plan, interpret, _share_token, "route_shares", (of_places,), plan.tokens)(scores, padded)[0][
         :, : plan.chosen

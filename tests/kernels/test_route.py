@@ -213,7 +213,15 @@ def test_faults_of_the_kernels_are_caught(monkeypatch, fault):
 
 
 def test_shapes_of_models_lower_for_cuda():
-    for tokens, experts, chosen, width in ((1, 128, 8, 2048), (256, 128, 8, 2048), (9, 8, 2, 4096), (32, 60, 4, 2880)):
+    """A prompt of any length fits in a block's shared memory."""
+    for tokens, experts, chosen, width in (
+        (1, 128, 8, 2048),
+        (256, 128, 8, 2048),
+        (9, 8, 2, 4096),
+        (32, 60, 4, 2880),
+        (1024, 512, 10, 2048),
+        (65536, 512, 10, 2048),
+    ):
         scores, x = (jax.ShapeDtypeStruct((tokens, n), "bfloat16") for n in (experts, width))
         for seen in (lambda routes: routes, lambda routes: routes + 1):
             run = partial(
