@@ -155,6 +155,17 @@ def test_many_tokens_and_given_routes_have_the_bits_of_few(monkeypatch):
     assert same_bits(alone.shares, few.shares[2:3])
 
 
+def test_a_route_of_no_expert_has_no_share_of_scores_that_are_no_numbers():
+    """Nor is it NaN where a thread has no expert."""
+    scores, x = inputs(T, X)
+    scores = scores.at[0].set(jnp.nan).at[1].set(-jnp.inf)
+    given = jnp.asarray([[X, 3], [-1, X + 1], [X, 2]], jnp.int32)
+    run = partial(mosaic_sm90.sort_tokens, interpret=INTERPRET)
+    got, want = (each(scores, x, K, False, Here(X), lambda _: given, 64, None) for each in (run, xla.sort_tokens))
+    np.testing.assert_allclose(got.shares, want.shares, rtol=1e-5)
+    assert np.isnan(got.shares).sum() == 1
+
+
 def test_scores_that_are_no_numbers_choose_as_many_experts():
     scores, x = inputs(T, X)
     scores = scores.at[0].set(jnp.nan).at[1, 5].set(jnp.nan).at[2, 1:].set(-jnp.inf)
