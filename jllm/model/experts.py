@@ -136,6 +136,8 @@ def _compute(
     p: Any, made: Sorted, biases: tuple[jax.Array, jax.Array] | None, axis: MeshAxis | None, backend: str | None
 ) -> jax.Array:
     """Returns what run_experts does, of rows that are sorted."""
+    if not len(made.rows):
+        return jnp.zeros(made.rows.shape, made.shares.dtype)
     own = made.sizes.shape[0]
     columns = axis if own == p.router.shape[0] else None  # of which each device has a part
     product = partial(ragged_linear, sizes=made.sizes, schedule=made.schedule, backend=backend)

@@ -65,6 +65,8 @@ def in_groups(run: Callable[[Any, jax.Array], jax.Array], x: Any, sizes: jax.Arr
 @partial(jax.jit, static_argnames=("gated", "out_dtype"))
 def ragged_matmul(x: Inputs, w: Weights, sizes: jax.Array, gated: bool, out_dtype: DTypeLike) -> jax.Array:
     """Returns [M, N] of x [M, K], w [X N, K] and sizes i32[X]; see api.py."""
+    if not jax.tree.leaves(x)[0].shape[0]:  # of which there are no tiles
+        return jnp.zeros((0, w.shape[0] // (sizes.shape[0] * (2 if gated else 1))), out_dtype)
     if gated:
         wide = compute_dtype(x.scales.dtype if isinstance(x, QuantizedRows) else x.dtype)
         gate_up = ragged_matmul(x, w, sizes, False, wide)

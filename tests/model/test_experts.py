@@ -76,6 +76,16 @@ def test_the_block_is_the_formula(normalize):
         assert np.linalg.norm(got - want) / np.linalg.norm(want - x) < 1e-12
 
 
+@pytest.mark.parametrize("backend", ["xla", "deterministic"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32"])
+def test_no_rows_are_no_rows(model, backend, scheme):
+    mlp = (model.params if scheme is None else quantize(model.params, scheme)).layers[1].mlp
+    run = jax.jit(lambda x: mlp_block(mlp, x, config=model.config, backend=backend, tap=Tap(())))
+    assert run(jnp.zeros((0, 32))).shape == (0, 32)
+    none = jnp.zeros(5, jnp.int32)
+    assert ragged_linear(jnp.zeros((0, 32)), mlp.gate_up, none, gated=True, backend=backend).shape == (0, 32)
+
+
 def test_ties_go_to_the_lowest_number_and_one_expert_is_an_mlp():
     scores = jnp.asarray([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
     routes = choose_experts(scores, EXPERTS.chosen)
