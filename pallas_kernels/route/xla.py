@@ -45,7 +45,8 @@ def sort_tokens(
 
 def choose_experts(scores: jax.Array, chosen: int) -> jax.Array:
     """Returns the numbers of each token's experts, the best first. Of equal ones the lowest number comes first."""
-    wide = jax.nn.softmax(scores.astype(compute_dtype(scores.dtype)), axis=1)
+    wide = scores.astype(compute_dtype(scores.dtype))
+    wide = jnp.where(wide == 0, 0, wide)  # -0 is 0
     return jax.lax.top_k(wide, chosen)[1].astype(jnp.int32)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 T, X, K, E = 3, 8, 2, 128
 SCORES = st.lists(
-    st.lists(st.sampled_from([-np.inf, -3.0, 0.0, 0.5, 4.0]), min_size=X, max_size=X), min_size=T, max_size=T
+    st.lists(st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 0.5, 4.0]), min_size=X, max_size=X), min_size=T, max_size=T
 )
 ROUTES = st.lists(st.lists(st.integers(-2, X + 1), min_size=K, max_size=K), min_size=T, max_size=T)
 
@@ -82,6 +82,16 @@ def test_any_scores_and_any_routes_are_as_defined(backend, examples, normalize):
         check(made, scores, x, np.asarray(routes), normalize)
 
     holds()
+
+
+@pytest.mark.parametrize("backend", ["xla", "deterministic", "interpreted"])
+def test_scores_without_a_share_are_compared_too(backend):
+    """Softmax makes the same of both, nothing."""
+    scores = jnp.asarray([[5, -400, -300, -300, -np.inf, -200, -250, -500]] * T, "bfloat16")
+    for edited, best in ((scores, 5), (scores.at[:, 5].set(-450), 6)):
+        routes, made = routed(edited, inputs(T, X)[1], backend=backend)
+        assert routes.tolist() == [[0, best]] * T
+        assert made.shares.tolist() == [[1, 0]] * T
 
 
 @given(ROUTES, st.integers(0, X - 3))
