@@ -197,6 +197,8 @@ class Device:
         if params is None:
             if scheme is not None or (drafter is None and hooks is None):
                 raise WeightsError("an update takes params, a drafter or hooks, and quantize rounds params: give them")
+            if self._unmade is not None:  # older ones would take their place
+                raise WeightsError(f"the weights of the newest update could not be made: {self._unmade}; give params")
             params = self._params
         if drafter is not None:
             if self._drafter is None:
@@ -241,7 +243,7 @@ class Device:
 
     def rebind(self, weights: Weights, version: int) -> None:
         """Takes other weights, for the steps that are dispatched from now on. Where these are gone, or could not be
-        rounded, check_ready() raises until others come."""
+        made, check_ready() raises until others come."""
         self.version, self._unmade = version, None
         self.__dict__.pop("weights", None)
         if weights.gone:  # rounding them would fail
@@ -275,7 +277,7 @@ class Device:
         """Raises EngineNotReady if an array that steps take was donated or deleted, or could not be made."""
         if self._unmade is not None:
             raise EngineNotReady(
-                f"the weights of the newest update could not be rounded: {self._unmade}; update() again"
+                f"the weights of the newest update could not be made: {self._unmade}; update() again"
             )
         if self.lacks_weights:
             held = jax.tree_util.tree_flatten_with_path(self._holds)[0]

@@ -214,6 +214,22 @@ def test_an_update_takes_other_arrays_of_the_hooks(model):
         engine.update()
 
 
+def test_hooks_alone_do_not_bring_older_weights_back(model, monkeypatch):
+    """Where the newest weights could not be made, an update has to have params."""
+    engine, other = Engine(model, **SIZES, hooks=HOOKS), jax.tree.map(np.asarray, tiny_model("float64", 9).params)
+
+    def no_room(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    monkeypatch.setattr("jllm.engine.weights._moved", no_room)
+    engine.take_weights(engine.fit_weights(other, replaces=True))
+    monkeypatch.undo()
+    with pytest.raises(WeightsError, match="could not be made: RESOURCE_EXHAUSTED: no memory; give params"):
+        engine.update(hooks=HOOKS)
+    engine.update(other, hooks=HOOKS)
+    assert tokens_of(engine, TURNS[:1]) == apart(replace(model, params=other), TURNS[:1])
+
+
 def test_generate_takes_inputs_for_all_or_for_each(model):
     given = [own(1), None, own(4)]
     want = apart(model, [((LONG, greedy(6)), seed, 0) for seed in (1, 0, 4)])

@@ -604,7 +604,7 @@ def test_weights_that_replaced_a_part_of_the_engines_are_replaced_by_later_ones(
     old, other = jax.tree.leaves(engine._device._params), jax.tree.map(np.asarray, MODELS[1].params)
     monkeypatch.setattr(fitting, "_moved", move_some)
     engine.take_weights(engine.fit_weights(other, replaces=True))
-    with pytest.raises(EngineNotReady, match="could not be"):
+    with pytest.raises(EngineNotReady, match="could not be made"):
         engine.step()
     assert 0 < sum(leaf.is_deleted() for leaf in old) < len(old)
     monkeypatch.undo()
@@ -725,7 +725,7 @@ def test_weights_are_rounded_in_the_memory_of_the_old_codes(monkeypatch):
     monkeypatch.setattr("jllm.engine.weights._rounded", no_room)
     engine.update(models[0].params, quantize=scheme)
     monkeypatch.undo()
-    stops("could not be rounded: RESOURCE_EXHAUSTED")
+    stops("could not be made: RESOURCE_EXHAUSTED")
 
 
 def accepted(engine: Engine) -> dict[int, int]:
