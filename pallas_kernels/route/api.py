@@ -28,7 +28,7 @@ def route(
     softmax over all scores, in float32 at least. If normalized, those of a token add up to 1. seen: gets the experts'
     numbers i32[T, chosen], the best first, and returns those that count. It may so return others, and some of them
     twice. A number that no expert has computes nothing. Of experts `here` alone there are rows in groups. A schedule
-    of the ragged products, in blocks of `block` rows (a power of two), is made where that costs no launch. Scores and
+    of the ragged products is made where that costs no launch. Its blocks have `block` rows, a power of two. Scores and
     x have gradients. XLA does what the kernels don't, also if they are named. Raises ValueError where shapes disagree.
     """
     experts = bind_shapes(scores=(scores, "T X"), x=(x, "T E"))["X"]

@@ -24,8 +24,8 @@ def shares_of(scores: ArrayLike, routes: ArrayLike, normalize: bool) -> np.ndarr
 
 
 def sort_rows(routes: ArrayLike, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the token of each sorted row, the rows of each expert, the places of a token's rows in the order of their
-    experts' numbers, and which of the token's routes each one is."""
+    """Returns the token of each sorted row, and the rows of each expert. Then come the places of a token's rows in the
+    order of their experts' numbers, and which of its routes each one is."""
     routes = np.asarray(routes)
     tokens, k = routes.shape
     pairs = [(routes[t, j] if 0 <= routes[t, j] < experts else experts, t, j) for t in range(tokens) for j in range(k)]
