@@ -14,6 +14,8 @@ from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, xla
 from pallas_kernels.ragged_matmul.config import CodesConfig
+from pallas_kernels.route import Here
+from pallas_kernels.route import mosaic_sm90 as route_sm90
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.ragged_cases import CODES, arguments, operands, sizes_of
@@ -198,6 +200,23 @@ def test_pairs_are_blocks_of_groups(block):
         pairs = pairs_of(sizes_of(*sizes), m, block)
         assert pairs.number(m, block) == len(wanted)
         assert [tuple(each) for each in np.stack(pairs[:4], axis=1)[: len(wanted)]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("block", "kind", "used"), [(64, "bfloat16", True), (8, "w4a16-g128", True), (8, "bfloat16", False)]
+)
+def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block, kind, used):
+    """It has the bits of one that the product makes."""
+    rng = np.random.default_rng(0)
+    scores, rows = (jnp.asarray(rng.normal(size=(9, n)), "bfloat16") for n in (12, 128))
+    made = route_sm90.sort_tokens(scores, rows, 3, True, Here(12), lambda routes: routes, block, None, INTERPRET)
+    (_, w, *_), _ = arguments(kind, made.sizes.tolist(), 27, 64, 128, False)
+    run = partial(mosaic_sm90.ragged_matmul, made.rows, w, made.sizes, False, jnp.dtype("bfloat16"), None, INTERPRET)
+    want, calls = run(), []
+    for module in (mosaic_sm90.skinny, mosaic_sm90.tiles_sm90):
+        monkeypatch.setattr(module, "pairs_of", lambda *rest: calls.append(rest) or row_groups.pairs_of(*rest))
+    assert same_bits(run(made.schedule), want)
+    assert (not calls) == used
 
 
 @pytest.mark.parametrize("number", [0, 7])
