@@ -34,7 +34,7 @@ def update(results: Results) -> list[str]:
     for row in results.rows("engine_costs", cost="update"):
         found |= row
     said = {"update_ms": "an update", "wake_ms": "waking", "quantize_ms": "an update that rounds to 8 bits"}
-    parts = [f"{what} {found[name]:.2g} ms" for name, what in said.items() if name in found]
+    parts = [f"{what} {_figure(found[name])} ms" for name, what in said.items() if name in found]
     return _row(f"other weights, {found.get('model', '')}", parts, results.entry("engine_costs"))
 
 
@@ -65,6 +65,10 @@ def experts(results: Results) -> list[str]:
     shares = {} if entry is None else {row["batch"]: row["floor_fraction"] for row in entry.rows}
     parts = [f"{share:.0%} of the floor at batch {batch}" for batch, share in sorted(shares.items())]
     return _row("experts, Qwen3-30B-A3B", parts, entry)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
 
 def _share(added: float) -> str:

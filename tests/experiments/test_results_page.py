@@ -250,6 +250,7 @@ def test_promises_have_a_row_each(tmp_path):
     step = {"cost": "determinism", "batch": 64, "context": 1024, "added": 0.051}
     rows = [step | {"kind": "decode", "kv": kv} for kv in ("model", "int8-g8")]
     rows += [step | {"kind": "scored", "kv": "model"}, {"cost": "update", "model": "llama-2-7b", "update_ms": 0.91}]
+    rows.append({"cost": "update", "model": "llama-2-7b", "wake_ms": 133.7})
     rows.append({"cost": "steering", "batch": 256, "added": 0.004})
     adapters = {"step": "decode", "requests": 64, "rank": 16, "added": 0.1, "bytes": 1.44, "backend": "default"}
     steps = [adapters | {"adapters": use} for use in ("none", "one", "each")]
@@ -260,7 +261,7 @@ def test_promises_have_a_row_each(tmp_path):
     cells = [line.split(" | ")[1] for line in page(read(tmp_path)).splitlines() if "(results/" in line]
     assert cells == [
         "64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, scoring prompts +5.1 %",
-        "an update 0.91 ms",
+        "an update 0.91 ms, waking 134 ms",
         "64 decodes, rank 16, one for all +10.0 %, 64 decodes, rank 16, each its own +10.0 % (1.4 times its bytes)",
         "256 requests, each its own vector, layer and scale +0.4 %",
         "75% of the floor at batch 1, 75% of the floor at batch 32",
