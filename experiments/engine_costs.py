@@ -212,7 +212,7 @@ def bundled(params: Params, config: LlamaConfig, args: argparse.Namespace) -> It
     """Yields the time of an engine step of the bundled model."""
     model = jllm.load(dtype="bfloat16")
     engine = engine_of(model, 1, model.config.context)
-    yield {"cost": "bundled", "bundled_ms": round(step_ms(engine, 1, 40, args.repeats), 4)}
+    yield {"cost": "bundled", "bundled_ms": round(step_ms(engine, 1, args.steps, args.repeats), 4)}
     engine.close()
 
 
@@ -220,8 +220,8 @@ def training(params: Params, config: LlamaConfig, args: argparse.Namespace) -> I
     """Yields the seconds of rollouts, of an update and of a training step, and the peak of memory."""
     sequences, tokens = TRAINED
     masters = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))(params)
-    engine = engine_of(Model(config, params, None), 64, 512, deterministic=True)
-    drawing = step_ms(engine, 64, args.steps, args.repeats)
+    engine = engine_of(Model(config, params, None), args.batch, 512, deterministic=True)
+    drawing = step_ms(engine, args.batch, args.steps, args.repeats)
     options = engine.token_logprobs_options()
     engine.sleep()
     optimizer = optax.adam(1e-6)
@@ -252,7 +252,8 @@ def training(params: Params, config: LlamaConfig, args: argparse.Namespace) -> I
     between = time.perf_counter() - start
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     row = {"cost": "training", "tokens": sequences * tokens, "step_s": round(min(seconds), 4), "loss": float(value)}
-    row |= {"trained_tokens_s": round(sequences * tokens / min(seconds)), "drawn_tokens_s": round(64e3 / drawing)}
+    row["trained_tokens_s"] = round(sequences * tokens / min(seconds))
+    row["drawn_tokens_s"] = round(1e3 * args.batch / drawing)
     yield row | {"between_ms": round(1e3 * between, 2), "peak_gb": round(peak / 1e9, 2)}
     engine.close()
 
