@@ -276,9 +276,7 @@ class Device:
     def check_weights(self) -> None:
         """Raises EngineNotReady if an array that steps take was donated or deleted, or could not be made."""
         if self._unmade is not None:
-            raise EngineNotReady(
-                f"the weights of the newest update could not be made: {self._unmade}; update() again"
-            )
+            raise EngineNotReady(f"the weights of the newest update could not be made: {self._unmade}; update() again")
         if self.lacks_weights:
             held = jax.tree_util.tree_flatten_with_path(self._holds)[0]
             path = next(path for path, leaf in held if leaf.is_deleted())
