@@ -16,8 +16,8 @@ registry. The `backend` of an operation is one of
 
 A model hands its `backend` to each of its operations. A Hopper GPU should use XLA's own matmuls of 16 bits for many
 rows, and mosaic has no kernel for them. So a model that is told "mosaic" says "hopper" to operations whose operands all
-have 16 bits (`where_faster`): the plain matmul, norms, SwiGLU, SiLU. These run as they would by default. The model is
-refused if a kernel of another operation lacks the arguments.
+have 16 bits (`where_faster`): the plain matmul, norms, SwiGLU, SiLU. So it does to routes and products of experts.
+These run as they would by default. The model is refused if a kernel of another operation lacks the arguments.
 
 The references (reference.py of each operation) are for tests, and no backends.
 """
