@@ -31,6 +31,7 @@ NEED_GPU = {
     "experiments.ceilings": ("--keep",),
     "experiments.decode_step": SMALLER,
     "experiments.disaggregation": ("--simulate", *SMALLER),
+    "experiments.engine_costs": SMALLER,
     "experiments.kv_measured": ("--config",),
     "experiments.measure_all": ("--list",),
     "experiments.qps": ("--config", "--model", "--url", "--host-only"),
