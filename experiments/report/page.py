@@ -125,6 +125,10 @@ def behind(results: Results) -> Iterator[str]:
     if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
         low, high = min(low for low, _ in prefill), max(high for _, high in prefill)
         lines.append(f"Prefill of 1,024 tokens or more reaches {low:.0%} to {high:.0%} of the limit.")
+    rows = {row["name"]: row["qps"] for row in requests_rows(results.on(H200))}
+    if four := rows.get("jllm bf16, KV bf16, 4 replicas"):
+        times = four / rows["jllm bf16, KV bf16"]
+        lines.append(f"Four engines in one process serve {times:.2f} times the requests of one, not 4 times, on H200s.")
     rows = {row["name"]: row["qps"] for row in requests_rows(results)}
     if triton := rows.get("jllm bf16, KV bf16, triton"):
         share = triton / rows["jllm bf16, KV bf16"]
@@ -285,10 +289,10 @@ def mixture(results: Results) -> Iterator[str]:
     for module in dict.fromkeys(name for name, _ in of):
         rows = [of[module, bits] for bits in (4, 2) if (module, bits) in of]
         kl = " and ".join(_within(row["kl"], row["kl_95"], "{:.2g}") for row in rows)
-        cells.append(f"{module} {kl} ({' and '.join(f'{100 * row["routes"]:.1f} %' for row in rows)})")
+        cells.append(f"{module.capitalize()}: {kl}, {' and '.join(f'{100 * row["routes"]:.1f} %' for row in rows)}.")
     yield (
-        f"KL of a small mixture with 4 and 2 bits in one part, and routes that change: {', '.join(cells)} "
-        f"([all bits](results/{source.path.name}))."
+        f"One part of a small mixture has 4 or 2 bits ([all bits](results/{source.path.name})). Its KL, and the share "
+        f"of routes that change: {' '.join(cells)}"
     )
 
 

@@ -215,7 +215,7 @@ def test_an_update_takes_other_arrays_of_the_hooks(model):
 
 
 def test_hooks_alone_do_not_bring_older_weights_back(model, monkeypatch):
-    """Where the newest weights could not be made, an update has to have params."""
+    """Refuses an update without params where the newest weights could not be made."""
     engine, other = Engine(model, **SIZES, hooks=HOOKS), jax.tree.map(np.asarray, tiny_model("float64", 9).params)
 
     def no_room(*_):

@@ -565,7 +565,7 @@ def test_nothing_holds_weights_that_were_replaced_or_closed():
 
 
 def test_weights_that_replace_the_engines_take_their_memory(fresh):
-    """As in a process of its own, whose weights nobody else holds."""
+    """Does so as in a process of its own, whose weights nobody else holds."""
     engine = Engine(MODELS[0], **OPTIONS)
     run = Run(engine)
     run.update(0, form=partial(jax.tree.map, jnp.array))

@@ -239,10 +239,11 @@ def test_parts_of_a_mixture_are_by_bits(tmp_path):
     rows += [each | {"bits": 4, "kl": 0.001, "routes": 0.0} for each in rows]
     write(tmp_path, "quant_accuracy_mixture_oz-20261120-cpu", device="cpu", rows=rows)
     assert page(read(tmp_path)).splitlines()[-1] == (
-        "KL of a small mixture with 4 and 2 bits in one part, and routes that change: "
-        "experts 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2] (0.0 % and 5.1 %), "
-        "router 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2] (0.0 % and 5.1 %) "
-        "([all bits](results/quant_accuracy_mixture_oz-20261120-cpu.json))."
+        "One part of a small mixture has 4 or 2 bits "
+        "([all bits](results/quant_accuracy_mixture_oz-20261120-cpu.json)). "
+        "Its KL, and the share of routes that change: "
+        "Experts: 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], 0.0 % and 5.1 %. "
+        "Router: 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], 0.0 % and 5.1 %."
     )
 
 
