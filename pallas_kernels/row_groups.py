@@ -11,8 +11,8 @@ from jax import lax
 
 class Pairs(NamedTuple):
     """Lists the blocks of rows that each group's weight meets, where rows are in groups with a weight each. A block
-    begins at a multiple of its size, so it may meet several groups. What follows the last group is a group of its own,
-    X. A kernel takes the arrays of what it reads."""
+    begins at a multiple of its size, so it may meet several groups. Blocks that are apart begin with a group's rows, and
+    meet no other. What follows the last group is a group of its own, X. A kernel takes the arrays of what it reads."""
 
     group: Any  # i32[G]
     row: Any  # i32[G]: the block's first
@@ -26,14 +26,16 @@ class Pairs(NamedTuple):
         """Returns what a kernel takes."""
         return tuple(each for each in self if each is not None)
 
-    def number(self, m: int, block: int) -> jax.Array:
+    def number(self, m: int, block: int, apart: bool = False) -> jax.Array:
         """Returns the number of pairs, in a kernel."""
         groups = self.starts.shape[0] - 1
         start = self.starts[groups]
+        if apart:
+            return self.before[groups] + lax.div(m - start + (block - 1), jnp.int32(block))
         return self.before[groups] + jnp.where(start < m, (m - 1) // block - lax.div(start, jnp.int32(block)) + 1, 0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["block"])
+@partial(jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["block", "apart"])
 @dataclass(frozen=True)
 class Schedule:
     """Holds pairs that were made before the product that needs them. Arrays of pairs may be longer than they need to
@@ -41,14 +43,15 @@ class Schedule:
 
     pairs: Pairs
     block: int
+    apart: bool = False
 
 
-def known_pairs(schedule: Schedule | None, block: int) -> Pairs | None:
-    """Returns the pairs of a schedule, if it is there and has blocks of this size."""
-    return None if schedule is None or schedule.block != block else schedule.pairs
+def known_pairs(schedule: Schedule | None, block: int, apart: bool = False) -> Pairs | None:
+    """Returns the pairs of a schedule, if it is there and has such blocks."""
+    return None if schedule is None or (schedule.block, schedule.apart) != (block, apart) else schedule.pairs
 
 
-def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None) -> Pairs:
+def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None, apart: bool = False) -> Pairs:
     """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. XLA makes two kernels of
     it, or four if there are several blocks: all is comparisons and sums, and a single number would be one more. `own`
     i32[X] are the blocks of w that groups name."""
@@ -60,11 +63,14 @@ def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None)
         return jnp.sum(jnp.where(chosen, x[None, :], 0), axis=1, dtype=jnp.int32)
 
     starts, ends = total(before, sizes), jnp.where(group == groups, m, total(upto, sizes))
-    blocks = jnp.where(ends > starts, (ends - 1) // block - starts // block + 1, 0)
+    if apart:
+        blocks, begin = (ends - starts + block - 1) // block, starts
+    else:
+        blocks, begin = jnp.where(ends > starts, (ends - 1) // block - starts // block + 1, 0), starts // block * block
     firsts = total(before, jnp.minimum(sizes, 1) if m <= block else blocks[:groups])
     number = jnp.arange(most_pairs(m, groups + 1, block), dtype=jnp.int32)[:, None]
     spread = partial(jnp.broadcast_to, shape=(len(number), groups + 1))
-    row = (spread(starts // block) + number - spread(firsts)) * block
+    row = spread(begin) + (number - spread(firsts)) * block
     mine = (number >= spread(firsts)) & (number < spread(firsts + blocks))
     columns = spread(group), row, jnp.maximum(spread(starts), row), jnp.minimum(spread(ends), row + block)
     group_of, first_row, first, last = (jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32) for x in columns)

@@ -20,6 +20,7 @@ def route(
     here: Here | None = None,
     seen: Callable[[jax.Array], jax.Array] = lambda routes: routes,
     block: int = 64,
+    apart: bool = False,
     backend: str | None = None,
 ) -> Sorted:
     """Returns rows of x [T, E] sorted by the experts that compute them, and each token's shares of these.
@@ -28,21 +29,21 @@ def route(
     softmax over all scores, in float32 at least. If normalized, those of a token add up to 1. seen: gets the experts'
     numbers i32[T, chosen], the best first, and returns those that count. It may so return others, and some of them
     twice. A number that no expert has computes nothing. Of experts `here` alone there are rows in groups. A schedule
-    of the ragged products is made where that costs no launch. Its blocks have `block` rows, a power of two. Scores and
-    x have gradients. XLA does what the kernels don't, also if they are named. Raises ValueError where shapes disagree.
+    of the ragged products is made where that costs no launch. Its blocks have `block` rows, a power of two. If they are
+    apart, each begins with an expert's rows. Scores and x have gradients. XLA does what the kernels don't, also if they are named. Raises ValueError where shapes disagree.
     """
     experts = bind_shapes(scores=(scores, "T X"), x=(x, "T E"))["X"]
     if not 1 <= chosen <= experts:
         raise ValueError(f"{chosen} of {experts} experts are chosen, expected 1 to {experts}")
     here = here or Here(experts)
     run = choose(BACKENDS, where_faster(backend), scores, x, chosen, here.experts == experts).run
-    return run(scores, x, chosen, normalize, here, seen, block, backend)
+    return run(scores, x, chosen, normalize, here, seen, block, backend, apart=apart)
 
 
-def _mosaic(*arguments) -> Sorted:
+def _mosaic(*arguments, **how) -> Sorted:
     from pallas_kernels.route import mosaic_sm90  # imports all of Pallas
 
-    return mosaic_sm90.sort_tokens(*arguments)
+    return mosaic_sm90.sort_tokens(*arguments, **how)
 
 
 BACKENDS = {

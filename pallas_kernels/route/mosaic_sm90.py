@@ -56,6 +56,7 @@ class Plan:
     chosen: int
     normalize: bool
     block: int  # rows of a block of the schedule
+    apart: bool = False  # blocks begin with an expert's rows
 
     @property
     def rows(self) -> int:
@@ -153,10 +154,11 @@ Interpret = plgpu.InterpretGPUParams | None
 def sort_tokens(
     scores: jax.Array, x: jax.Array, chosen: int, normalize: bool, here: Here,
     seen: Callable[[jax.Array], jax.Array], block: int, backend: str | None = None, interpret: Interpret = None,
+    apart: bool = False,
 ) -> Sorted:  # fmt: skip
     """Routes tokens; see api.py. Gradients are xla's."""
     tokens, experts = scores.shape
-    plan = Plan(tokens, experts, chosen, normalize, block)
+    plan = Plan(tokens, experts, chosen, normalize, block, apart)
     if plan.tokens > MOST_TOKENS:
         routes, numbers, shares = choose(scores, plan, interpret)
         if (given := seen(routes)) is routes:
@@ -184,7 +186,7 @@ def route(scores: jax.Array, x: jax.Array, plan: Plan, interpret: Interpret) -> 
         arranged = Arranged(*made)
     routes, shares, places = (each[:, : plan.chosen] for each in (choice.routes, choice.shares, arranged.places))
     sizes, rows = arranged.starts[1:] - arranged.starts[:-1], arranged.rows.reshape(plan.rows, -1)
-    schedule = Schedule(Pairs(*arranged[3:]), plan.block)
+    schedule = Schedule(Pairs(*arranged[3:]), plan.block, plan.apart)
     return routes, Sorted(rows, arranged.experts, sizes, places, shares, schedule)
 
 
@@ -476,9 +478,12 @@ def _schedule(plan: Plan, shared: Shared, part: Any, arranged: Arranged) -> None
     def block_of(row: jax.Array) -> jax.Array:
         return lax.shift_right_logical(row, jnp.int32(shift))
 
+    def begin(start: jax.Array) -> jax.Array:
+        return start if plan.apart else block_of(start) * plan.block
+
     for own in _owned(plan):
         start, size = _load(shared.starts, own, OWN), _load(shared.sizes, own, OWN)
-        blocks = block_of(start + size - 1) - block_of(start) + 1
+        blocks = block_of(start - begin(start) + size - 1) + 1
         shared.blocks[own] = jnp.where(size > 0, blocks, 0)
     shared.wait()
     for own in _owned(plan):
@@ -495,7 +500,7 @@ def _schedule(plan: Plan, shared: Shared, part: Any, arranged: Arranged) -> None
 
     group, pairs, start, end = _over_experts(plan, find, (_zeros(),) * 4)
     mine = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (FULL,), 0), OWN) + own.start
-    row = (block_of(start) + mine - pairs) * plan.block
+    row = begin(start) + (mine - pairs) * plan.block
     arranged.group[own], arranged.row[own] = group, row
     arranged.first[own], arranged.last[own] = jnp.maximum(start, row), jnp.minimum(end, row + plan.block)
 

@@ -35,7 +35,7 @@ class Sorted(NamedTuple):
 
 def sort_tokens(
     scores: jax.Array, x: jax.Array, chosen: int, normalize: bool, here: Here,
-    seen: Callable[[jax.Array], jax.Array], block: int, backend: str | None,
+    seen: Callable[[jax.Array], jax.Array], block: int, backend: str | None, apart: bool = False,
 ) -> Sorted:  # fmt: skip
     """Routes tokens; see api.py. No schedule is made."""
     routes = seen(fenced(backend, partial(choose_experts, chosen=chosen), scores))

@@ -1,5 +1,6 @@
 """Emits what the kernels of weight_only_matmul on sm_90 do to single registers, as MLIR and PTX."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +74,7 @@ class Emitter:
             return arith.extf(self.f32, llvm.load(self.f16, pointer))
         if kind == "e8m0":
             code = arith.extui(self.i32, llvm.load(self.i8, pointer))
-            subnormal = self.equal(code, self.c(0))  # 2^-127
-            return arith.bitcast(self.f32, self.select(subnormal, self.c(1 << 22), self.times(code, 1 << 23)))
+            return arith.bitcast(self.f32, arith.maxui(self.times(code, 1 << 23), self.c(1 << 22)))  # 0 is 2^-127
         if kind == 8:
             return arith.extsi(self.i32, llvm.load(self.i8, pointer))
         return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
@@ -122,6 +122,17 @@ class StreamEmitter(Emitter):
 
     def below(self, a: ir.Value, b: int) -> ir.Value:
         return arith.cmpi(arith.CmpIPredicate.ult, a, self.c(b))
+
+    def less(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+    def silu(self, gate: ir.Value, up: ir.Value) -> ir.Value:
+        """Returns SiLU of a gate times up, by the special function unit, good to 2^-21."""
+        power = arith.mulf(gate, self.number(-math.log2(math.e)))
+        raised = llvm.inline_asm(self.f32, [power], "ex2.approx.f32 $0, $1;", "=f,f")
+        sigmoid = arith.addf(raised, self.number(1.0))
+        sigmoid = llvm.inline_asm(self.f32, [sigmoid], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+        return arith.mulf(arith.mulf(gate, sigmoid), up)
 
     def stream(self, name: str, offset: ir.Value, more: int, pinned: bool = False) -> list[ir.Value]:
         """Loads four words that are read once; pinned: not after what comes later."""

@@ -126,7 +126,7 @@ class Codes:
 
         def look_up(byte: int) -> Any:
             shifted = emit.times(word, 1 << 7) if byte == 0 else emit.shift_right(word, 8 * byte - 7)
-            return emit.load("table", emit.add(emit.bits_and(shifted, 0xFF << 7), lane), 32)
+            return emit.load("table", emit.masked_xor(shifted, 0xFF << 7, lane), 32)
 
         return [look_up(byte) for byte in range(4)]
 
@@ -141,7 +141,7 @@ class Codes:
         return emit.subtract(low, emit.masked_xor(spread, _twice(0x80), magic))
 
     def packed_pairs(self, words: list[Any]) -> list[Any]:
-        decode = self.int4_pairs if self.format.codes == "int4" else self.nf4_bytes
+        decode = {"int4": self.int4_pairs, "nf4": self.nf4_bytes, "e2m1": self.e2m1_pairs}[self.format.codes]
         by_word = [decode(word) for word in words]
         return [pairs[p] for p in range(4) for pairs in by_word]
 

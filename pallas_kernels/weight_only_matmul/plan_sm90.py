@@ -16,6 +16,7 @@ from pallas_kernels.row_groups import most_pairs
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Tile
 
+PIECE = 64  # columns of x in 128 bytes
 PARTS = 4  # of a stage's columns, of which each warp of a warpgroup has one where products are by_warp
 
 
@@ -45,6 +46,12 @@ class Plan:
     config: Config
     weights: int = 0
     gated: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Tells whether a tile's rows of x begin with its group's, and copies are of 128 bytes of rows. Single warps
+        find rows in shared memory anywhere, and ends of K are no multiple of anything."""
+        return self.config.by_warp and self.weights > 0
 
     @property
     def halves(self) -> int:
@@ -123,11 +130,14 @@ class Plan:
             self.halves,
         )  # fmt: skip
 
-    def copies(self, names: tuple[str, ...]) -> list[tuple[str, int]]:
-        """Lists what a stage is filled with: arrays, of x parts of K, of others halves of a gated weight."""
-        own = [name for name in ("w", "scales", "zeros") if name in names and (name == "w" or self.by_group)]
-        halves = [(name, half) for name in own for half in range(self.halves)]
-        return halves + [("x", part) for part in range(self.config.fold)]
+    def copies(self, names: tuple[str, ...]) -> list[tuple[str, int, int]]:
+        """Lists what a stage is filled with: arrays, halves of a gated weight, and parts of K."""
+        own = [name for name in ("scales", "zeros") if name in names and self.by_group]
+        parts = range(self.config.fold if self.apart else 1)
+        codes = [("w", half, part) for half in range(self.halves) for part in parts]
+        vectors = [(name, half, 0) for name in own for half in range(self.halves)]
+        pieces = self.step // PIECE if self.apart else 1
+        return codes + vectors + [("x", 0, part) for part in range(self.config.fold * pieces)]
 
     def vectors(self, names: tuple[str, ...]) -> list[str]:
         """Lists what is copied once a tile."""
@@ -146,9 +156,19 @@ class Plan:
 
     def _scratch(self, names: tuple[str, ...], stages: int) -> dict[str, Any]:
         config, out_rows = self.config, ROWS // self.config.fold
+        shape: tuple[int, ...]
+        if self.apart:
+            by_piece = (plgpu.SwizzleTransform(128),)  # type: ignore[abstract]
+            w_shape, x_shape = (config.fold, config.rows, 128), (config.fold * self.step // PIECE, config.tokens, PIECE)
+            w_s = plgpu.SMEM((stages, *w_shape), self.format.storage_dtype, transforms=by_piece)
+            x_s = plgpu.SMEM((stages, *x_shape), self.dtype, transforms=by_piece)
+        else:
+            shape = stages, config.rows, config.fold * config.width
+            w_s = swizzled(shape, self.format.storage_dtype, self.swizzle)
+            x_s = swizzled((stages, self.columns, self.step), self.dtype)
         scratch: dict[str, Any] = {
-            "w_s": swizzled((stages, config.rows, config.fold * config.width), self.format.storage_dtype, self.swizzle),
-            "x_s": swizzled((stages, self.columns, self.step), self.dtype),
+            "w_s": w_s,
+            "x_s": x_s,
             "full": plgpu.Barrier(num_arrivals=len(self.copies(names)), num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         }
@@ -157,7 +177,9 @@ class Plan:
             if name in names:
                 scratch[f"{name}_s"] = plgpu.SMEM((*shape, self.vector_rows(name)), self.vector_dtype(name))
         if config.by_warp:
-            scratch["parts_s"] = plgpu.SMEM((config.warpgroups, config.tokens, self.parts_stride), jnp.float32)
+            together = config.row_tiles if self.apart else 1
+            shape = config.warpgroups, together * config.tokens, self.parts_stride
+            scratch["parts_s"] = plgpu.SMEM(shape, jnp.float32)
         else:
             scratch["out_s"] = plgpu.SMEM((config.warpgroups, config.tokens, out_rows), self.out_dtype)
         if config.fold > 1 and not config.by_warp:

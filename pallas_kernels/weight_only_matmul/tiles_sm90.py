@@ -3,7 +3,8 @@ and x into a ring of stages, on and on across the tiles of a persistent CTA. The
 (wgmma_sm90.py), or few rows of x by products of single warps (warp_sm90.py).
 
 With `sizes`, rows of x are in groups with a weight each, one below the other. A tile is a block of rows by a slab of
-the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group."""
+the weight of a group that has rows in it. It multiplies all of the block's rows and stores those of its group. By wgmma
+blocks begin at multiples of their size. By warps they begin with their group's rows, so few rows are one block."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from pallas_kernels.row_groups import Pairs, Schedule, known_pairs, pairs_of
 from pallas_kernels.weight_only_matmul import warp_sm90, wgmma_sm90
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS, Config
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, pair_table
-from pallas_kernels.weight_only_matmul.plan_sm90 import Item, Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import PIECE, Item, Plan
 
 # Of a thread that computes, and that copies, by the warpgroups that compute. Two warpgroups in all have enough as they
 # are launched: asking for more than that is undefined.
@@ -45,11 +46,12 @@ def product(
     weights = 0 if sizes is None else sizes.shape[0]
     (m, k), n = x.shape, w.values.shape[0] // (max(weights, 1) * (2 if gated else 1))
     plan = Plan(m, n, k, x.dtype, out_dtype, w.format, config, weights, gated)
-    if (weights or gated) and (config.fold > 1 or config.split > 1 or config.by_warp or not plan.by_group):
+    cut = (config.fold > 1 and not plan.apart) or config.split > 1
+    if (weights or gated) and (cut or (config.by_warp and not weights) or not plan.by_group):
         raise NotImplementedError(f"{config} is not for {w.format.name} of groups of rows, or gated")
-    if gated and config.row_tiles != 2:
-        raise NotImplementedError(f"{config} is not for a gated product, which has row_tiles=2")
-    if config.by_warp and (m > config.tokens or n % WARP_ROWS or not w.format.packed):
+    if gated and (config.row_tiles % 2 if config.by_warp else config.row_tiles != 2):
+        raise NotImplementedError(f"{config} is not for a gated product, which has row_tiles=2, or by warp more such")
+    if config.by_warp and ((m > config.tokens and not weights) or n % WARP_ROWS or not w.format.packed):
         raise NotImplementedError(
             f"{config} is for at most {config.tokens} rows of x, multiples of {WARP_ROWS} rows of the weight and 4 "
             f"bits, not M={m}, N={n} and {w.format.name}"
@@ -59,7 +61,7 @@ def product(
             f"{config} cuts groups of {w.format.group}: stages hold {plan.step} columns of a part"
         )
     rows = m
-    if m > 8 and m % 8:  # TMA cuts x into groups of 8 rows
+    if m > 8 and m % 8 and not plan.apart:  # TMA cuts x into groups of 8 rows
         rows = m + -m % 8
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
     scales = w.scales if w.format.scale_codes == "e8m0" else group_scales(w)
@@ -70,7 +72,10 @@ def product(
     # What is as wide as its array is copied as one run of bytes, which is not cut at the array's edges.
     width = n + 16 if n == ROWS // config.fold else n
     shape = (config.split, m, n) if config.by_warp or weights else (config.split, rows, width)
-    pairs = None if sizes is None else known_pairs(schedule, config.tokens) or pairs_of(sizes, m, config.tokens)
+    pairs = None
+    if sizes is not None:
+        cuts = config.tokens, plan.apart
+        pairs = known_pairs(schedule, *cuts) or pairs_of(sizes, m, config.tokens, apart=plan.apart)
     kernel = plgpu.kernel(
         partial(_kernel, plan, tuple(arrays)),
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),
@@ -94,7 +99,7 @@ def _kernel(plan: Plan, names: tuple[str, ...], *refs: Any, **scratch: Any) -> N
     pairs = Pairs(*refs[len(names) : -1]) if plan.weights else None
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    items = plan.items if pairs is None else pairs.number(plan.m, config.tokens) * plan.tiles[0]
+    items = plan.items if pairs is None else pairs.number(plan.m, config.tokens, plan.apart) * plan.tiles[0]
     mine = lax.div(items - worker + workers - 1, workers)  # `//` asks for signs: more to run and to lower
     registers = REGISTERS[config.warpgroups]
     item = partial(item_of, plan, pairs)
@@ -149,7 +154,7 @@ def item_of(plan: Plan, pairs: Pairs | None, i: jax.Array) -> Item:
 
 
 def copy_stages(
-    plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, copies: list[tuple[str, int]]
+    plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, copies: list[tuple[str, int, int]]
 ) -> None:
     """Copies one warp's share of what fills the ring."""
     if not copies:
@@ -164,23 +169,25 @@ def copy_stages(
         def _step(s: jax.Array) -> None:
             slot = free_slot(i * steps + s, free)
             first = (place.split * steps + s) * config.fold  # of the parts of K
-            for name, part in copies:
+            for name, half, part in copies:
                 source, target = sources[name], scratch[f"{name}_s"].at[slot]
-                row = place.row + part * plan.n
+                row = place.row + half * plan.n
                 if name == "w":
-                    width = config.fold * config.width
-                    source = source.at[pl.ds(row, plan.rows), pl.ds(first * config.width, width)]
-                    target = target.at[pl.ds(part * plan.rows, plan.rows)]
+                    width = config.width if plan.apart else config.fold * config.width
+                    target = target.at[part] if plan.apart else target
+                    source = source.at[pl.ds(row, plan.rows), pl.ds((first + part) * config.width, width)]
+                    target = target.at[pl.ds(half * plan.rows, plan.rows)]
                 elif name == "x":
-                    columns = pl.ds((first + part) * plan.step, plan.step)
-                    source = source.at[pl.ds(place.token, config.tokens), columns]
-                    target = target.at[pl.ds(part * config.tokens, config.tokens)]
+                    columns = (first * plan.step + part * PIECE, PIECE) if plan.apart else None
+                    columns = columns or ((first + part) * plan.step, plan.step)
+                    source = source.at[pl.ds(place.token, config.tokens), pl.ds(*columns)]
+                    target = target.at[part if plan.apart else pl.ds(part * config.tokens, config.tokens)]
                 else:
                     assert plan.format.group is not None
                     group = lax.div(first * plan.step, jnp.int32(plan.format.group))
                     groups, rows = target.shape[0] // plan.halves, target.shape[1]
                     source = source.at[pl.ds(group, groups), pl.ds(row, rows)]
-                    target = target.at[pl.ds(part * groups, groups)]
+                    target = target.at[pl.ds(half * groups, groups)]
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
     drain(mine * steps, free)

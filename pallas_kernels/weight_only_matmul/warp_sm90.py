@@ -22,11 +22,11 @@ from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.weight_only_matmul.config import WARP_ROWS
 from pallas_kernels.weight_only_matmul.emitter_sm90 import StreamEmitter
 from pallas_kernels.weight_only_matmul.operand_sm90 import ROWS, Codes
-from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, Item, Plan
+from pallas_kernels.weight_only_matmul.plan_sm90 import PARTS, PIECE, Item, Plan
 
 TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup
-RUN, PIECE = 32, 64  # columns of 16 bytes of codes, and those of one load of 16 rows
+RUN = 32  # columns of 16 bytes of codes; one load has twice as many, of 16 rows
 BLOCK = 1024  # bytes of 8 swizzled rows of 128
 LAYOUT = plgpu.Layout.WGMMA  # of sums [64 row_tiles, tokens]: of each row tile the rows of the first warp, then others
 
@@ -56,15 +56,18 @@ def compute_item(
 
     shape = ROWS * plan.config.row_tiles, plan.config.tokens
     total = lax.fori_loop(0, plan.steps, step, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT))
-    own = item.row + warpgroup * (WARP_ROWS * plan.config.row_tiles)
-    _store(plan, own, item.split, total, scratch["parts_s"].at[warpgroup], out)
+    own = item.column + warpgroup * (WARP_ROWS * plan.config.row_tiles // plan.halves)
+    place = [own, item.split]
+    if plan.apart:  # rows of x, how many, and whether they have a weight
+        place += [item.token, item.last - item.first, jnp.where(item.group < plan.weights, 1, 0)]
+    _store(plan, place, total, scratch["parts_s"].at[warpgroup], out)
 
 
 def _add_stage(plan: Plan, refs: dict[str, Any], total: jax.Array) -> jax.Array:
     names = tuple(refs)
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     tilings = {"w": plgpu.TilingTransform((8, 128)), "x": plgpu.TilingTransform((8, 64))}  # type: ignore[abstract]
-    transforms = {name: (tiling, swizzle) for name, tiling in tilings.items()}
+    transforms = {name: (swizzle,) if plan.apart else (tiling, swizzle) for name, tiling in tilings.items()}
     kinds = [plgpu.RefType(transforms.get(name, ())) for name in names]
 
     @plgpu.inline_mgpu(
@@ -81,20 +84,19 @@ def _add_stage(plan: Plan, refs: dict[str, Any], total: jax.Array) -> jax.Array:
     return add(total, *refs.values())
 
 
-def _store(plan: Plan, row: jax.Array, split: jax.Array, total: jax.Array, parts: Any, out: Any) -> None:
+def _store(plan: Plan, place: list[jax.Array], total: jax.Array, parts: Any, out: Any) -> None:
     """Adds the warps' sums in their order, and stores what exists: out [split, M, N]."""
-    scalar = plgpu.Layout.WG_SPLAT(())
+    scalars = (plgpu.Layout.WG_SPLAT(()),) * len(place)
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, LAYOUT, plgpu.RefType(), plgpu.RefType()), return_type=())
-    def store(
-        _: Any, row: mgpu.FragmentedArray, split: mgpu.FragmentedArray, total: mgpu.FragmentedArray, *arrays: ir.Value
-    ) -> tuple[()]:
-        pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(("parts", "out"), arrays)}
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.RefType(), *scalars), return_type=())
+    def store(_: Any, total: mgpu.FragmentedArray, *arrays: Any) -> tuple[()]:
+        pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(("parts", "out"), arrays[:2])}
         emit = StreamEmitter(plan.dtype, pointers)
-        store_sums(plan, emit, row.registers.item(), split.registers.item(), _numbers(total))
+        store = store_group if plan.apart else store_sums
+        store(plan, emit, *(each.registers.item() for each in arrays[2:]), _numbers(total))
         return ()
 
-    store(row, split, total, parts, out)
+    store(total, parts, out, *place)
 
 
 def _numbers(x: mgpu.FragmentedArray) -> list[ir.Value]:
@@ -112,18 +114,23 @@ class Warp(Codes):
         self.columns = plan.step * config.fold // PARTS  # of a warp
         thread = emit.thread()
         part = emit.bits_and(emit.shift_right(thread, 5), PARTS - 1)
-        first = emit.times(emit.shift_right(thread, 7), WARP_ROWS * config.row_tiles)  # row of the warpgroup
+        self.of_half = config.row_tiles // plan.halves  # row tiles
+        first = emit.times(emit.shift_right(thread, 7), WARP_ROWS * self.of_half)  # row of the warpgroup
         # A load brings four matrices of 8 rows of 16 bytes; of each a lane says where one row is.
         matrix, row = emit.shift_right(self.lane, 3), emit.bits_and(self.lane, 7)
         unit = emit.add(emit.times(part, self.columns // RUN), emit.shift_right(matrix, 1))
         eights = emit.add(emit.shift_right(first, 3), emit.bits_and(matrix, 1))
-        block = emit.add(emit.times(eights, config.fold), emit.shift_right(unit, 3))
-        self.w = self.places(block, row, emit.bits_and(unit, 7), 2)
-        in_fold = PARTS // config.fold  # warps that have columns of the same rows of x_s
-        blocks = plan.step // 64  # of 64 columns, that follow each other
-        block = emit.times(emit.shift_right(part, in_fold.bit_length() - 1), config.tokens // 8 * blocks)
-        own = emit.times(emit.bits_and(part, in_fold - 1), self.columns // 64)
-        self.x = self.places(emit.add(block, own), row, matrix, 4)
+        # Blocks of rows' 128 bytes follow each other. If copies are of such rows, next are those of 8 rows more.
+        self.further = 1 if plan.apart else config.fold
+        across = emit.times(emit.shift_right(unit, 3), config.rows // 8 if plan.apart else 1)
+        self.w = self.places(emit.add(emit.times(eights, self.further), across), row, emit.bits_and(unit, 7), 2)
+        if plan.apart:
+            block = emit.times(part, self.columns // PIECE * (config.tokens // 8))
+        else:
+            in_fold = PARTS // config.fold  # warps that have columns of the same rows of x_s
+            block = emit.times(emit.shift_right(part, in_fold.bit_length() - 1), config.tokens // 8 * plan.step // PIECE)
+            block = emit.add(block, emit.times(emit.bits_and(part, in_fold - 1), self.columns // PIECE))
+        self.x = self.places(block, row, matrix, 4)
         self.vectors = {}
         above = emit.add(first, emit.shift_right(self.lane, 2))
         for name in ("scales", "zeros"):
@@ -175,14 +182,16 @@ class Warp(Codes):
 
     def load_x(self, n: int, column: int) -> list[Any]:
         """Loads the lane's four pairs of 32 columns of the n-th 8 rows of x, in the order of pairs of codes."""
-        block = n * (self.plan.step // 64) + column // 64
+        tiles = self.plan.config.tokens // TOKENS
+        block = column // PIECE * tiles + n if self.plan.apart else n * (self.plan.step // PIECE) + column // PIECE
         pairs = self.emit.matrices("x", self.x[column // RUN % 2], block * BLOCK)
         return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
 
     def load_codes(self, r: int, column: int) -> list[tuple[int, list[Any]]]:
         """Loads codes of 64 columns of a row tile: first columns, each with the lane's words of rows l and l + 8."""
-        more = r * (WARP_ROWS // 8) * self.plan.config.fold * BLOCK
-        words = self.emit.matrices("w", self.w[column // PIECE % 2], more)
+        half, own = divmod(r, self.of_half)
+        eights = half * (self.plan.rows // 8) + own * (WARP_ROWS // 8)
+        words = self.emit.matrices("w", self.w[column // PIECE % 2], eights * self.further * BLOCK)
         return [(column, words[:2]), (column + RUN, words[2:])]
 
     def sum_x(self, x: list[list[Any]]) -> list[Any]:
@@ -212,9 +221,13 @@ class Warp(Codes):
 
     def vector(self, name: str, r: int, lower: int, group: int) -> Any:
         """Returns a row's scale as float32, or its zero as an integer."""
-        more = group * self.plan.vector_rows(name) + r * WARP_ROWS + 8 * lower
+        half, own = divmod(r, self.of_half)
+        groups = self.plan.config.fold * self.plan.groups  # of a half
+        more = (half * groups + group) * self.plan.vector_rows(name) + own * WARP_ROWS + 8 * lower
         if name == "zeros":
             return self.emit.load(name, self.vectors[name], 8, more)
+        if self.format.scale_codes == "e8m0":
+            return self.emit.load(name, self.vectors[name], "e8m0", more)
         return self.emit.load(name, self.emit.times(self.vectors[name], 2), "f16", 2 * more)
 
 
@@ -253,3 +266,53 @@ def store_sums(plan: Plan, emit: Any, row: Any, split: Any, total: list[Any]) ->
             emit.only(emit.below(emit.add(row, emit.c(WARP_ROWS * r)), plan.n), store)
         else:
             store()
+
+
+def store_group(
+    plan: Plan, emit: Any, row: Any, split: Any, token: Any, count: Any, live: Any, total: list[Any]
+) -> None:
+    """Stores one thread's share of _store for a group's `count` rows, which are zero if none is `live`."""
+    config, stride, width = plan.config, plan.parts_stride, plan.out_dtype.itemsize
+    thread = emit.bits_and(emit.thread(), THREADS - 1)
+    lane, tiles, own = emit.bits_and(thread, 31), config.tokens // TOKENS, config.row_tiles // plan.halves
+    of_tile = 4 * stride * config.tokens  # bytes of a row tile's sums
+    emit.advance("out", token, plan.n * width)
+    emit.advance("out", row, width)
+    place = emit.add(emit.times(emit.shift_right(thread, 5), WARP_ROWS), emit.shift_right(lane, 2))
+    place = emit.times(emit.add(place, emit.times(emit.bits_and(lane, 3), 2 * stride)), 4)
+    emit.synchronize_warpgroup()  # all have read what was there
+    for r in range(config.row_tiles):
+        for n in range(tiles):
+            for i, x in enumerate(total[(r * tiles + n) * 4 :][:4]):
+                more = of_tile * r + 4 * ((TOKENS * n + i % 2) * stride + i // 2 * 8)
+                emit.store_float("parts", emit.add(place, emit.c(more)), x, jnp.dtype("float32"))
+    emit.synchronize_warpgroup()
+
+    def sum_of(r: int, place: Any) -> Any:
+        value = emit.load("parts", place, "f32", of_tile * r)
+        for part in range(1, PARTS):
+            value = emit.plus(value, emit.load("parts", place, "f32", of_tile * r + 4 * WARP_ROWS * part))
+        return value
+
+    for first in range(0, config.tokens, THREADS // WARP_ROWS):
+        in_tile = emit.bits_and(thread, WARP_ROWS - 1)
+        of_token = emit.add(emit.shift_right(thread, WARP_ROWS.bit_length() - 1), emit.c(first))
+        place = emit.times(emit.add(emit.times(of_token, stride), in_tile), 4)
+        at = emit.add(emit.times(of_token, plan.n * width), emit.times(in_tile, width))
+
+        def store(place: Any = place, at: Any = at) -> None:
+            for r in range(own):
+
+                def store_tile(r: int = r) -> None:
+                    value = sum_of(r, place)
+                    if plan.gated:
+                        value = emit.silu(value, sum_of(own + r, place))
+                    value = emit.select(emit.equal(live, emit.c(0)), emit.zero(), value)
+                    emit.store_float("out", emit.add(at, emit.c(WARP_ROWS * r * width)), value, plan.out_dtype)
+
+                if plan.n % plan.rows:  # of the last tile some row tiles do not exist
+                    emit.only(emit.below(emit.add(row, emit.c(WARP_ROWS * r)), plan.n), store_tile)
+                else:
+                    store_tile()
+
+        emit.only(emit.less(of_token, count), store)

@@ -81,6 +81,7 @@ for _names, _f in {
     ("arith.divf",): np.divide, ("arith.andi",): np.bitwise_and, ("arith.ori",): np.bitwise_or,
     ("arith.xori",): np.bitwise_xor, ("arith.shli",): np.left_shift, ("arith.shrui",): np.right_shift,
     ("arith.shrsi",): lambda a, b: (signed(a) >> signed(b)).view(a.dtype), ("arith.minui",): np.minimum,
+    ("arith.maxui",): np.maximum,
     ("arith.maximumf",): np.maximum, ("arith.select",): lambda c, a, b: np.where(c, a, b),
     ("math.fma",): lambda a, b, c: a.astype(np.float64) * b + c,
     ("arith.extui", "arith.trunci", "arith.extf", "arith.truncf", "arith.index_castui"): lambda x: x,

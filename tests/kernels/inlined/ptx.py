@@ -150,6 +150,8 @@ INSTRUCTIONS: list[tuple[str, Any, int]] = [  # by name: what it gives, and how 
     (r"max\.b?f16x2", _of_pairs(np.fmax), 1),
     (r"fma\.rn\.b?f16x2", _of_pairs(lambda a, b, c: a * b + c), 1),
     (r"fma\.rn\.f32", lambda run, name, a, b, c: (a.astype(np.float64) * b + c).astype(np.float32), 1),
+    (r"ex2\.approx\.f32", lambda run, name, x: np.exp2(x), 1),
+    (r"rcp\.approx\.ftz\.f32", lambda run, name, x: 1 / x, 1),
     (r"lg2\.approx\.ftz\.f32", lambda run, name, x: np.log2(x), 1),
     (r"cvt\.rn\.f16x2\.e4m3x2", _from_e4m3, 1),
     (r"cvt\.rn\.b?f16x2\.f32", lambda run, name, high, low: _word(np.stack([low, high], axis=1), name), 1),
