@@ -3,7 +3,7 @@
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends import Backend, choose
+from pallas_kernels.backends import DETERMINISTIC, Backend, choose
 from pallas_kernels.checks import check_int32, check_out_dtype
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
@@ -30,6 +30,8 @@ def ragged_matmul(
     QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
     up^T) is returned, [M, N / 2], rounded once. schedule: of sizes, for a kernel that has blocks of its size (see
     block_rows in config.py). A row's bits depend neither on its group's size nor on other rows.
+    They depend on M where weights have 4 bits: few rows have a mosaic kernel that adds in another order. The backend
+    deterministic never takes that kernel, so there they do not.
     The mosaic kernel rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and weights have
     gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend
     doesn't do.
@@ -45,7 +47,9 @@ def ragged_matmul(
         out_dtype = x.dtype
     out_dtype = check_out_dtype(out_dtype)
     chosen = choose(BACKENDS, backend, x, w, sizes.shape[0], gated, out_dtype)
-    how = {"schedule": schedule} if chosen is BACKENDS["mosaic"] else {}  # others make their own tiles
+    how = {}
+    if chosen is BACKENDS["mosaic"]:  # others make their own tiles, in one order
+        how = {"schedule": schedule, "one_order": backend == DETERMINISTIC}
     return chosen.run(x, w, sizes, gated, out_dtype, **how)
 
 

@@ -1,5 +1,7 @@
 """Says what the Hopper kernels of ragged_matmul support, and how they cut their work. Imports no Pallas."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,8 @@ GROUPS = {"int4": (32, 64, 128), "nf4": (32, 64, 128), "e2m1": (32,)}
 CODES_PIECE = 32, 64
 # Codes that an SM turns into operands in a microsecond, by the warpgroups that do: an estimate, not measured.
 DECODED = {1: 45e3, 2: 75e3}
+# The same of single warps, by the rows of a block: an estimate too.
+WARPS_DECODED = {8: 80e3, 16: 65e3}
 BLOCKS, CODES_BLOCKS = (64, 128, 256), (8, 16, 32, 64, 128)  # rows
 PIECE = 64  # columns: rows of a result go out one by one, from places in shared memory that are multiples of 128 bytes
 
@@ -77,40 +81,71 @@ def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more
         raise NotImplementedError(f"the {backend} kernel takes weights whose columns are in order, and not rotated")
 
 
-def block_rows(m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool) -> int:
-    """Returns the rows of a block of the Hopper kernels, for M rows and weights w [X N, K]."""
+def block_rows(
+    m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool, one_order: bool = False
+) -> tuple[int, bool]:
+    """Returns the rows of a block of the Hopper kernels, and whether blocks are apart, for M rows and weights
+    w [X N, K]."""
     n = w.shape[0] // (groups * (2 if gated else 1))
     if isinstance(w, QuantizedWeight) and w.format.row_codes is None:
-        return choose_codes_config(m, groups, n, w.shape[1], gated).tokens
+        config = choose_codes_config(m, groups, n, w.shape[1], gated, one_order=one_order)
+        return config.tokens, config.by_warp
     stored = w.values if isinstance(w, QuantizedWeight) else w
     itemsize = min(stored.dtype.itemsize, max(OPERATIONS))  # no kernel has more
-    return choose_config(m, groups, n, stored.shape[1], itemsize, gated).rows
+    return choose_config(m, groups, n, stored.shape[1], itemsize, gated).rows, False
 
 
-def choose_codes_config(m: int, groups: int, n: int, k: int, gated: bool, block: int | None = None) -> CodesConfig:
+def choose_codes_config(
+    m: int, groups: int, n: int, k: int, gated: bool, block: tuple[int, bool] | None = None, one_order: bool = False
+) -> CodesConfig:
     """Returns the configuration with the least estimated time for M rows in X groups and codes of 4 bits. n: of the
-    result. block: rows of a block of a schedule, which the configuration has too if it can. The choice changes no bits:
-    K is not cut, and products go in its order."""
-    choices = [
+    result. block: what block_rows gave for a schedule, which the configuration has too if it can.
+
+    Whether products are by_warp changes bits, so M does. In one_order they never are. Nothing else that is chosen
+    changes bits. By wgmma K is not cut, and products go in its order. By warp a stage of it is cut into parts, in the
+    same way whatever M is."""
+    whole = [
         CodesConfig(tokens, 1, warpgroups, 2 if gated else 1, width=128 if tokens <= 32 else 64, stages=16)
         for warpgroups in DECODED
-        for tokens in ((block,) if block in CODES_BLOCKS else CODES_BLOCKS)
+        for tokens in CODES_BLOCKS
     ]
-    return min(choices, key=lambda config: _estimate_codes(config, m, groups, n * (2 if gated else 1), k))
+    fold = 2 if -(-k // 256) % 2 == 0 else 1  # no stage has a part that is past the end of K
+    by_warp = [
+        CodesConfig(tokens, fold, warpgroups, row_tiles, stages=16, by_warp=True)
+        for tokens in WARPS_DECODED
+        for warpgroups in (3, 2)
+        for row_tiles in (4, 2)
+    ]
+    choices = whole if one_order else [*by_warp, *whole]
+    fitting = [config for config in choices if block == (config.tokens, config.by_warp)]
+    return min(fitting or choices, key=lambda config: _estimate_codes(config, m, groups, n * (2 if gated else 1), k))
 
 
 def _estimate_codes(config: CodesConfig, m: int, groups: int, n: int, k: int) -> tuple[float, float]:
-    pairs = min(m, -(-m // config.tokens) + min(groups, m) - 1)
+    if config.by_warp:
+        pairs, decoded = _blocks_apart(m, groups, config.tokens), WARPS_DECODED[config.tokens]
+    else:
+        pairs, decoded = min(m, -(-m // config.tokens) + min(groups, m) - 1), DECODED[config.warpgroups]
     waves = -(-pairs * -(-n // config.rows) // config.ctas)
     intake = (2 * config.tokens + config.rows / 2) * k / INTO_SM
     compute = 2 * config.rows * config.tokens * k / OPERATIONS[2]
-    busiest = waves * (max(intake, compute, config.rows * k / DECODED[config.warpgroups]) + LAST)
+    busiest = waves * (max(intake, compute, config.rows * k / decoded) + LAST)
     return max(min(m, groups) * n * k / 2 / FROM_MEMORY, busiest), busiest
 
 
+def _blocks_apart(m: int, groups: int, rows: int) -> int:
+    """Returns about how many blocks there are that begin with a group's rows, if M rows choose groups at random."""
+    mean = m / groups
+    found, chance = 0.0, math.exp(-mean)  # of a group with no rows; a group may have any number
+    for size in range(1, int(mean + 8 * mean**0.5) + 8):
+        chance *= mean / size
+        found += chance * -(-size // rows)
+    return min(m, math.ceil(found * groups))
+
+
 def choose_config(m: int, groups: int, n: int, k: int, itemsize: int, gated: bool, block: int | None = None) -> Config:
-    """Returns the configuration with the least estimated time for M rows in X groups. n: of the result. block: as
-    above."""
+    """Returns the configuration with the least estimated time for M rows in X groups. n: of the result. block: rows of
+    a block of a schedule."""
     parts = 2 if gated else 1
     choices = [
         config

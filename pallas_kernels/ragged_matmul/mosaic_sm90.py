@@ -28,13 +28,15 @@ def ragged_matmul(
     config: Config | CodesConfig | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
     schedule: Schedule | None = None,
+    one_order: bool = False,
 ) -> jax.Array:
     """Returns [M, N] of x [M, K], w [X N, K] and sizes i32[X]; see api.py."""
     groups, (n, k) = sizes.shape[0], (w.values if isinstance(w, QuantizedWeight) else w).shape
     n, block = n // (groups * (2 if gated else 1)), None if schedule is None else schedule.block
     if not isinstance(x, QuantizedRows):
         if config is None and isinstance(w, QuantizedWeight):
-            config = choose_codes_config(x.shape[0], groups, n, x.shape[1], gated, block)
+            cuts = None if schedule is None else (schedule.block, schedule.apart)
+            config = choose_codes_config(x.shape[0], groups, n, x.shape[1], gated, cuts, one_order)
         config = config or choose_config(x.shape[0], groups, n, k, x.dtype.itemsize, gated, block)
         return _plain_rows(x, w, sizes, schedule, gated, jnp.dtype(out_dtype), config, interpret)
     assert isinstance(w, QuantizedWeight), "codes are multiplied by codes"

@@ -65,7 +65,7 @@ class Emitter:
 
     def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
         """Loads from `offset` + `more` bytes after an array's begin. It is 32 bits, 16 of them zero-extended, 8
-        sign-extended, a float32, or a float16 or a power of two in E8M0 as float32."""
+        sign-extended ("u8": zero-extended), a float32, or a float16 or a power of two in E8M0 as float32."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         if kind == "f32":
@@ -75,9 +75,15 @@ class Emitter:
         if kind == "e8m0":
             code = arith.extui(self.i32, llvm.load(self.i8, pointer))
             return arith.bitcast(self.f32, arith.maxui(self.times(code, 1 << 23), self.c(1 << 22)))  # 0 is 2^-127
+        if kind == "u8":
+            return arith.extui(self.i32, llvm.load(self.i8, pointer))
         if kind == 8:
             return arith.extsi(self.i32, llvm.load(self.i8, pointer))
         return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
+
+    def power(self, code: ir.Value, more: int) -> ir.Value:
+        """Returns a power of two in E8M0 times 2^more as float32, if that is a normal number."""
+        return arith.bitcast(self.f32, arith.addi(self.times(code, 1 << 23), self.c(more << 23)))
 
     def float_of(self, a: ir.Value) -> ir.Value:
         return arith.sitofp(self.f32, a)

@@ -28,6 +28,8 @@ TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup
 RUN = 32  # columns of 16 bytes of codes; one load has twice as many, of 16 rows
 BLOCK = 1024  # bytes of 8 swizzled rows of 128
+# E2M1's bits in bfloat16 are 2^-126 of their value. x is multiplied by 2^64 first, so that no sum is subnormal.
+SMALL, LARGER, LARGER_BITS = 126, 64, 0x5F80
 LAYOUT = plgpu.Layout.WGMMA  # of sums [64 row_tiles, tokens]: of each row tile the rows of the first warp, then others
 
 
@@ -111,6 +113,7 @@ class Warp(Codes):
     def __init__(self, plan: Plan, emit: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
         self.plan, config = plan, plan.config
+        self.small = plan.format.codes == "e2m1" and plan.dtype == jnp.bfloat16
         self.columns = plan.step * config.fold // PARTS  # of a warp
         thread = emit.thread()
         part = emit.bits_and(emit.shift_right(thread, 5), PARTS - 1)
@@ -185,7 +188,21 @@ class Warp(Codes):
         tiles = self.plan.config.tokens // TOKENS
         block = column // PIECE * tiles + n if self.plan.apart else n * (self.plan.step // PIECE) + column // PIECE
         pairs = self.emit.matrices("x", self.x[column // RUN % 2], block * BLOCK)
+        if self.small:
+            return [self.emit.multiply(pair, self.emit.c(LARGER_BITS << 16 | LARGER_BITS)) for pair in pairs]
         return self.by_bytes(pairs) if self.format.codes == "nf4" else pairs
+
+    def e2m1_pairs(self, word: Any) -> list[Any]:
+        """Returns values, in bfloat16 times 2^-126. A nibble's bits of sign and value are brought to their places by
+        one product, which leaves others between them."""
+        if not self.small:
+            return super().e2m1_pairs(word)
+        emit, words = self.emit, (word, self.emit.shift_right(word, 8))
+        moved = [
+            emit.times(emit.bits_and(words[p // 2], 0xF000F << p % 2 * 4), 1 << 12 - p % 2 * 4 | 1 << 6 - p % 2 * 4)
+            for p in range(4)
+        ]
+        return [emit.bits_and(each, 0x81C081C0) for each in moved]
 
     def load_codes(self, r: int, column: int) -> list[tuple[int, list[Any]]]:
         """Loads codes of 64 columns of a row tile: first columns, each with the lane's words of rows l and l + 8."""
@@ -227,7 +244,9 @@ class Warp(Codes):
         if name == "zeros":
             return self.emit.load(name, self.vectors[name], 8, more)
         if self.format.scale_codes == "e8m0":
-            return self.emit.load(name, self.vectors[name], "e8m0", more)
+            if not self.small:
+                return self.emit.load(name, self.vectors[name], "e8m0", more)
+            return self.emit.power(self.emit.load(name, self.vectors[name], "u8", more), SMALL - LARGER)
         return self.emit.load(name, self.emit.times(self.vectors[name], 2), "f16", 2 * more)
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, en
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, xla
-from pallas_kernels.ragged_matmul.config import CodesConfig
+from pallas_kernels.ragged_matmul.config import CodesConfig, block_rows, choose_codes_config
 from pallas_kernels.route import Here
 from pallas_kernels.route import mosaic_sm90 as route_sm90
 from tests.kernels.helpers import TOLERANCE, error, same_bits
@@ -158,6 +158,14 @@ KERNEL = [  # kind, sizes, M, N, K, gated, and how it is cut
     ("w4a16-g32-zp", (0, 5, 1), 7, 160, 320, False, CodesConfig(8, 1, 1, ctas=2)),
     ("nf4", (3, 0, 14), 18, 64, 192, False, CodesConfig(16, 1, 2, stages=3, ctas=2)),
     ("mxfp4-weight", (1, 0, 9), 12, 96, 192, True, CodesConfig(8, 1, 1, 2, ctas=2)),
+    # By warp: groups begin anywhere, ends of N and K are within a tile and a stage, and a ring goes round.
+    ("w4a16-g128", (3, 0, 1, 9, 2), 18, 96, 384, False, CodesConfig(8, 1, 1, 4, ctas=2, by_warp=True)),
+    ("w4a16-g128", (3, 0, 1, 9, 2), 18, 96, 640, True, CodesConfig(8, 2, 2, 4, stages=2, ctas=2, by_warp=True)),
+    ("w4a16-g32-zp", (0, 21, 1), 22, 160, 320, True, CodesConfig(16, 2, 3, 2, ctas=2, by_warp=True)),
+    ("w4a16-g64", (4, 2), 7, 64, 192, False, CodesConfig(8, 1, 3, 2, stages=3, ctas=1, by_warp=True)),
+    ("nf4", (1, 0, 9), 10, 64, 192, True, CodesConfig(8, 1, 1, 2, ctas=2, by_warp=True)),
+    ("mxfp4-weight", (1, 0, 19), 22, 96, 352, False, CodesConfig(16, 2, 1, 1, ctas=2, by_warp=True)),
+    ("mxfp4-weight", (1, 0, 9), 12, 96, 192, True, CodesConfig(8, 1, 1, 2, ctas=2, by_warp=True)),
 ]
 
 
@@ -177,58 +185,82 @@ def tolerance(kind: str) -> float:
     return TOLERANCE["bfloat16"] * (3 if kind.startswith(("w4a16", "nf4")) else 1)
 
 
-def test_bits_of_the_kernel_do_not_depend_on_a_rows_company():
-    """Tries tiles of other sizes, and stages of other widths, too."""
-    kind, _, m, n, k, gated, config = KERNEL[4]
+OTHERS = [  # tiles of other sizes, and stages of other widths
+    (KERNEL[4][-1], CodesConfig(8, 1, 1, 2, ctas=2)),
+    (CodesConfig(16, 1, 2, 2, ctas=3, by_warp=True), CodesConfig(8, 1, 1, 4, stages=2, ctas=2, by_warp=True)),
+]
+
+
+@pytest.mark.parametrize(("config", "other"), OTHERS, ids=("wgmma", "by warp"))
+def test_bits_of_the_kernel_do_not_depend_on_a_rows_company(config, other):
+    kind, _, m, n, k, gated, _ = KERNEL[4]
     (x, w, *rest), _ = arguments(kind, (5, 0, 60, 20), m, n, k, gated)
     sizes, run = rest.pop(0), partial(mosaic_sm90.ragged_matmul, interpret=INTERPRET)
     whole = run(x, w, sizes, *rest, config=config)
-    alone = run(x[3:5], w, sizes_of(2, 0, 0, 0), *rest, config=CodesConfig(8, 1, 1, 2, ctas=2))
+    alone = run(x[3:5], w, sizes_of(2, 0, 0, 0), *rest, config=other)
     assert same_bits(alone, whole[3:5])
 
 
-@pytest.mark.parametrize("block", [8, 64])
-def test_pairs_are_blocks_of_groups(block):
-    rng, m, pairs_of = np.random.default_rng(0), 60, jax.jit(row_groups.pairs_of, static_argnums=(1, 2))
+@pytest.mark.parametrize("m", [8, 256, 2048])
+def test_products_by_warp_are_never_in_one_order(m):
+    """Few rows are by warp else. A layer's second product has the blocks of its first."""
+    shapes = jax.eval_shape(partial(encode, fmt=parse_weight_format("mxfp4-weight")), jnp.zeros((32 * 5760, 2880)))
+    chosen = [choose_codes_config(m, 32, 5760, 2880, False, one_order=one_order) for one_order in (False, True)]
+    assert [config.by_warp for config in chosen] == [m <= 256, False]
+    for config, one_order in zip(chosen, (False, True)):
+        block = block_rows(m, shapes, 32, False, one_order)
+        assert block == (config.tokens, config.by_warp)
+        following = choose_codes_config(m, 32, 2880, 2880, False, block, one_order)
+        assert (following.tokens, following.by_warp) == block
+
+
+@pytest.mark.parametrize(("block", "apart"), [(8, False), (64, False), (8, True)])
+def test_pairs_are_blocks_of_groups(block, apart):
+    rng, m, pairs_of = np.random.default_rng(0), 60, jax.jit(row_groups.pairs_of, static_argnums=(1, 2, 4))
     for _ in range(20):
         chosen = rng.integers(0, rng.integers(1, 6), rng.integers(0, m + 1))
         sizes, wanted, start = np.bincount(chosen, minlength=5), [], 0
         for group, size in enumerate([*sizes, m - len(chosen)]):
-            rows = range(start // block * block, start + size, block) if size else ()
+            rows = range(start if apart else start // block * block, start + size, block) if size else ()
             wanted += [(group, row, max(start, row), min(start + size, row + block)) for row in rows]
             start += size
-        pairs = pairs_of(sizes_of(*sizes), m, block)
-        assert pairs.number(m, block) == len(wanted)
+        pairs = pairs_of(sizes_of(*sizes), m, block, None, apart)
+        assert pairs.number(m, block, apart) == len(wanted)
         assert [tuple(each) for each in np.stack(pairs[:4], axis=1)[: len(wanted)]] == wanted
 
 
 @pytest.mark.parametrize(
-    ("block", "kind", "used"), [(64, "bfloat16", True), (8, "w4a16-g128", True), (8, "bfloat16", False)]
+    ("block", "kind", "used"),
+    [((64, False), "bfloat16", True), ((8, True), "w4a16-g128", True), ((8, False), "bfloat16", False)],
 )
 def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block, kind, used):
     """It has the bits of one that the product makes."""
     rng = np.random.default_rng(0)
     scores, rows = (jnp.asarray(rng.normal(size=(9, n)), "bfloat16") for n in (12, 128))
-    made = route_sm90.sort_tokens(scores, rows, 3, True, Here(12), lambda routes: routes, block, None, INTERPRET)
+    made = route_sm90.sort_tokens(scores, rows, 3, True, Here(12), lambda routes: routes, block[0], None, INTERPRET, block[1])
     (_, w, *_), _ = arguments(kind, made.sizes.tolist(), 27, 64, 128, False)
     run = partial(mosaic_sm90.ragged_matmul, made.rows, w, made.sizes, False, jnp.dtype("bfloat16"), None, INTERPRET)
     want, calls = run(), []
     for module in (mosaic_sm90.skinny, mosaic_sm90.tiles_sm90):
-        monkeypatch.setattr(module, "pairs_of", lambda *rest: calls.append(rest) or row_groups.pairs_of(*rest))
+        monkeypatch.setattr(module, "pairs_of", lambda *rest, **how: calls.append(rest) or row_groups.pairs_of(*rest, **how))
     assert same_bits(run(made.schedule), want)
     assert (not calls) == used
 
 
-@pytest.mark.parametrize("number", [0, 7])
-@pytest.mark.parametrize("fault", ["a block's rows all go out", "a group's weight is its neighbour's"])
+OUT, NEIGHBOUR = "a block's rows all go out", "a group's weight is its neighbour's"
+
+
+@pytest.mark.parametrize(
+    ("number", "fault"), [(0, OUT), (0, NEIGHBOUR), (7, OUT), (7, NEIGHBOUR), (8, NEIGHBOUR), (9, NEIGHBOUR)]
+)
 def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
     kind, _, m, n, k, gated, config = KERNEL[number]
     given, expected = arguments(kind, (3, 1, 5, 1), m, n, k, gated)
     real = row_groups.pairs_of
 
-    def pairs_of(*sizes):
-        pairs = real(*sizes)
-        if fault == "a block's rows all go out":
+    def pairs_of(*sizes, **how):
+        pairs = real(*sizes, **how)
+        if fault == OUT:
             return pairs._replace(first=pairs.row)
         return pairs._replace(group=pairs.group.at[0].set(1))
 
@@ -250,6 +282,8 @@ SHAPES = [  # of Qwen3-30B-A3B and gpt-oss-20b, too
     ("w4a16-g128", 8, 128, 768, 2048),
     ("nf4", 4096, 128, 2048, 768),
     ("mxfp4-weight", 128, 32, 2880, 2880),
+    ("mxfp4-weight", 2048, 32, 2880, 2880),
+    ("nf4", 256, 128, 768, 2048),
 ]
 
 

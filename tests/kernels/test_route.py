@@ -42,10 +42,11 @@ def check(made: Sorted, scores, x, routes, normalize: bool, experts: int | None 
     shares = np.take_along_axis(reference.shares_of(scores, routes, normalize), which, axis=1)
     np.testing.assert_allclose(made.shares, shares, rtol=1e-5, atol=1e-7)
     if made.schedule is not None:
-        pairs, rows = row_groups.pairs_of(made.sizes, routes.size, made.schedule.block), routes.size
+        block, apart, rows = made.schedule.block, made.schedule.apart, routes.size
+        pairs = row_groups.pairs_of(made.sizes, rows, block, apart=apart)
         assert made.schedule.pairs.starts.tolist() == pairs.starts.tolist()
         assert made.schedule.pairs.before.tolist() == pairs.before.tolist()
-        number = int(pairs.number(rows, made.schedule.block))
+        number = int(pairs.number(rows, block, apart))
         for got, want in zip(made.schedule.pairs[:4], pairs[:4], strict=True):
             assert got[:number].tolist() == want[:number].tolist()
 
@@ -126,28 +127,31 @@ def test_what_does_not_fit_is_refused():
         assert refusal in BACKENDS["mosaic"].supports(*wrong)
 
 
-KERNEL = [  # tokens, experts, chosen, width, normalize, rows of a block
-    (1, 128, 8, 2048, True, 64),
-    (1, 60, 4, 128, False, 8),
-    (5, 60, 4, 1408, True, 8),  # a row in several pieces
-    (2, 260, 3, 64, True, 64),
-    (20, 8, 8, 128, False, 8),  # all experts, of several blocks each
-    (17, 132, 8, 128, True, 64),  # a schedule of two parts
+KERNEL = [  # tokens, experts, chosen, width, normalize, rows of a block, and whether blocks are apart
+    (1, 128, 8, 2048, True, 64, False),
+    (1, 60, 4, 128, False, 8, True),
+    (5, 60, 4, 1408, True, 8, False),  # a row in several pieces
+    (2, 260, 3, 64, True, 64, False),
+    (20, 8, 8, 128, False, 8, False),  # all experts, of several blocks each
+    (20, 8, 8, 128, False, 8, True),
+    (17, 132, 8, 128, True, 64, False),  # a schedule of two parts
+    (17, 132, 8, 128, True, 8, True),
 ]
 
 
-def interpreted(scores, x, chosen, normalize, block, seen=lambda routes: routes):
-    return mosaic_sm90.sort_tokens(scores, x, chosen, normalize, Here(scores.shape[1]), seen, block, None, FIND_RACES)
+def interpreted(scores, x, chosen, normalize, block, seen=lambda routes: routes, apart=False):
+    here = Here(scores.shape[1])
+    return mosaic_sm90.sort_tokens(scores, x, chosen, normalize, here, seen, block, None, FIND_RACES, apart)
 
 
 @pytest.mark.parametrize("case", KERNEL, ids=str)
 @pytest.mark.parametrize("processors", [132, 4])
 def test_the_kernels_are_the_definition_without_races(monkeypatch, case, processors):
     """Also where a block has several tokens."""
-    tokens, experts, chosen, width, normalize, block = case
+    tokens, experts, chosen, width, normalize, block, apart = case
     monkeypatch.setattr(mosaic_sm90, "SMS", processors)
     scores, x = inputs(tokens, experts, width)
-    made = interpreted(scores, x, chosen, normalize, block)
+    made = interpreted(scores, x, chosen, normalize, block, apart=apart)
     check(made, scores, x, reference.choose(scores, chosen), normalize)
 
 
