@@ -11,8 +11,9 @@ from jax import lax
 
 class Pairs(NamedTuple):
     """Lists the blocks of rows that each group's weight meets, where rows are in groups with a weight each. A block
-    begins at a multiple of its size, so it may meet several groups. Blocks that are apart begin with a group's rows, and
-    meet no other. What follows the last group is a group of its own, X. A kernel takes the arrays of what it reads."""
+    begins at a multiple of its size, so it may meet several groups. Blocks that are apart begin with a group's rows,
+    and meet no other. What follows the last group is a group of its own, X. A kernel takes the arrays of what it
+    reads."""
 
     group: Any  # i32[G]
     row: Any  # i32[G]: the block's first

@@ -30,7 +30,8 @@ def route(
     numbers i32[T, chosen], the best first, and returns those that count. It may so return others, and some of them
     twice. A number that no expert has computes nothing. Of experts `here` alone there are rows in groups. A schedule
     of the ragged products is made where that costs no launch. Its blocks have `block` rows, a power of two. If they are
-    apart, each begins with an expert's rows. Scores and x have gradients. XLA does what the kernels don't, also if they are named. Raises ValueError where shapes disagree.
+    apart, each begins with an expert's rows. Scores and x have gradients. XLA does what the kernels don't, also if they
+    are named. Raises ValueError where shapes disagree.
     """
     experts = bind_shapes(scores=(scores, "T X"), x=(x, "T E"))["X"]
     if not 1 <= chosen <= experts:

@@ -177,11 +177,14 @@ def copy_stages(
                     target = target.at[part] if plan.apart else target
                     source = source.at[pl.ds(row, plan.rows), pl.ds((first + part) * config.width, width)]
                     target = target.at[pl.ds(half * plan.rows, plan.rows)]
+                elif name == "x" and plan.apart:
+                    columns = pl.ds(first * plan.step + part * PIECE, PIECE)
+                    copy_rows(source.at[:, columns], target.at[part], place, full.at[slot])
+                    continue
                 elif name == "x":
-                    columns = (first * plan.step + part * PIECE, PIECE) if plan.apart else None
-                    columns = columns or ((first + part) * plan.step, plan.step)
-                    source = source.at[pl.ds(place.token, config.tokens), pl.ds(*columns)]
-                    target = target.at[part if plan.apart else pl.ds(part * config.tokens, config.tokens)]
+                    columns = pl.ds((first + part) * plan.step, plan.step)
+                    source = source.at[pl.ds(place.token, config.tokens), columns]
+                    target = target.at[pl.ds(part * config.tokens, config.tokens)]
                 else:
                     assert plan.format.group is not None
                     group = lax.div(first * plan.step, jnp.int32(plan.format.group))
@@ -191,6 +194,17 @@ def copy_stages(
                 plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
     drain(mine * steps, free)
+
+
+def copy_rows(source: Any, target: Any, place: Item, full: Any) -> None:
+    """Copies a group's rows to the first of target [tokens, columns], and few others: 2, 4, 8 .. in all."""
+    count, tokens = place.last - place.first, target.shape[0]
+    sizes = [size for size in (2, 4, 8, 16) if size < tokens] + [tokens]
+    for less, size in zip([0, *sizes], sizes):
+
+        @pl.when((count > less) & (count <= size))
+        def _copy(size: int = size) -> None:
+            plgpu.copy_gmem_to_smem(source.at[pl.ds(place.token, size)], target.at[pl.ds(0, size)], full)
 
 
 def copy_vectors(plan: Plan, sources: Any, scratch: Any, mine: jax.Array, item: Any, names: list[str]) -> None:

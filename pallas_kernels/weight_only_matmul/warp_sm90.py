@@ -94,8 +94,8 @@ def _store(plan: Plan, place: list[jax.Array], total: jax.Array, parts: Any, out
     def store(_: Any, total: mgpu.FragmentedArray, *arrays: Any) -> tuple[()]:
         pointers = {name: mgpu.utils.memref_ptr(array) for name, array in zip(("parts", "out"), arrays[:2])}
         emit = StreamEmitter(plan.dtype, pointers)
-        store = store_group if plan.apart else store_sums
-        store(plan, emit, *(each.registers.item() for each in arrays[2:]), _numbers(total))
+        run: Any = store_group if plan.apart else store_sums
+        run(plan, emit, *(each.registers.item() for each in arrays[2:]), _numbers(total))
         return ()
 
     store(total, parts, out, *place)
@@ -127,12 +127,13 @@ class Warp(Codes):
         self.further = 1 if plan.apart else config.fold
         across = emit.times(emit.shift_right(unit, 3), config.rows // 8 if plan.apart else 1)
         self.w = self.places(emit.add(emit.times(eights, self.further), across), row, emit.bits_and(unit, 7), 2)
+        tiles, pieces, own = config.tokens // TOKENS, plan.step // PIECE, self.columns // PIECE
         if plan.apart:
-            block = emit.times(part, self.columns // PIECE * (config.tokens // 8))
+            block = emit.times(part, own * tiles)
         else:
             in_fold = PARTS // config.fold  # warps that have columns of the same rows of x_s
-            block = emit.times(emit.shift_right(part, in_fold.bit_length() - 1), config.tokens // 8 * plan.step // PIECE)
-            block = emit.add(block, emit.times(emit.bits_and(part, in_fold - 1), self.columns // PIECE))
+            block = emit.times(emit.shift_right(part, in_fold.bit_length() - 1), tiles * pieces)
+            block = emit.add(block, emit.times(emit.bits_and(part, in_fold - 1), own))
         self.x = self.places(block, row, matrix, 4)
         self.vectors = {}
         above = emit.add(first, emit.shift_right(self.lane, 2))
