@@ -28,13 +28,12 @@ def ragged_matmul(
     after the last group give zeros, whatever they hold. A quantized w has rows of codes, or of plain values if its
     format is weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's;
     QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
-    up^T) is returned, [M, N / 2], rounded once. schedule: of sizes, for a kernel that has blocks of its size (see
-    block_rows in config.py). A row's bits depend neither on its group's size nor on other rows.
-    They depend on M where weights have 4 bits: few rows have a mosaic kernel that adds in another order. The backend
-    deterministic never takes that kernel, so there they do not.
-    The mosaic kernel rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and weights have
-    gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named backend
-    doesn't do.
+    up^T) is returned, [M, N / 2], rounded once. schedule: of sizes, for a kernel that has such blocks (see block_rows
+    in config.py). A row's bits depend neither on its group's size nor on other rows. They depend on M where weights
+    have 4 bits: few rows have a mosaic kernel that adds in another order. The backend deterministic never takes that
+    one. The mosaic kernel of more rows rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and
+    weights have gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named
+    backend doesn't do.
     """
     check_int32(sizes=sizes)
     values = x.values if isinstance(x, QuantizedRows) else x

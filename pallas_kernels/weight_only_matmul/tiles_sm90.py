@@ -200,9 +200,10 @@ def copy_rows(source: Any, target: Any, place: Item, full: Any) -> None:
     """Copies a group's rows to the first of target [tokens, columns], and few others: 2, 4, 8 .. in all."""
     count, tokens = place.last - place.first, target.shape[0]
     sizes = [size for size in (2, 4, 8, 16) if size < tokens] + [tokens]
-    for less, size in zip([0, *sizes], sizes):
+    for less, size in zip([0, *sizes], sizes):  # one copy whatever the count is: who reads waits for it
+        fits = (count > less) | (size == sizes[0]), (count <= size) | (size == tokens)
 
-        @pl.when((count > less) & (count <= size))
+        @pl.when(fits[0] & fits[1])
         def _copy(size: int = size) -> None:
             plgpu.copy_gmem_to_smem(source.at[pl.ds(place.token, size)], target.at[pl.ds(0, size)], full)
 
