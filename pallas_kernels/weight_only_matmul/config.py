@@ -29,8 +29,9 @@ class Config:
     - split: parts of K that are summed after the kernel.
     - width: bytes of a weight's row that a stage holds of a part.
     - stages: in flight, at most: as many as shared memory holds. ctas: that run.
-    - by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py). A
-      warpgroup has 16 row_tiles rows, and a stage 256 columns of each of `fold` parts; width is not its.
+    - by_warp: products of codes of 4 bits are those of single warps, for up to `tokens` rows of x (warp_sm90.py), or
+      for blocks of as many where rows are in groups. A warpgroup has 16 row_tiles rows, and a stage 256 columns of
+      each of `fold` parts; width is not its.
 
     Only fold, split, width and by_warp change bits.
     """

@@ -49,8 +49,8 @@ class Plan:
 
     @property
     def apart(self) -> bool:
-        """Tells whether a tile's rows of x begin with its group's, and copies are of 128 bytes of rows. Single warps
-        find rows in shared memory anywhere, and ends of K are no multiple of anything."""
+        """Tells whether a tile's rows of x begin with its group's. Each copy is of 128 bytes of rows then: TMA cuts
+        wider ones into blocks of 8 rows, which begin at multiples of 8, and K into multiples of 128 bytes."""
         return self.config.by_warp and self.weights > 0
 
     @property
