@@ -199,7 +199,7 @@ def codes(which: str) -> tuple[Any, ...]:
 
 
 def multiply_groups(which: str, backend: str) -> Result:
-    """Returns products of groups of rows. `which`: the weights' format and the rows of x, of which three have no
+    """Returns products of groups of rows. `which`: the weights' format and the rows of x, of which some have no
     group."""
     import jax.numpy as jnp
     import numpy as np
@@ -212,7 +212,7 @@ def multiply_groups(which: str, backend: str) -> Result:
     half, rng = int(rows) // 2, np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=(size, 1024)), "bfloat16") for size in (2 * half, 3 * 320))
     codes = None if name == "bf16" else encode(w, parse_weight_format(name))
-    blocks, sizes = (w if codes is None else decode(codes)).reshape(3, 320, 1024), (half, 0, half - 3)
+    blocks, sizes = (w if codes is None else decode(codes)).reshape(3, 320, 1024), (half, 0, max(half - 3, 0))
     out = ragged_matmul(x, w if codes is None else codes, jnp.asarray(sizes, jnp.int32), backend=backend)
     return out, reference.ragged_matmul(x, np.asarray(blocks), sizes)
 
@@ -314,6 +314,7 @@ KERNELS = {
         multiply_codes_by_warp, ("w4a16-g128:9", "w4a16-g32-zp:5", "nf4:16"), ("mosaic",)
     ),
     "ragged_matmul": Kernel(multiply_groups, ("bf16:70", "w4a16-g128:70", "mxfp4-weight:8")),
+    "ragged_matmul by row": Kernel(multiply_groups, ("bf16:2", "w4a16-g128:2", "mxfp4-weight:2"), ("mosaic",)),
     "route": Kernel(route_tokens, ("1:128:8", "33:60:4", "150:8:2"), ("mosaic",)),
     "row_matmul": Kernel(multiply_by_row, ("16:9", "1024:9", "16:300"), ("mosaic",)),
     "low_rank": Kernel(multiply_low_rank, ("16:9", "64:70"), ("mosaic",)),

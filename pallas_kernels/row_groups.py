@@ -52,6 +52,13 @@ def known_pairs(schedule: Schedule | None, block: int, apart: bool = False) -> P
     return None if schedule is None or (schedule.block, schedule.apart) != (block, apart) else schedule.pairs
 
 
+def groups_of_rows(sizes: jax.Array, m: int) -> jax.Array:
+    """Returns i32[M]: the group of each of M sorted rows; X after the last one."""
+    number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(number[None, :] <= number[:, None], sizes[None, :], 0), axis=1, dtype=jnp.int32)
+    return jnp.sum(ends[None, :] <= jnp.arange(m, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+
+
 def pairs_of(sizes: jax.Array, m: int, block: int, own: jax.Array | None = None, apart: bool = False) -> Pairs:
     """Returns the pairs of M sorted rows in groups of sizes i32[X] and blocks of `block` rows. XLA makes two kernels of
     it, or four if there are several blocks: all is comparisons and sums, and a single number would be one more. `own`

@@ -95,8 +95,8 @@ def _routed(
     scores = tap("router", linear(rows, p.router, bias, backend=backend))
     here, gated = _experts_here(p, x, config.axis), not isinstance(p, BiasedExpertsParams)
     how: dict[str, Any] = {"chosen": experts.chosen, "normalize": experts.normalize, "here": here, "backend": backend}
-    rows_here, one_order = len(x) * experts.chosen, backend == DETERMINISTIC
-    how["block"], how["apart"] = block_rows(rows_here, p.gate_up, here.experts, gated, one_order)
+    rows_here = len(x) * experts.chosen
+    how["block"], how["apart"] = block_rows(rows_here, p.gate_up, here.experts, gated, experts.chosen, backend)
     return rows, route(scores, rows, seen=partial(tap, "routes"), **how)
 
 

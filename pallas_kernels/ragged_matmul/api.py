@@ -29,11 +29,13 @@ def ragged_matmul(
     format is weight-only. Sums are in promote_types(x.dtype, float32), rounded once to out_dtype (default: x's;
     QuantizedRows need one). gated: each block of w has gate's rows, then as many of up's, and SiLU(x gate^T) * (x
     up^T) is returned, [M, N / 2], rounded once. schedule: of sizes, for a kernel that has such blocks (see block_rows
-    in config.py). A row's bits depend neither on its group's size nor on other rows. They depend on M where weights
-    have 4 bits: few rows have a mosaic kernel that adds in another order. The backend deterministic never takes that
-    one. The mosaic kernel of more rows rounds weights of 4 bits, and their float16 scales, to x's dtype. Plain rows and
-    weights have gradients. Raises ValueError where shapes or dtypes disagree, and NotImplementedError for what a named
-    backend doesn't do.
+    in config.py).
+
+    A row's bits depend neither on its group's size nor on other rows. With backend "deterministic" they do not depend
+    on M, either. Else few rows may run in kernels of mosaic's that add in another order (choose_rows and
+    choose_codes_config in config.py). The mosaic kernel of more rows rounds weights of 4 bits, and their float16
+    scales, to x's dtype. Plain rows and weights have gradients. Raises ValueError where shapes or dtypes disagree, and
+    NotImplementedError for what a named backend doesn't do.
     """
     check_int32(sizes=sizes)
     values = x.values if isinstance(x, QuantizedRows) else x
@@ -46,10 +48,8 @@ def ragged_matmul(
         out_dtype = x.dtype
     out_dtype = check_out_dtype(out_dtype)
     chosen = choose(BACKENDS, backend, x, w, sizes.shape[0], gated, out_dtype)
-    how = {}
-    if chosen is BACKENDS["mosaic"]:  # others make their own tiles, in one order
-        how = {"schedule": schedule, "one_order": backend == DETERMINISTIC}
-    return chosen.run(x, w, sizes, gated, out_dtype, **how)
+    scheduled = chosen in (BACKENDS["mosaic"], BACKENDS[DETERMINISTIC])  # others make their own tiles
+    return chosen.run(x, w, sizes, gated, out_dtype, **({"schedule": schedule} if scheduled else {}))
 
 
 def _mosaic(*arguments, **how) -> jax.Array:
@@ -64,8 +64,16 @@ def _triton(*arguments) -> jax.Array:
     return triton.ragged_matmul(*arguments)
 
 
+def _one_order(x, w, sizes, gated, out_dtype, schedule=None) -> jax.Array:
+    """Runs what would run by default, without kernels of few rows."""
+    chosen = choose(BACKENDS, None, x, w, sizes.shape[0], gated, out_dtype)
+    how = {"schedule": schedule, "one_order": True} if chosen is BACKENDS["mosaic"] else {}
+    return chosen.run(x, w, sizes, gated, out_dtype, **how)
+
+
 BACKENDS = {
     "mosaic": Backend(_mosaic, check_supported),
     "triton": Backend(_triton, check_triton),
     "xla": Backend(xla.ragged_matmul),
+    DETERMINISTIC: Backend(_one_order),
 }

@@ -5,6 +5,7 @@
 
 Each figure is of several layers in one jit, with routes of their own. Bytes are those of the experts that have rows,
 their scales included, of rows and of results. The floor is what they take at the rate of a large copy in the same run.
+Schedules of mosaic's are made before, as a step's route makes them.
 `off` is the distance from what backend xla makes of the same arrays, as a share of its norm. Without --peers only
 mosaic is measured.
 """
@@ -27,6 +28,8 @@ from pallas_kernels.formats.quantized_rows import quantize_rows
 from pallas_kernels.formats.weight_formats import parse_weight_format
 from pallas_kernels.ragged_matmul import ragged_matmul
 from pallas_kernels.ragged_matmul.cases import FORMATS, PRODUCTS, TOKENS, Product, routed
+from pallas_kernels.ragged_matmul.config import block_rows
+from pallas_kernels.row_groups import Schedule, pairs_of
 from pallas_kernels.weight_only_matmul.bench import random_weight
 
 LAYERS = 8
@@ -69,12 +72,18 @@ def moved_bytes(product: Product, x: Any, w: Any, sizes: list[np.ndarray]) -> fl
 
 
 def compiled(product: Product, peer: str, x: Any, w: Any, sizes: list[jax.Array]) -> Callable[[], list[jax.Array]]:
-    def layers(x: Any, w: Any, sizes: list[jax.Array]) -> list[jax.Array]:
-        run = partial(ragged_matmul, gated=product.gated, out_dtype=jnp.bfloat16, backend=peer)
-        return [run(x, w, each) for each in sizes]
+    m, block, apart = len(jax.tree.leaves(x)[0]), 0, False
+    if peer == "mosaic":
+        block, apart = block_rows(m, w, product.experts, product.gated, product.chosen)
 
-    made = jax.jit(layers).lower(x, w, sizes).compile()
-    return lambda: made(x, w, sizes)
+    def layers(x: Any, w: Any, sizes: list[jax.Array], schedules: list[Schedule | None]) -> list[jax.Array]:
+        run = partial(ragged_matmul, gated=product.gated, out_dtype=jnp.bfloat16, backend=peer)
+        return [run(x, w, each, schedule=schedule) for each, schedule in zip(sizes, schedules, strict=True)]
+
+    pairs = [pairs_of(each, m, block, apart=apart) if block else None for each in sizes]
+    schedules = [each and Schedule(each, block, apart) for each in pairs]
+    made = jax.jit(layers).lower(x, w, sizes, schedules).compile()
+    return lambda: made(x, w, sizes, schedules)
 
 
 @jax.jit

@@ -10,6 +10,7 @@ from pallas_kernels.checks import check_listed
 from pallas_kernels.formats.quantized_rows import QuantizedRows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 from pallas_kernels.formats.weight_formats import TABLES
+from pallas_kernels.hopper.gemm_sm90 import gemv_config
 from pallas_kernels.hopper.gemm_sm90.skinny_config import (
     FROM_MEMORY,
     INTO_SM,
@@ -22,6 +23,7 @@ from pallas_kernels.hopper.gemm_sm90.skinny_config import (
 from pallas_kernels.scaled_matmul.config import TritonConfig
 from pallas_kernels.triton.triton_call import check_installed
 from pallas_kernels.weight_only_matmul.config import Config as CodesConfig
+from pallas_kernels.weight_only_matmul.config import RowConfig
 
 # Weights that share a scale, by codes that plain rows are multiplied by, and what N and K are multiples of.
 GROUPS = {"int4": (32, 64, 128), "nf4": (32, 64, 128), "e2m1": (32,)}
@@ -30,6 +32,9 @@ CODES_PIECE = 32, 64
 DECODED = {1: 45e3, 2: 75e3}
 # The same of single warps, by the rows of a block: an estimate too.
 WARPS_DECODED = {8: 80e3, 16: 65e3}
+# Microseconds that kernels of single rows save if no weight is read twice: an estimate, by bytes of an element.
+SAVED: dict[int | str, float] = {1: 2.0, 2: 2.5, "codes": 4.0}
+LANES_BYTES = 512  # of codes that a warp loads of a row at once
 BLOCKS, CODES_BLOCKS = (64, 128, 256), (8, 16, 32, 64, 128)  # rows
 PIECE = 64  # columns: rows of a result go out one by one, from places in shared memory that are multiples of 128 bytes
 
@@ -82,10 +87,13 @@ def _check_codes(x: jax.Array, w: QuantizedWeight, backend: str = "mosaic", more
 
 
 def block_rows(
-    m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool, one_order: bool = False
+    m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool, chosen: int = 1, backend: str | None = None
 ) -> tuple[int, bool]:
     """Returns the rows of a block of the Hopper kernels, and whether blocks are apart, for M rows and weights
-    w [X N, K]."""
+    w [X N, K]. Each `chosen` rows are of different groups."""
+    one_order = backend == backends.DETERMINISTIC
+    if choose_rows(m, w, groups, gated, chosen, one_order=one_order) is not None:
+        return 1, False
     n = w.shape[0] // (groups * (2 if gated else 1))
     if isinstance(w, QuantizedWeight) and w.format.row_codes is None:
         config = choose_codes_config(m, groups, n, w.shape[1], gated, one_order=one_order)
@@ -93,6 +101,39 @@ def block_rows(
     stored = w.values if isinstance(w, QuantizedWeight) else w
     itemsize = min(stored.dtype.itemsize, max(OPERATIONS))  # no kernel has more
     return choose_config(m, groups, n, stored.shape[1], itemsize, gated).rows, False
+
+
+def choose_rows(
+    m: int, w: jax.Array | QuantizedWeight, groups: int, gated: bool, chosen: int = 1, block: int | None = None,
+    one_order: bool = False,
+) -> gemv_config.Config | RowConfig | None:  # fmt: skip
+    """Returns the configuration of the kernels in which every row reads its group's weight; None where others run.
+
+    They run for at most as many rows as there are groups, by an estimate of what several rows of a group read again.
+    Each `chosen` rows are of different groups. block: of a schedule, which says what was chosen when it was made. These
+    kernels add in an order of their own. So they never run with one_order.
+    """
+    stored = w.values if isinstance(w, QuantizedWeight) else w
+    (rows, k), itemsize = stored.shape, stored.dtype.itemsize
+    n, by_codes = rows // (groups * (2 if gated else 1)), isinstance(w, QuantizedWeight) and w.format.row_codes is None
+    if one_order or not m or block not in (None, 1) or (stored.dtype != jnp.int8 and not by_codes and itemsize != 2):
+        return None
+    used = groups * (1 - (1 - min(chosen / groups, 1)) ** (m / chosen))  # groups with rows, if these choose at random
+    again = (m - used) * n * (2 if gated else 1) * k * itemsize / FROM_MEMORY
+    if block is None and (m > groups or again > SAVED["codes" if by_codes else itemsize]):
+        return None
+    return row_config(k * itemsize) if by_codes else gemv_config.for_groups(n, k, itemsize, gated)
+
+
+def row_config(row_bytes: int) -> RowConfig:
+    """Returns the configuration for single rows of x and rows of codes of so many bytes. It leaves the fewest lanes
+    without codes, and then has the most rows to a warp."""
+
+    def busy(config: RowConfig) -> tuple[float, int]:
+        step = config.across * LANES_BYTES
+        return row_bytes / (-(-row_bytes // step) * step), config.across
+
+    return max((RowConfig(across=across) for across in (1, 2, 4)), key=busy)
 
 
 def choose_codes_config(

@@ -81,14 +81,22 @@ class Config:
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Configures the kernel for one row of x (row_sm90.py). rows: of the weight, that a block of four warps has; of a
-    gated product half of them are gate's. They don't change bits."""
+    """Configures the kernel for one row of x (row_sm90.py).
+
+    - rows: of the weight, that a block of four warps has; of a gated product half of them are gate's. They don't change
+      bits.
+    - across: warps that share a row's columns. Those of a short row would have none for some of four. A warp has four
+      rows at least.
+    """
 
     rows: int = 16
+    across: int = 4
 
     def __post_init__(self) -> None:
         if self.rows not in (8, 16, 32):
             raise ValueError(f"rows is {self.rows}, expected 8, 16 or 32")
+        if self.across not in (1, 2, 4) or self.rows * self.across < 16:
+            raise ValueError(f"across is {self.across}, expected 1, 2 or 4, and 16 / rows={self.rows} at least")
 
 
 ONE_ROW = RowConfig()
@@ -112,7 +120,7 @@ AnyConfig = Config | RowConfig | StreamConfig
 def takes_one_row(n: int, fmt: WeightFormat, gated: bool = False, config: RowConfig = ONE_ROW) -> bool:
     """Returns whether the kernel for one row of x takes a weight of that many rows as stored, or of two such halves."""
     halves = 2 if gated else 1
-    known = fmt.codes in GROUPS and (fmt.group or ROW) in GROUPS[fmt.codes]
+    known = fmt.block_kind == "mxfp4" or (fmt.codes in GROUPS and (fmt.group or ROW) in GROUPS[fmt.codes])
     return known and config.rows >= 8 * halves and n % config.rows == 0
 
 

@@ -60,6 +60,9 @@ class Emitter:
         """Returns a byte of a word, sign-extended."""
         return arith.extsi(self.i32, arith.trunci(self.i8, self.shift_right(word, 8 * byte)))
 
+    def byte(self, word: ir.Value, byte: int) -> ir.Value:
+        return self.bits_and(self.shift_right(word, 8 * byte), 255)
+
     def shift_right(self, a: ir.Value, b: int) -> ir.Value:
         return arith.shrui(a, self.c(b)) if b else a
 
@@ -73,17 +76,19 @@ class Emitter:
         if kind == "f16":
             return arith.extf(self.f32, llvm.load(self.f16, pointer))
         if kind == "e8m0":
-            code = arith.extui(self.i32, llvm.load(self.i8, pointer))
-            return arith.bitcast(self.f32, arith.maxui(self.times(code, 1 << 23), self.c(1 << 22)))  # 0 is 2^-127
+            return self.power(arith.extui(self.i32, llvm.load(self.i8, pointer)))
         if kind == "u8":
             return arith.extui(self.i32, llvm.load(self.i8, pointer))
         if kind == 8:
             return arith.extsi(self.i32, llvm.load(self.i8, pointer))
         return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
 
-    def power(self, code: ir.Value, more: int) -> ir.Value:
-        """Returns a power of two in E8M0 times 2^more as float32, if that is a normal number."""
-        return arith.bitcast(self.f32, arith.addi(self.times(code, 1 << 23), self.c(more << 23)))
+    def power(self, code: ir.Value, more: int = 0) -> ir.Value:
+        """Returns the float32 that a code of E8M0 stands for. With `more` it is times 2^more, a normal number."""
+        bits = self.times(code, 1 << 23)
+        if more:
+            return arith.bitcast(self.f32, arith.addi(bits, self.c(more << 23)))
+        return arith.bitcast(self.f32, arith.maxui(bits, self.c(1 << 22)))  # 0 is 2^-127
 
     def float_of(self, a: ir.Value) -> ir.Value:
         return arith.sitofp(self.f32, a)

@@ -23,7 +23,9 @@ QUADS = LANES // 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the sizes of a call: n rows of the weight, or of each of its two halves. A block has `kept` of each."""
+    """Holds the sizes of a call: n rows of the weight, or of each of its two halves. A block has `kept` of each. If
+    rows of x are in groups, there are `weights` such weights, one below the other. `across` warps share a row's
+    columns."""
 
     n: int
     k: int
@@ -31,10 +33,27 @@ class Plan:
     format: WeightFormat
     halves: int
     kept: int
+    weights: int = 0
+    across: int = WARPS
 
     @property
     def rows(self) -> int:
         return self.halves * self.kept
+
+    @property
+    def own(self) -> int:
+        """Counts the rows of a warp: of both halves only if it has all of a block's rows."""
+        return self.rows * self.across // WARPS
+
+    @property
+    def parts(self) -> int:
+        """Counts the sums that add up to a row's."""
+        return QUADS * self.across
+
+    @property
+    def stored(self) -> int:
+        """Counts the rows of all weights."""
+        return max(self.weights, 1) * self.halves * self.n
 
     @property
     def row_bytes(self) -> int:
@@ -53,38 +72,54 @@ class Plan:
 class Row(Codes):
     """Does one thread's work, in operations of `emit`, a StreamEmitter."""
 
-    def __init__(self, plan: Plan, emit: Any, block: Any) -> None:
+    def __init__(self, plan: Plan, emit: Any, block: Any, row: Any, weight: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
-        self.plan, fmt = plan, plan.format
+        self.plan = plan
         self.chunk = LANES * PIECE  # bytes
-        self.steps = -(-plan.row_bytes // (WARPS * self.chunk))
+        self.stride = plan.across * self.chunk  # from one of a warp's chunks to the next
+        self.steps = -(-plan.row_bytes // self.stride)
         warp = emit.bits_and(emit.shift_right(emit.thread(), 5), WARPS - 1)
-        # Which of four chunks: warps that have one more are not those of one scheduler for all blocks.
-        self.part = emit.bits_and(emit.add(warp, block), WARPS - 1)
+        team = emit.shift_right(warp, plan.across.bit_length() - 1)
+        # Which chunk of those that share a row: warps that have one more are not of one scheduler for all blocks.
+        self.part = emit.bits_and(emit.add(warp, block), plan.across - 1)
+        self.first = emit.times(team, plan.own)  # row of the block
         self.quad = emit.shift_right(self.lane, 2)
         self.at = emit.add(emit.times(self.part, self.chunk), emit.times(self.lane, PIECE))
-        vectors = {"scales": 2 if fmt.group else 4, "zeros": 1}
-        for name, size in {"w": plan.row_bytes, **vectors}.items():
+        for name, size in {"w": plan.row_bytes, "scales": self.scale_bytes, "zeros": 1}.items():
             if name in emit.names:
+                if plan.weights:
+                    emit.advance(name, weight, plan.halves * plan.n * size)
                 emit.advance(name, block, plan.kept * size)
-                emit.pointers[f"{name}1"] = emit.pointers[name]  # of the second half
-                emit.advance(f"{name}1", emit.c(1), plan.n * size)
+                if plan.own <= plan.kept:
+                    half = emit.shift_right(self.first, plan.kept.bit_length() - 1)
+                    emit.advance(name, half, plan.n * size)
+                    emit.advance(name, emit.bits_and(self.first, plan.kept - 1), size)
+                else:
+                    emit.pointers[f"{name}1"] = emit.pointers[name]  # of the second half
+                    emit.advance(f"{name}1", emit.c(1), plan.n * size)
+        if plan.weights and "x" in emit.names:
+            emit.advance("x", row, 2 * plan.k)
+
+    @property
+    def scale_bytes(self) -> int:
+        fmt = self.plan.format
+        return 4 if fmt.group is None else 1 if fmt.scale_codes == "e8m0" else 2
 
     def whole(self, step: int) -> bool:
         """Returns whether all warps have whole chunks in this step."""
-        return (step + 1) * WARPS * self.chunk <= self.plan.row_bytes
+        return (step + 1) * self.stride <= self.plan.row_bytes
 
     def place(self, step: int) -> tuple[Any, int]:
         """Returns where the lane's bytes of a row are, as a number and what is to be added. Instead of bytes beyond the
         row they are its last ones."""
-        more = step * WARPS * self.chunk
+        more = step * self.stride
         if self.whole(step):
             return self.at, more
         return self.emit.minimum(self.emit.add(self.at, self.emit.c(more)), self.plan.row_bytes - PIECE), 0
 
     def load_codes(self, step: int) -> list[list[Any]]:
         """Loads four words for each row."""
-        return [self.load_row(step, row) for row in range(self.plan.rows)]
+        return [self.load_row(step, row) for row in range(self.plan.own)]
 
     def load_row(self, step: int, row: int) -> list[Any]:
         half, within = divmod(row, self.plan.kept)
@@ -101,7 +136,7 @@ class Row(Codes):
             word for i in range(0, size * PIECE, 16) for word in emit.vector("x", start, size * more + i)
         ]  # fmt: skip
         if not self.whole(step):
-            inside = emit.below(emit.add(self.at, emit.c(step * WARPS * self.chunk)), plan.row_bytes)
+            inside = emit.below(emit.add(self.at, emit.c(step * self.stride)), plan.row_bytes)
             pairs = [emit.select(inside, pair, emit.c(0)) for pair in pairs]
         return self.by_bytes(pairs) if plan.format.codes == "nf4" else pairs
 
@@ -109,24 +144,26 @@ class Row(Codes):
         """Loads of each row the scale or zero of the lane's columns, as float32 or as an integer."""
         emit, plan = self.emit, self.plan
         if plan.format.group is None:
-            return [self.row_vector(name, row) for row in range(plan.rows)] if name in emit.names else []
+            return [self.row_vector(name, row) for row in range(plan.own)] if name in emit.names else []
         if name not in emit.names:
             return []
         of_group = plan.format.group // plan.columns_of_byte  # bytes of a row
         at, more = self.place(step)
-        size = 2 if name == "scales" else 1
-        stride = plan.halves * plan.n * size
+        size = self.scale_bytes if name == "scales" else 1
+        stride = plan.stored * size
         start = emit.times(emit.shift_right(at, of_group.bit_length() - 1), stride)
         found = []
-        for half in range(plan.halves):
-            first, count = more // of_group * stride, plan.kept * size // 4
+        for half in range(-(-plan.own // plan.kept)):
+            first, count = more // of_group * stride, min(plan.own, plan.kept) * size // 4
             words = []
             for i in range(0, count, 4):
                 words += emit.fetch(f"{name}{half or ''}", start, first + 4 * i, min(4, count - i))
-            if name == "scales":
-                found += [emit.widened(emit.low_half(word, i)) for word in words for i in range(2)]
-            else:
+            if name == "zeros":
                 found += [emit.signed_byte(word, i) for word in words for i in range(4)]
+            elif size == 1:
+                found += [emit.power(emit.byte(word, i)) for word in words for i in range(4)]
+            else:
+                found += [emit.widened(emit.low_half(word, i)) for word in words for i in range(2)]
         return found
 
     def row_vector(self, name: str, row: int) -> Any:
@@ -140,21 +177,21 @@ class Row(Codes):
         if "table" in emit.names:
             self.fill_table()
             emit.synchronize()
-        totals = [emit.zero()] * plan.rows
+        totals = [emit.zero()] * plan.own
         for step in range(self.steps):
-            inside = emit.below(emit.add(emit.times(self.part, self.chunk), emit.c(step * WARPS * self.chunk)),
-                                plan.row_bytes)  # fmt: skip
+            inside = emit.below(emit.add(emit.times(self.part, self.chunk), emit.c(step * self.stride)), plan.row_bytes)
             add = partial(self.multiply, totals, step, codes)
             if self.whole(step):
                 totals, codes = add()
             else:
                 totals = emit.either(inside, lambda add=add: add()[0], totals)
         mine = emit.equal(emit.bits_and(self.lane, 3), emit.shift_right(self.quad, 1))
-        place = emit.times(emit.add(emit.times(self.part, QUADS), self.quad), 4)
+        place = emit.add(emit.times(self.first, plan.parts), emit.add(emit.times(self.part, QUADS), self.quad))
 
         def store() -> None:
             for row, total in enumerate(totals):
-                emit.store_float("parts", emit.add(place, emit.c(4 * LANES * row)), total, jnp.dtype("float32"))
+                at = emit.times(emit.add(place, emit.c(plan.parts * row)), 4)
+                emit.store_float("parts", at, total, jnp.dtype("float32"))
 
         emit.only(mine, store)
 
@@ -173,7 +210,7 @@ class Row(Codes):
         if corrected:
             total_x = diagonal(self.product([[emit.c(self.one)] * len(x)] * 2, x))[0]
         following, totals = [], list(totals)
-        for row in range(0, plan.rows, 2):
+        for row in range(0, plan.own, 2):
             pairs = [(self.packed_pairs if fmt.packed else self.byte_pairs)(words) for words in codes[row : row + 2]]
             if not late:
                 for i, each in enumerate(pairs):

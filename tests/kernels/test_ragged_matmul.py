@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels import row_groups
-from pallas_kernels.backends import DETERMINISTIC
+from pallas_kernels.backends import DETERMINISTIC, TARGET
 from pallas_kernels.formats.quantized_rows import QuantizedRows, dequantize_rows, quantize_rows
 from pallas_kernels.formats.quantized_weights import QuantizedWeight, decode, encode
 from pallas_kernels.formats.weight_formats import parse_weight_format
+from pallas_kernels.hopper.gemm_sm90 import gemv_config
 from pallas_kernels.hopper.gemm_sm90.skinny_config import Config
 from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, xla
-from pallas_kernels.ragged_matmul.config import CodesConfig, block_rows, choose_codes_config
+from pallas_kernels.ragged_matmul.config import CodesConfig, RowConfig, block_rows, choose_codes_config
 from pallas_kernels.route import Here
 from pallas_kernels.route import mosaic_sm90 as route_sm90
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.ragged_cases import CODES, arguments, operands, sizes_of
+from tests.kernels_of import kernels_of
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
@@ -167,6 +169,15 @@ KERNEL = [  # kind, sizes, M, N, K, gated, and how it is cut
     ("nf4", (1, 0, 9), 10, 64, 192, True, CodesConfig(8, 1, 1, 2, ctas=2, by_warp=True)),
     ("mxfp4-weight", (1, 0, 19), 22, 96, 352, False, CodesConfig(16, 2, 1, 1, ctas=2, by_warp=True)),
     ("mxfp4-weight", (1, 0, 9), 12, 96, 192, True, CodesConfig(8, 1, 1, 2, ctas=2, by_warp=True)),
+    # A row at a time, of columns that fill steps of warps and lanes, or do not
+    ("bfloat16", (1, 0, 2, 0), 4, 16, 544, True, gemv_config.Config(4)),
+    ("bfloat16", (0, 1, 2), 3, 16, 1832, False, gemv_config.Config(8, 3)),
+    ("int8", (1, 0, 2), 4, 16, 512, True, gemv_config.Config(4, 8)),
+    ("w4a16-g128", (1, 0, 2, 0), 4, 16, 2048, True, RowConfig(16, 2)),
+    ("w4a16-g32-zp", (0, 2, 1), 4, 16, 1088, True, RowConfig(16, 4)),
+    ("nf4", (1, 0, 2), 4, 32, 1088, False, RowConfig(32, 1)),
+    ("mxfp4-weight", (2, 0, 1, 0), 4, 16, 2880, False, RowConfig(16, 1)),
+    ("mxfp4-weight", (1, 0, 1), 3, 16, 768, True, RowConfig(16, 1)),
 ]
 
 
@@ -202,14 +213,14 @@ def test_bits_of_the_kernel_do_not_depend_on_a_rows_company(config, other):
     assert same_bits(alone, whole[3:5])
 
 
-@pytest.mark.parametrize("m", [8, 256, 2048])
+@pytest.mark.parametrize("m", [24, 256, 2048])
 def test_products_by_warp_are_never_in_one_order(m):
     """Few rows are by warp else. A layer's second product has the blocks of its first."""
     shapes = jax.eval_shape(partial(encode, fmt=parse_weight_format("mxfp4-weight")), jnp.zeros((32 * 5760, 2880)))
     chosen = [choose_codes_config(m, 32, 5760, 2880, False, one_order=one_order) for one_order in (False, True)]
     assert [config.by_warp for config in chosen] == [m <= 256, False]
     for config, one_order in zip(chosen, (False, True)):
-        block = block_rows(m, shapes, 32, False, one_order)
+        block = block_rows(m, shapes, 32, False, backend=DETERMINISTIC if one_order else None)
         assert block == (config.tokens, config.by_warp)
         following = choose_codes_config(m, 32, 2880, 2880, False, block, one_order)
         assert (following.tokens, following.by_warp) == block
@@ -231,17 +242,22 @@ def test_pairs_are_blocks_of_groups(block, apart):
 
 
 @pytest.mark.parametrize(
-    ("block", "kind", "used"),
-    [((64, False), "bfloat16", True), ((8, True), "w4a16-g128", True), ((8, False), "bfloat16", False)],
+    ("block", "kind", "used", "config"),
+    [
+        ((64, False), "bfloat16", True, None),
+        ((8, True), "w4a16-g128", True, None),
+        ((8, False), "bfloat16", False, None),
+        ((1, False), "w4a16-g128", True, RowConfig(16, 1)),
+    ],
 )
-def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block, kind, used):
+def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block, kind, used, config):
     """It has the bits of one that the product makes."""
     rng = np.random.default_rng(0)
     scores, rows = (jnp.asarray(rng.normal(size=(9, n)), "bfloat16") for n in (12, 128))
     route = partial(route_sm90.sort_tokens, scores, rows, 3, True, Here(12), lambda routes: routes)
     made = route(block[0], None, INTERPRET, block[1])
-    (_, w, *_), _ = arguments(kind, made.sizes.tolist(), 27, 64, 128, False)
-    run = partial(mosaic_sm90.ragged_matmul, made.rows, w, made.sizes, False, jnp.dtype("bfloat16"), None, INTERPRET)
+    (_, w, *_), _ = arguments(kind, made.sizes.tolist(), 27, 16 if config else 64, 128, False)
+    run = partial(mosaic_sm90.ragged_matmul, made.rows, w, made.sizes, False, jnp.dtype("bfloat16"), config, INTERPRET)
     want, calls = run(), []
 
     def pairs_of(*rest, **how):
@@ -250,6 +266,7 @@ def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block,
 
     for module in (mosaic_sm90.skinny, mosaic_sm90.tiles_sm90):
         monkeypatch.setattr(module, "pairs_of", pairs_of)
+    monkeypatch.setattr(mosaic_sm90, "groups_of_rows", lambda *rest: calls.append(rest))
     assert same_bits(run(made.schedule), want)
     assert (not calls) == used
 
@@ -282,6 +299,40 @@ def test_faults_of_the_kernel_are_caught(monkeypatch, fault, number):
     assert error(out, expected) > 0.01
 
 
+@pytest.mark.parametrize("number", [8, 11])
+def test_a_row_with_another_groups_weight_is_caught(monkeypatch, number):
+    kind, sizes, m, n, k, gated, config = KERNEL[number]
+    given, expected = arguments(kind, sizes[::-1], m, n, k, gated)
+    real = row_groups.groups_of_rows
+    monkeypatch.setattr(mosaic_sm90, "groups_of_rows", lambda *rest: real(*rest).at[0].set(3))
+    monkeypatch.setattr(mosaic_sm90, "_by_codes", mosaic_sm90._by_codes.__wrapped__)
+    assert not error(mosaic_sm90.ragged_matmul(*given, config=config, interpret=INTERPRET), expected) < 0.01
+
+
+def test_few_rows_read_their_weights_alone_unless_there_is_to_be_one_order(monkeypatch):
+    """Counts of one token of Qwen3-30B-A3B, of as many as there are experts, and of gpt-oss-20b."""
+    monkeypatch.setenv(TARGET, "9.0")
+    for kind, m, X, n, k, rows in (
+        ("bfloat16", 8, 128, 768, 2048, "gemv_gated_ragged"),
+        ("int8", 8, 128, 768, 2048, "gemv_int8_gated_ragged"),
+        ("w4a16-g128", 8, 128, 768, 2048, "weight_only_row_gated_ragged"),
+        ("mxfp4-weight", 4, 32, 2880, 2880, "weight_only_row_gated_ragged"),
+        ("fp8", 8, 128, 768, 2048, None),
+        ("bfloat16", 128, 128, 768, 2048, None),
+        ("w4a16-g128", 128, 128, 768, 2048, None),
+    ):
+        x, w = jax.eval_shape(partial(operands, kind, m, 2 * X * n, k))
+        sizes = jax.ShapeDtypeStruct((X,), "int32")
+        few = {"gemv_gated_ragged", "gemv_int8_gated_ragged", "weight_only_row_gated_ragged"}
+        for backend in (None, "mosaic", "deterministic"):
+            multiply = partial(ragged_matmul, gated=True, out_dtype="bfloat16", backend=backend)
+            wanted = {rows} if rows and backend != "deterministic" else set()
+            assert few & kernels_of(jax.make_jaxpr(multiply)(x, w, sizes).jaxpr).keys() == wanted
+            assert (block_rows(m, w, X, True, backend=backend)[0] == 1) == bool(wanted)
+    mixtral = jax.ShapeDtypeStruct((8 * 2 * 14336, 4096), "bfloat16")
+    assert [block_rows(2, mixtral, 8, True, chosen)[0] == 1 for chosen in (1, 2)] == [False, True]  # one is read twice
+
+
 SHAPES = [  # of Qwen3-30B-A3B and gpt-oss-20b, too
     ("int8", 8, 128, 768, 2048),
     ("bfloat16", 4096, 128, 2048, 768),
@@ -291,16 +342,19 @@ SHAPES = [  # of Qwen3-30B-A3B and gpt-oss-20b, too
     ("mxfp4-weight", 128, 32, 2880, 2880),
     ("mxfp4-weight", 2048, 32, 2880, 2880),
     ("nf4", 256, 128, 768, 2048),
+    ("mxfp4-weight", 4, 32, 2880, 2880),
+    ("bfloat16", 4, 32, 2880, 2880),
 ]
 
 
 def test_shapes_of_models_lower_for_cuda():
     for kind, m, X, n, k in SHAPES:
         x, w = jax.eval_shape(partial(operands, kind, m, 2 * X * n, k))
-        run = partial(mosaic_sm90.ragged_matmul, gated=True, out_dtype=jnp.dtype("bfloat16"))
         sizes = jax.ShapeDtypeStruct((X,), "int32")
-        lowered = jax.jit(run).trace(x, w, sizes=sizes).lower(lowering_platforms=("cuda",))
-        assert "mosaic_gpu" in lowered.as_text()
+        for one_order in (False, True) if m <= 8 else (False,):
+            how = {"gated": True, "out_dtype": jnp.dtype("bfloat16"), "one_order": one_order}
+            run = jax.jit(partial(mosaic_sm90.ragged_matmul, **how))
+            assert "mosaic_gpu" in run.trace(x, w, sizes=sizes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def routed(m: int, groups: int, seed: int = 0) -> tuple[int, ...]:
@@ -314,7 +368,14 @@ def routed(m: int, groups: int, seed: int = 0) -> tuple[int, ...]:
 def test_gpu_kernel_is_the_formula(kind, backend):
     by_codes = kind not in ("bfloat16", *CODES)
     n = 480 if by_codes else 512  # no multiple of a slab
-    shapes = [(8, 16, 768, 2048), (300, 12, n, 768), (2500, 16, 192, 256), (33, 4, 2880, 2880), (70, 4, 64, 64)]
+    shapes = [
+        (8, 16, 768, 2048),
+        (6, 32, 2880, 2880),
+        (300, 12, n, 768),
+        (2500, 16, 192, 256),
+        (33, 4, 2880, 2880),
+        (70, 4, 64, 64),
+    ]
     group = parse_weight_format(kind).group if by_codes else 1
     for m, X, n, k in (shape for shape in shapes if shape[3] % group == 0):
         sizes = routed(m - 2, X)
@@ -326,9 +387,10 @@ def test_gpu_kernel_is_the_formula(kind, backend):
             assert not np.asarray(got, np.float32)[m - 2 :].any()
             first = sizes_of(*sizes[:1], *([0] * (X - 1)))
             rows = jax.tree.map(partial(jax.lax.slice_in_dim, start_index=0, limit_index=max(sizes[0], 1)), x)
-            if by_codes and backend == "mosaic":  # fewer rows may have another kernel
+            if backend == "mosaic":  # whose kernels depend on M
                 multiply = partial(multiply, backend=DETERMINISTIC)
                 got = multiply(x, w, counts)
+                assert error(got, expected) < 2 * tolerance(kind)
             assert same_bits(multiply(rows, w, first)[: sizes[0]], got[: sizes[0]])
 
 

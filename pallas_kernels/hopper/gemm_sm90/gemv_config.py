@@ -22,12 +22,23 @@ class Config:
 # The best of those tried on an H200 (experiments/LOG.md).
 PLAIN, GATED = Config(), Config(rows=4)
 INT8, INT8_LONG = Config(ahead=8), Config(rows=16, ahead=8)
+SHORT = 1024  # columns that come at once anyway
 LONG = 8192  # a row of more columns takes time to quantize, so fewer blocks do it
 
 
 def fits(config: Config, n: int, k: int) -> bool:
     """Returns whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
     return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
+
+
+def for_groups(n: int, k: int, itemsize: int, gated: bool) -> Config | None:
+    """Returns the configuration for rows that each meet a matrix of their own of [n, k], or two such halves; None where
+    there is none. Few columns take more rows to a block."""
+    rows = GATED.rows if gated else PLAIN.rows
+    config = Config(rows if k > SHORT else 2 * rows, PLAIN.ahead if itemsize == 2 else INT8.ahead)
+    if itemsize == 1:
+        return config if fits(config, n, k) else None
+    return config if n % config.rows == 0 and k % VECTOR == 0 and k >= CHUNK * VECTOR else None
 
 
 def for_int8(n: int, k: int) -> Config | None:
