@@ -18,7 +18,7 @@ from pallas_kernels.debug import check_prefill_values
 from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.one_order import TILE, in_tiles
 from pallas_kernels.prefill_attention import xla
-from pallas_kernels.prefill_attention.config import check_supported, check_triton
+from pallas_kernels.prefill_attention.config import PART, check_supported, check_triton
 from pallas_kernels.prefill_attention.work import Work, make_work
 from pallas_kernels.tiled_attention import check_page_size
 
@@ -76,7 +76,7 @@ def prefill_attention(
     if debug:
         check_prefill_values(q.shape[0] - first, page_table, cu_q_lens, kv_lens, window, pages)
     logits = check_logits(softcap, sinks, sizes["H"])
-    chosen = choose(BACKENDS, backend, q, pages, scale)
+    chosen = _choose(backend, q, pages, scale)
     check_work(work, chosen, BACKENDS)
     return chosen.run(q, pages, page_table, cu_q_lens, kv_lens, scale, window, work, into, first, **logits)
 
@@ -94,8 +94,14 @@ def plan(
     """Returns the work list of prefill_attention with these arguments, or None if the chosen backend has none. It
     depends on lengths, sizes and dtypes alone, so all layers of a step share it. Of q and pages, shapes and dtypes are
     enough."""
-    make = choose(BACKENDS, backend, q, pages, scale).plan
+    make = _choose(backend, q, pages, scale).plan
     return None if make is None else make(q, pages, cu_q_lens, kv_lens, window=window)
+
+
+def _choose(backend: str | None, *args) -> Backend:
+    """Returns the backend that runs. In deterministic mode Mosaic's kernel adds up parts of long rows."""
+    chosen = choose(BACKENDS, backend, *args)
+    return _IN_PARTS if backend == DETERMINISTIC and chosen is BACKENDS["mosaic"] else chosen
 
 
 def _mosaic(*args, **logits) -> jax.Array:
@@ -103,6 +109,9 @@ def _mosaic(*args, **logits) -> jax.Array:
 
     *rest, into, first = args
     return mosaic_sm90.prefill_attention(*rest, into=into, first=first, **logits)
+
+
+_IN_PARTS = Backend(partial(_mosaic, part=PART), check_supported, plan=partial(make_work, part=PART))
 
 
 def _triton(*args, **logits) -> jax.Array:

@@ -1,6 +1,7 @@
 """Computes attention in the Hopper kernel of prefill_attention: its computing warpgroups."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.logits_sm90 import LOWEST
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.copy_sm90 import clear_unseen
 from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
-from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, quotient
+from pallas_kernels.prefill_attention.parts_sm90 import Sum, added, load_sum, store_sum, with_whole_peaks
+from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, lowest_key, quotient
 from pallas_kernels.prefill_attention.rows_sm90 import (
     bounded,
     exponentials,
@@ -39,11 +42,14 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
         stage_queries(plan, refs, wg)
         plgpu.barrier_arrive(refs.q_free)
         store = partial(_store, plan, refs, tile, wg, below)
+        rows = _Rows(plan, refs, tile, wg, tile.position + below, blocks)
 
         @pl.when(tile.last > tile.first)
         def _() -> None:
-            acc, total = _Rows(plan, refs, tile, wg, tile.position + below, blocks).attend()
-            store(acc * lax.broadcast_in_dim(1 / total, acc.shape, [0]))
+            if config.part is None:
+                store(rows.attend().normalized())
+            else:
+                _attend_parts(rows, store)
 
         @pl.when(tile.last == tile.first)
         def _() -> None:
@@ -55,10 +61,31 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _attend_parts(rows: "_Rows", store: Callable[[jax.Array], None]) -> None:
+    """Attends one part of the tile's keys after the other, and adds them up."""
+    plan, refs, tile = rows.plan, rows.refs, rows.tile
+    blocks, area = plan.blocks_of_part(jnp.int32(0))[1], tile.area + rows.wg
+    first, end = lax.div(tile.first, blocks), lax.div(tile.last + (blocks - 1), blocks)
+
+    def attend(part: jax.Array, _: Sum) -> Sum:
+        own = rows.of_part(part)
+        low, high = own.parts_of_rows()
+        summed = with_whole_peaks(own.attend(), high > low)
+        total = lax.cond(part > first, lambda: added(load_sum(refs, area), summed), lambda: summed)
+        pl.when(tile.cut | (part < end - 1))(lambda: store_sum(refs, area, total))
+        return total
+
+    # The last total leaves the loop, so that the addresses of its rows are not held in registers meanwhile.
+    layout = plgpu.Layout.WGMMA
+    row = full((WARPGROUP_ROWS,), 0, layout.reduce(1))
+    total = lax.fori_loop(first, end, attend, Sum(full((WARPGROUP_ROWS, plan.head_dim), 0, layout), row, row))
+    pl.when(jnp.logical_not(tile.cut))(lambda: store(total.normalized()))
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Holds a warpgroup's 64 rows of a tile, whose queries stand at `position` of the sequence and after. `blocks` KV
-    blocks came before."""
+    blocks came before. The tile has the KV blocks of `part`, or all (None)."""
 
     plan: Plan
     refs: Refs
@@ -66,6 +93,23 @@ class _Rows:
     wg: jax.Array
     position: jax.Array
     blocks: jax.Array
+    part: jax.Array | None = None
+
+    def of_part(self, part: jax.Array) -> "_Rows":
+        """Returns the same rows with the keys of one part."""
+        begin, end = self.plan.blocks_of_part(part)
+        first, last = jnp.maximum(self.tile.first, begin), jnp.minimum(self.tile.last, end)
+        tile, blocks = self.tile._replace(first=first, last=last), self.blocks + first - self.tile.first
+        return replace(self, tile=tile, blocks=blocks, part=part)
+
+    def parts_of_rows(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the first and the last part i32[64] in which each row sees a key."""
+        assert self.plan.config.part is not None
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=layout)
+        position = self.position + (row & (self.plan.config.queries - 1))
+        first, last = (quotient(key, self.plan.config.part) for key in (lowest_key(self.plan, position), position))
+        return first, last
 
     @property
     def scores_acc(self) -> Any:
@@ -75,10 +119,12 @@ class _Rows:
     def out_acc(self) -> Any:
         return plgpu.ACC((WARPGROUP_ROWS, self.plan.head_dim), jnp.float32)
 
-    def attend(self) -> tuple[jax.Array, jax.Array]:
-        """Returns unnormalized P V [64, D] and the row sums [64] over the tile's blocks."""
+    def attend(self) -> Sum:
+        """Returns the sums over the tile's blocks. A row's sink joins the first part in which it sees a key."""
         plan, tile, block = self.plan, self.tile, self.plan.config.block_kv
         start = first_peak(plan, self.refs, self._heads)
+        if self.part is not None and self.refs.sinks is not None:
+            start = jnp.where(self.parts_of_rows()[0] == self.part, start, LOWEST)
         acc = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA)
         p, peak, decay = self._softmax(self._scores(tile.first), tile.first, start, masked=True)
         carry = (acc, peak, first_total(self.refs, p, decay), p.astype(plan.dtype))
@@ -93,8 +139,8 @@ class _Rows:
             carry = lax.fori_loop(begin, full_begin, masked, carry)
             begin = full_begin
         carry = lax.fori_loop(begin, full_end, unmasked, carry)
-        acc, _, total, p = lax.fori_loop(full_end, tile.last, masked, carry)
-        return self._product(tile.last - 1, acc, p, last=True), total
+        acc, peak, total, p = lax.fori_loop(full_end, tile.last, masked, carry)
+        return Sum(self._product(tile.last - 1, acc, p, last=True), peak, total)
 
     def _heads(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the warpgroup's first query head, and which one from it on each row has."""

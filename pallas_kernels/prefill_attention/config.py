@@ -18,6 +18,7 @@ FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
 TRITON_FORMATS = STORED
 AHEAD = 5  # stages of the Triton kernel with which it loads K and V two steps ahead: see pages_triton.py
 FEW = 16  # rows of a chunk, on average, up to which a warpgroup has all query heads of a KV head: decode rows
+PART = 1024  # keys of a part, from an absolute multiple to the next: it decides deterministic mode's order of sums
 LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
 
 
@@ -35,6 +36,7 @@ class Config:
     ctas: int = SMS  # persistent CTAs
     pack: bool = True  # several short sequences share a warpgroup's rows and keys
     together: int | None = None  # KV heads whose tiles come before those of the next ones; None: as the L2 cache holds
+    part: int | None = None  # keys whose softmax begins afresh, so that CTAs may share a long row; None: all
 
     def __post_init__(self) -> None:
         if self.block_kv < 64 or self.block_kv % 64:
@@ -47,6 +49,8 @@ class Config:
             raise ValueError(f"alternate needs 2 warpgroups, got {self.warpgroups}")
         if self.stages < 1 or self.ctas < 1:
             raise ValueError(f"stages={self.stages} and ctas={self.ctas} must be positive")
+        if self.part is not None and (self.part < self.block_kv or self.part % self.block_kv):
+            raise ValueError(f"part is {self.part}, expected a multiple of block_kv={self.block_kv}")
 
     @property
     def tile_rows(self) -> int:

@@ -16,7 +16,7 @@ from pallas_kernels.formats.kv_pages import Pages, padded_scales
 from pallas_kernels.hopper.ring_sm90 import slot_of
 from pallas_kernels.hopper.smem_sm90 import swizzled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, packings
-from pallas_kernels.prefill_attention.work import CHUNK, HEAD, KEYS, POSITION, ROW, ROWS
+from pallas_kernels.prefill_attention.work import CHUNK, CUT, HEAD, KEYS, PART, POSITION, ROW, ROWS
 
 # Registers of each thread that computes, converts and fetches, by computing warpgroups and all of them. They are moved
 # to where they are needed, out of what the launch took. That is 64 Ki over the threads, rounded down to a multiple of
@@ -52,8 +52,11 @@ class Refs(NamedTuple):
     count: Any
     items: Any
     layer: Any
+    parts: Any  # Work.parts; None as config.part is
     sinks: Any  # [H]; None: there are none
     out: Any
+    sums: Any  # f32[areas, 64, D]: unnormalized P V of parts, and running sums of CTAs
+    weights: Any  # f32[areas, 2, 64]: their peaks and sums of weights
     k: Pool
     v: Pool
     q_raw: Any  # [warpgroups, 64, D], plain rows: tiled copies would have to start at multiples of 8
@@ -78,6 +81,8 @@ class Tile(NamedTuple):
     low: jax.Array  # the first key that any row sees
     first: jax.Array
     last: jax.Array
+    cut: Any = None  # whether the item is one part of the tile; None as config.part is
+    area: Any = None  # of the first warpgroup, for sums of parts
 
 
 class Pack(NamedTuple):
@@ -213,11 +218,22 @@ class Plan:
         return self.config.heads * self.config.stack
 
     @property
+    def sets(self) -> int:
+        """Counts the tiles that share the query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads // self.tile_heads
+
+    @property
     def pack_heads(self) -> int:
         return self.config.warpgroups * self.config.stack
 
     def kv_head(self, head: jax.Array) -> jax.Array:
         return quotient(head, self.num_heads // self.num_kv_heads)
+
+    def blocks_of_part(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the first KV block of a part, and that of the next one."""
+        assert self.config.part is not None
+        blocks = self.config.part // self.config.block_kv
+        return part * blocks, (part + 1) * blocks
 
     def slot(self, n: jax.Array) -> jax.Array:
         """Returns where the n-th KV block of a CTA lies."""
@@ -270,7 +286,10 @@ def for_each_tile(
     what the CTAs get; then packs."""
     ctas = plan.config.ctas
     cta = lax.axis_index("cta")
-    alone = refs.count[0] * (plan.num_heads // plan.tile_heads)
+    alone = refs.count[0]
+    if plan.config.part is not None:
+        alone += refs.parts[CUT + 1 + refs.tiles.shape[0]] - refs.parts[CUT]
+    alone *= plan.num_heads // plan.tile_heads
     *_, packs = _pack_bounds(plan, refs)
     total = alone + packs[0] * (plan.num_heads // plan.pack_heads)
     rounds, rest = quotient(total, ctas), lax.rem(total, jnp.int32(ctas))
@@ -295,15 +314,28 @@ def for_each_tile(
 
 
 def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
-    sets = plan.num_heads // plan.num_kv_heads // plan.tile_heads
-    index = quotient(item, sets)
+    cut = area = None
+    row = item
+    if plan.config.part is not None:
+        walked = (refs.count[0] - refs.parts[CUT]) * (plan.num_heads // plan.tile_heads)
+        cut = item >= walked
+        row = jnp.where(cut, item - walked, item)
+        own = refs.sums.shape[0] // plan.config.warpgroups - plan.config.ctas + lax.axis_index("cta")
+        area = jnp.where(cut, row, own) * plan.config.warpgroups
+    index = quotient(row, plan.sets)
+    of_set = row - index * plan.sets
+    if cut is not None:
+        index += jnp.where(cut, refs.tiles.shape[0] * plan.num_kv_heads, 0)
     fields = (CHUNK, ROW, ROWS, POSITION, KEYS, HEAD)
     chunk, row, rows, position, keys, head = (refs.items[index, i] for i in fields)
-    head = head + (item - index * sets) * plan.tile_heads
+    head = head + of_set * plan.tile_heads
     low = lowest_key(plan, position)
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
-    return Tile(chunk, plan.first_row + row, rows, position, keys, head, low, first, last)
+    if plan.config.part is not None:
+        begin, end = plan.blocks_of_part(refs.items[index, PART])
+        first, last = jnp.where(cut, jnp.maximum(first, begin), first), jnp.where(cut, jnp.minimum(last, end), last)
+    return Tile(chunk, plan.first_row + row, rows, position, keys, head, low, first, last, cut, area)
 
 
 def lowest_key(plan: Plan, position: jax.Array) -> jax.Array:

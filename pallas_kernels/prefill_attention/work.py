@@ -1,6 +1,6 @@
 """Plans prefill_attention: chunks cut into tiles of query rows, the longest first, and short ones packed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from pallas_kernels.prefill_attention.config import Config, TritonConfig, choose
 LEAST_ITEMS = SMS * 3 // 2  # tiles of heads that are computed together
 # Columns of Work.tiles.
 CHUNK, ROW, ROWS, POSITION, KEYS, NUM_COLUMNS = range(6)
-HEAD = NUM_COLUMNS  # and of Work.items
+HEAD, PART = NUM_COLUMNS, NUM_COLUMNS + 1  # and of Work.items
+CUT = 0  # in Work.parts: how many tiles are cut
+AREAS = 2048  # of 64 rows of partial results: they bound how many parts of tiles are items
 
 
 @jax.tree_util.register_dataclass
@@ -24,13 +26,18 @@ class Work:
     and the keys of the chunk. Rows that no chunk owns have tiles that see no key (position = -rows), so that they come
     out zero. By count i32[1 + P] the first count[0] tiles are each computed alone. Then come count[1 + i] of which
     packings[i] at a time share a warpgroup. The Hopper kernel computes those that are alone in the order of items
-    i32[W K, 6]: a tile, and the first query head of one KV head."""
+    i32[W K, 6]: a tile, and the first query head of one KV head.
+
+    With config.part, the first parts[CUT] tiles are cut, and the first W K items are of the others. Each further item
+    is one part of a cut tile, whose number is column PART. By parts i32[W + 2] there are parts[CUT + 1 + i] of them
+    before the i-th tile."""
 
     tiles: jax.Array
     count: jax.Array
     items: jax.Array | None
     window: int | None = field(metadata={"static": True})
     config: Config | TritonConfig = field(metadata={"static": True})
+    parts: jax.Array | None = None
 
 
 def make_work(
@@ -41,12 +48,14 @@ def make_work(
     *,
     window: int | None = None,
     config: Config | TritonConfig | None = None,
+    part: int | None = None,
 ) -> Work:
     """Returns the work list of a step: arguments as prefill_attention's; of q and pages the shapes and dtypes are
-    enough. It has a static number of tiles: full ones, and one partial tile a chunk. They are sorted by the keys that
-    they read, so that what starts last is short. The order decides when a tile is computed, never what it holds. How
-    many share a warpgroup depends on their own rows and keys alone."""
-    config = config or choose_config(q, pages, kv_lens.shape[0])
+    enough. `part` is for the configuration that is chosen here without one. The list has a static number of tiles: full
+    ones, and one partial tile a chunk. They are sorted by the keys that they read, so that what starts last is short.
+    The order decides when a tile is computed, never what it holds. How many share a warpgroup depends on their own rows
+    and keys alone."""
+    config = config or replace(choose_config(q, pages, kv_lens.shape[0]), part=part)
     packed = packings(config, q.shape[1], pages.k.page_size) if isinstance(config, Config) else ()
     num_rows, num_chunks, tile_rows = q.shape[0], kv_lens.shape[0], config.tile_rows
     num_tiles = num_rows // tile_rows + num_chunks + 1
@@ -86,7 +95,46 @@ def make_work(
     most = kv_lens if window is None else jnp.minimum(kv_lens, own + window - 1)
     kv_heads, keys = pages.k.values.shape[1], jnp.sum(jnp.where(own > 0, most, 0))
     together = config.together or _heads_together(q, pages, config, keys, count[0])
-    return Work(tiles, count, _items(tiles, count[0], kv_heads, together, q.shape[1]), window, config)
+    if config.part is None:
+        return Work(tiles, count, _items(tiles, count[0], kv_heads, together, q.shape[1]), window, config)
+    sets, pool = q.shape[1] // kv_heads // (config.heads * config.stack), pages.k.num_pages * pages.k.page_size
+    most = min(AREAS // (kv_heads * sets * config.warpgroups), pool // config.part + num_chunks)
+    first, parts = _cuts(tiles, count[0], window, config, kv_heads * sets, most)
+    whole = _items(tiles, count[0] - parts[CUT], kv_heads, together, q.shape[1], parts[CUT])
+    whole = jnp.pad(whole, ((0, 0), (0, 1)))
+    items = jnp.concatenate([whole, _items_of_parts(tiles, first, parts[CUT + 1 :], most, kv_heads, q.shape[1])])
+    return Work(tiles, count, items, window, config, parts)
+
+
+def _cuts(
+    tiles: jax.Array, alone: jax.Array, window: int | None, config: Config, heads: int, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first part i32[W] in which each tile sees a key, and Work.parts. `heads` items share a tile. The
+    longest tiles are cut, up to `most` parts, if they take longer than what a CTA gets when all get the same."""
+    assert config.part is not None
+    number = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+    low, end = tiles[:, POSITION], tiles[:, POSITION] + tiles[:, ROWS]
+    low = jnp.zeros_like(end) if window is None else jnp.maximum(low - (window - 1), 0)
+    first = low // config.part
+    count = jnp.where((number < alone) & (end > 0), (end - 1) // config.part - first + 1, 0)
+    long = (count > 1) & (2 * config.ctas * count > 3 * heads * jnp.sum(count, dtype=jnp.int32))
+    cut = jnp.cumprod((long & (jnp.cumsum(count, dtype=jnp.int32) <= most)).astype(jnp.int32), dtype=jnp.int32)
+    ends = jnp.cumsum(count * cut, dtype=jnp.int32)
+    return first, jnp.concatenate([jnp.sum(cut, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32), ends])
+
+
+def _items_of_parts(
+    tiles: jax.Array, first: jax.Array, begins: jax.Array, most: int, kv_heads: int, num_heads: int
+) -> jax.Array:
+    """Returns the items i32[most K, 7] of cut tiles: part by part, and of each all KV heads. begins i32[W + 1] parts
+    come before each tile."""
+    number = jnp.arange(most, dtype=jnp.int32)
+    tile = jnp.sum((begins[None, 1:] <= number[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    tile = jnp.minimum(tile, tiles.shape[0] - 1)
+    part = first[tile] + number - begins[tile]
+    head = jnp.arange(kv_heads, dtype=jnp.int32) * (num_heads // kv_heads)
+    fields = jnp.repeat(tiles[tile], kv_heads, axis=0), jnp.tile(head, most)[:, None], jnp.repeat(part, kv_heads)[:, None]
+    return jnp.concatenate(fields, axis=1)
 
 
 def _heads_together(
@@ -102,12 +150,19 @@ def _heads_together(
     return found
 
 
-def _items(tiles: jax.Array, alone: jax.Array, kv_heads: int, together: jax.Array | int, num_heads: int) -> jax.Array:
-    """Returns Work.items. All tiles of `together` KV heads come before those of the next ones. Of these blocks every
+def _items(
+    tiles: jax.Array,
+    alone: jax.Array,
+    kv_heads: int,
+    together: jax.Array | int,
+    num_heads: int,
+    skipped: jax.Array | int = 0,
+) -> jax.Array:
+    """Returns Work.items of `alone` tiles after the `skipped` first ones. All tiles of `together` KV heads come before those of the next ones. Of these blocks every
     other one begins with its shortest tiles, so that CTAs get as much as each other. The last one ends with them."""
     item = jnp.arange(tiles.shape[0] * kv_heads, dtype=jnp.int32)
     block, rest = jnp.divmod(item, jnp.maximum(alone * together, 1))
     rank, head = jnp.divmod(rest, together)
     rank = jnp.where((kv_heads // together - 1 - block) % 2 == 1, alone - 1 - rank, rank)
     head = (block * together + head) * (num_heads // kv_heads)
-    return jnp.concatenate([tiles[jnp.clip(rank, 0, tiles.shape[0] - 1)], head[:, None]], axis=1)
+    return jnp.concatenate([tiles[jnp.clip(rank + skipped, 0, tiles.shape[0] - 1)], head[:, None]], axis=1)
