@@ -83,6 +83,8 @@ def _scores(plan: Plan, refs: Refs, wg: jax.Array, slot: jax.Array) -> jax.Array
     """Computes Q K^T [64, T], NaN for keys whose value is not finite: 0 V^T is part of the sum."""
     block = plan.config.block_kv
     zeros = full((WARPGROUP_ROWS, plan.head_dim), 0, plgpu.Layout.WGMMA).astype(plan.dtype)
+    # As constants they make ptxas run short of registers, and wait for each wgmma of the kernel before the next.
+    zeros = lax.optimization_barrier(zeros)
 
     def product(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, refs.q_s.at[wg], refs.k.blocks.at[slot].transpose((1, 0)))
