@@ -7,6 +7,7 @@ from experiments.report.figures import H200, Results
 from experiments.report.markdown import markdown
 
 DECODE, LONG, PREFILL = "decode", "long", "prefill"
+UPDATE = "engine_costs-update"
 
 
 def costs(results: Results) -> Iterator[str]:
@@ -18,24 +19,30 @@ def costs(results: Results) -> Iterator[str]:
 
 
 def bits(results: Results) -> list[str]:
-    """Returns the row of determinism, by kind of step and format of K and V."""
-    found = {(row["kind"], row["context"], row["kv"]): row for row in results.rows("engine_costs", cost="determinism")}
-    parts = []
-    for (kind, context, kv), row in found.items():
-        of = {DECODE: f"{row['batch']} decodes at {context:,} tokens", LONG: f"one at {context:,}", PREFILL: "prompts"}
-        said = of.get(kind, "scoring prompts")
-        parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
-    return _row("the trainer's bits", parts, results.entry("engine_costs"))
+    """Returns the row of determinism, by model, kind of step and format of K and V."""
+    told, files = [], []
+    for experiment in ("engine_costs", "engine_costs-8b"):
+        found = {(row["kind"], row["context"], row["kv"]): row for row in results.rows(experiment, cost="determinism")}
+        parts = []
+        for (kind, context, kv), row in found.items():
+            of = {DECODE: f"{row['batch']} decodes at {context:,} tokens", LONG: f"one at {context:,}"}
+            said = of.get(kind, "prompts" if kind == PREFILL else "scoring prompts")
+            parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
+        row = _row(next((row["model"] for row in found.values()), ""), parts, results.entry(experiment))
+        if row:
+            told.append(f"{row[0]}: {row[1]}")
+            files.append(row[2])
+    return ["the trainer's bits", "; ".join(told), ", ".join(files)] if told else []
 
 
 def update(results: Results) -> list[str]:
     """Returns the row of other weights."""
     found: Row = {}
-    for row in results.rows("engine_costs", cost="update"):
+    for row in results.rows(UPDATE, cost="update"):
         found |= row
     said = {"update_ms": "an update", "wake_ms": "waking", "quantize_ms": "an update that rounds to 8 bits"}
     parts = [f"{what} {_figure(found[name])} ms" for name, what in said.items() if name in found]
-    return _row(f"other weights, {found.get('model', '')}", parts, results.entry("engine_costs"))
+    return _row(f"other weights, {found.get('model', '')}", parts, results.entry(UPDATE))
 
 
 def adapters(results: Results) -> list[str]:

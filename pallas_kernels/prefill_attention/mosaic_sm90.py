@@ -98,7 +98,7 @@ def prefill_attention(
         out = jax.new_ref(into)
         sums = kernel(*arrays, out)
     if sums and num_cuts(plan, work):
-        add_parts(plan, work, *sums, out, interpret)
+        add_parts(plan, work, sums[0], sums[1], out, interpret)
     return jax.freeze(out)[:all_rows]
 
 
@@ -106,7 +106,9 @@ def _kernel(plan: Plan, given: tuple[str, ...], q: Any, table: Any, *arrays: Any
     tiles, count, items, layer, *rest = arrays
     names = "out", *(() if plan.config.part is None else ("sums", "weights"))
     pools, made = iter(rest[len(given) : -len(names)]), rest[-len(names) :]
-    named = dict.fromkeys(("parts", "sinks", "sums", "weights")) | dict(zip(given, rest)) | dict(zip(names, made))
+    named: dict[str, Any] = (
+        dict.fromkeys(("parts", "sinks", "sums", "weights")) | dict(zip(given, rest)) | dict(zip(names, made))
+    )
     for name, fmt in (("k", plan.k_format), ("v", plan.v_format)):
         values, scales = next(pools), None if fmt.group is None else next(pools)
         scratch[name] = Pool(values=values, scales=scales, **scratch[name])

@@ -332,7 +332,7 @@ def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
     low = lowest_key(plan, position)
     first = quotient(low, plan.config.block_kv)
     last = quotient(position + rows + (plan.config.block_kv - 1), plan.config.block_kv)
-    if plan.config.part is not None:
+    if cut is not None:
         begin, end = plan.blocks_of_part(refs.items[index, PART])
         first, last = jnp.where(cut, jnp.maximum(first, begin), first), jnp.where(cut, jnp.minimum(last, end), last)
     return Tile(chunk, plan.first_row + row, rows, position, keys, head, low, first, last, cut, area)

@@ -98,11 +98,11 @@ def make_work(
     if config.part is None:
         return Work(tiles, count, _items(tiles, count[0], kv_heads, together, q.shape[1]), window, config)
     sets, pool = q.shape[1] // kv_heads // (config.heads * config.stack), pages.k.num_pages * pages.k.page_size
-    most = min(AREAS // (kv_heads * sets * config.warpgroups), pool // config.part + num_chunks)
-    first, parts = _cuts(tiles, count[0], window, config, kv_heads * sets, most)
+    room = min(AREAS // (kv_heads * sets * config.warpgroups), pool // config.part + num_chunks)
+    first, parts = _cuts(tiles, count[0], window, config, kv_heads * sets, room)
     whole = _items(tiles, count[0] - parts[CUT], kv_heads, together, q.shape[1], parts[CUT])
     whole = jnp.pad(whole, ((0, 0), (0, 1)))
-    items = jnp.concatenate([whole, _items_of_parts(tiles, first, parts[CUT + 1 :], most, kv_heads, q.shape[1])])
+    items = jnp.concatenate([whole, _items_of_parts(tiles, first, parts[CUT + 1 :], room, kv_heads, q.shape[1])])
     return Work(tiles, count, items, window, config, parts)
 
 
@@ -133,7 +133,11 @@ def _items_of_parts(
     tile = jnp.minimum(tile, tiles.shape[0] - 1)
     part = first[tile] + number - begins[tile]
     head = jnp.arange(kv_heads, dtype=jnp.int32) * (num_heads // kv_heads)
-    fields = jnp.repeat(tiles[tile], kv_heads, axis=0), jnp.tile(head, most)[:, None], jnp.repeat(part, kv_heads)[:, None]
+    fields = (
+        jnp.repeat(tiles[tile], kv_heads, axis=0),
+        jnp.tile(head, most)[:, None],
+        jnp.repeat(part, kv_heads)[:, None],
+    )
     return jnp.concatenate(fields, axis=1)
 
 
@@ -158,8 +162,9 @@ def _items(
     num_heads: int,
     skipped: jax.Array | int = 0,
 ) -> jax.Array:
-    """Returns Work.items of `alone` tiles after the `skipped` first ones. All tiles of `together` KV heads come before those of the next ones. Of these blocks every
-    other one begins with its shortest tiles, so that CTAs get as much as each other. The last one ends with them."""
+    """Returns Work.items of `alone` tiles after the `skipped` first ones. All tiles of `together` KV heads come before
+    those of the next ones. Of these blocks every other one begins with its shortest tiles, so that CTAs get as much as
+    each other. The last one ends with them."""
     item = jnp.arange(tiles.shape[0] * kv_heads, dtype=jnp.int32)
     block, rest = jnp.divmod(item, jnp.maximum(alone * together, 1))
     rank, head = jnp.divmod(rest, together)

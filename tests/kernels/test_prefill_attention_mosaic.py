@@ -149,6 +149,31 @@ def test_company_and_order_change_no_bit():
         assert same_bits(run(dataclasses.replace(FEW, ctas=1), *alone), together[first:last])
 
 
+PARTS = [
+    dataclasses.replace(SMALL, q_lens=(70, 1), kv_lens=(330, 260), unused=2),
+    dataclasses.replace(SMALL, q_lens=(70, 1), kv_lens=(330, 260), unused=2, heads=(4, 2), window=200),
+    dataclasses.replace(SMALL, q_lens=(66, 1), kv_lens=(330, 260), k_format="int8-g8", v_format="fp8"),
+]
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_cutting_long_rows_changes_no_bit(case):
+    """One CTA walks all parts of a row, or several have one each. A row of a chunk is the same alone."""
+    q, pages, table, cu_q_lens, kv_lens = arguments = poisoned(case)
+    logits = logits_of(0, case.heads[0], case.dtype)
+    run = partial(interpreted, case, **logits)
+    config = dataclasses.replace(FEW, part=128, **({"block_kv": 64} if "int8" in case.k_format else {}))
+    one, several = (dataclasses.replace(config, ctas=ctas) for ctas in (1, 16))
+    walked = run(one, *arguments)
+    assert error(walked, reference.prefill_attention(*arguments, case.scale, case.window, **logits)) < tolerance(case)
+    assert same_bits(run(several, *arguments), walked)
+    last = int(cu_q_lens[1]) - 1
+    alone = q[last : last + 1], pages, table[:1], jnp.asarray([0, 1], jnp.int32), kv_lens[:1]
+    few = dataclasses.replace(config, **ALONE, stack=2)
+    for each in (few, dataclasses.replace(few, ctas=16), several):
+        assert same_bits(run(each, *alone), walked[last : last + 1])
+
+
 def test_seeded_faults_are_caught(monkeypatch):
     case = dataclasses.replace(SMALL, q_lens=(66, 5), kv_lens=(130, 40), unused=1, heads=(2, 1), window=90)
     q, pages, table, cu_q_lens, kv_lens = case.inputs()
