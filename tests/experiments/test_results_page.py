@@ -248,20 +248,23 @@ def test_parts_of_a_mixture_are_by_bits(tmp_path):
 
 
 def test_promises_have_a_row_each(tmp_path):
-    step = {"cost": "determinism", "batch": 64, "context": 1024, "added": 0.051}
+    step = {"cost": "determinism", "model": "llama-2-7b", "batch": 64, "context": 1024, "added": 0.051}
     rows = [step | {"kind": "decode", "kv": kv} for kv in ("model", "int8-g8")]
-    rows += [step | {"kind": "scored", "kv": "model"}, {"cost": "update", "model": "llama-2-7b", "update_ms": 0.91}]
-    rows.append({"cost": "update", "model": "llama-2-7b", "wake_ms": 133.7})
+    rows.append(step | {"kind": "scored", "kv": "model"})
+    updates = [{"cost": "update", "model": "llama-2-7b"} | each for each in ({"update_ms": 0.91}, {"wake_ms": 133.7})]
+    long = [step | {"model": "llama-3.1-8b", "kind": "long", "kv": "model", "batch": 1, "context": 8192}]
     rows.append({"cost": "steering", "batch": 256, "added": 0.004})
     adapters = {"step": "decode", "requests": 64, "rank": 16, "added": 0.1, "bytes": 1.44, "backend": "default"}
     steps = [adapters | {"adapters": use} for use in ("none", "one", "each")]
-    for name, of in (("engine_costs", rows), ("adapter_steps", steps)):
+    costs = {"engine_costs": rows, "engine_costs-8b": long, "engine_costs-update": updates}
+    for name, of in (costs | {"adapter_steps": steps}).items():
         write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=of)
     share = [{"batch": batch, "floor_fraction": 0.75} for batch in (1, 32)]
     write(tmp_path, "decode_step-qwen3-30b-20261120-h200", device="NVIDIA H200", rows=share)
     cells = [line.split(" | ")[1] for line in page(read(tmp_path)).splitlines() if "(results/" in line]
     assert cells == [
-        "64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, scoring prompts +5.1 %",
+        "llama-2-7b: 64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, "
+        "scoring prompts +5.1 %; llama-3.1-8b: one at 8,192 +5.1 %",
         "an update 0.91 ms, waking 134 ms",
         "64 decodes, rank 16, one for all +10.0 %, 64 decodes, rank 16, each its own +10.0 % (1.4 times its bytes)",
         "256 requests, each its own vector, layer and scale +0.4 %",
