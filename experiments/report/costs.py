@@ -28,11 +28,14 @@ def bits(results: Results) -> list[str]:
             of = {DECODE: f"{row['batch']} decodes at {context:,} tokens", LONG: f"one at {context:,}"}
             said = of.get(kind, "prompts" if kind == PREFILL else "scoring prompts")
             parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
-        row = _row(next((row["model"] for row in found.values()), ""), parts, results.entry(experiment))
-        if row:
-            told.append(f"{row[0]}: {row[1]}")
-            files.append(row[2])
+        for model, said, file in filter(None, [_row(_model(found), parts, results.entry(experiment))]):
+            told.append(f"{model}: {said}")
+            files.append(file)
     return ["the trainer's bits", "; ".join(told), ", ".join(files)] if told else []
+
+
+def _model(found: dict[tuple, Row]) -> str:
+    return next((row["model"] for row in found.values()), "")
 
 
 def update(results: Results) -> list[str]:
