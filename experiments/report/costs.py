@@ -28,14 +28,10 @@ def bits(results: Results) -> list[str]:
             of = {DECODE: f"{row['batch']} decodes at {context:,} tokens", LONG: f"one at {context:,}"}
             said = of.get(kind, "prompts" if kind == PREFILL else "scoring prompts")
             parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
-        for model, said, file in filter(None, [_row(_model(found), parts, results.entry(experiment))]):
-            told.append(f"{model}: {said}")
-            files.append(file)
+        for row in [*found.values()][:1]:
+            told.append(f"{row['model']}: {', '.join(parts)}")
+            files.append(_link(results.entry(experiment)))
     return ["the trainer's bits", "; ".join(told), ", ".join(files)] if told else []
-
-
-def _model(found: dict[tuple, Row]) -> str:
-    return next((row["model"] for row in found.values()), "")
 
 
 def update(results: Results) -> list[str]:
@@ -86,4 +82,8 @@ def _share(added: float) -> str:
 
 
 def _row(name: str, parts: list[str], entry: Entry | None) -> list[str]:
-    return [name, ", ".join(parts), f"[file](results/{entry.path.name})"] if entry is not None and parts else []
+    return [name, ", ".join(parts), _link(entry)] if entry is not None and parts else []
+
+
+def _link(entry: Entry | None) -> str:
+    return "" if entry is None else f"[file](results/{entry.path.name})"

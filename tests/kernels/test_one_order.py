@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import one_order
+from pallas_kernels.backends import TARGET
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.formats import kv_pages
 from pallas_kernels.formats.kv_formats import KVFormat
@@ -20,7 +21,8 @@ from pallas_kernels.int8_matmul import int8_matmul
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import ROWS, in_tiles
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import plan, prefill_attention
+from pallas_kernels.prefill_attention.config import PART
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.weight_only_matmul import weight_only_matmul
 
@@ -110,6 +112,15 @@ def test_every_product_lowers_for_hopper(kind, monkeypatch):
     for m in (1, 17, 513):
         shapes = [jax.ShapeDtypeStruct((m, width), "bfloat16") for width in (k, n)]
         assert "mosaic_gpu" in of.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text(), m
+
+
+def test_prompts_add_up_parts_on_hopper(monkeypatch):
+    monkeypatch.setenv(TARGET, "9.0")
+    pages = jax.eval_shape(lambda: kv_pages.allocate(8, 2, 16, 64, *[KVFormat("bfloat16")] * 2))
+    lengths = jnp.asarray([0, 3], jnp.int32), jnp.asarray([3], jnp.int32)
+    for backend, part in ((None, None), ("mosaic", None), ("deterministic", PART)):
+        q = jax.ShapeDtypeStruct((3, 4, 64), "bfloat16")
+        assert plan(q, pages, *lengths, scale=1.0, backend=backend).config.part == part
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((8, 4), 16), ((4, 4), 16), ((4, 2), 32), ((4, 1), 32)])

@@ -25,7 +25,7 @@ from pallas_kernels.prefill_attention import (
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
 from pallas_kernels.prefill_attention.config import Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
-from pallas_kernels.prefill_attention.work import HEAD, ROW
+from pallas_kernels.prefill_attention.work import AREAS, CUT, HEAD, PART, ROW
 from tests.kernels.helpers import (
     TOLERANCE,
     error,
@@ -149,29 +149,43 @@ def test_company_and_order_change_no_bit():
         assert same_bits(run(dataclasses.replace(FEW, ctas=1), *alone), together[first:last])
 
 
-PARTS = [
-    dataclasses.replace(SMALL, q_lens=(70, 1), kv_lens=(330, 260), unused=2),
-    dataclasses.replace(SMALL, q_lens=(70, 1), kv_lens=(330, 260), unused=2, heads=(4, 2), window=200),
-    dataclasses.replace(SMALL, q_lens=(66, 1), kv_lens=(330, 260), k_format="int8-g8", v_format="fp8"),
-]
-
-
-@pytest.mark.parametrize("case", PARTS, ids=str)
-def test_cutting_long_rows_changes_no_bit(case):
-    """One CTA walks all parts of a row, or several have one each. A row of a chunk is the same alone."""
-    q, pages, table, cu_q_lens, kv_lens = arguments = poisoned(case)
-    logits = logits_of(0, case.heads[0], case.dtype)
+@pytest.mark.parametrize(
+    ("k_format", "v_format", "window", "with_sinks"),
+    [("int8-g8", "int8-g8", None, True), ("fp8", "int4-g32-h", 150, False), ("bf16", "bf16", 150, True)],
+)
+def test_parts_of_a_row_add_up_to_the_same_bits_wherever_they_are_computed(k_format, v_format, window, with_sinks):
+    """Attends a text of several parts in one call. Then it attends rows of it one by one: cut, and each by one CTA.
+    Then come seven at once, behind rows of another operation. Rows with a single part have the bits of no parts."""
+    case = dataclasses.replace(
+        SMALL,
+        q_lens=(300,),
+        kv_lens=(300,),
+        unused=0,
+        heads=(4, 2),
+        window=window,
+        k_format=k_format,
+        v_format=v_format,
+    )
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    logits = {"sinks": jnp.asarray([3.0, -1.0, 5.0, 0.0], case.dtype)} if with_sinks else {}
     run = partial(interpreted, case, **logits)
-    config = dataclasses.replace(FEW, part=128, **({"block_kv": 64} if "int8" in case.k_format else {}))
-    one, several = (dataclasses.replace(config, ctas=ctas) for ctas in (1, 16))
-    walked = run(one, *arguments)
-    assert error(walked, reference.prefill_attention(*arguments, case.scale, case.window, **logits)) < tolerance(case)
-    assert same_bits(run(several, *arguments), walked)
-    last = int(cu_q_lens[1]) - 1
-    alone = q[last : last + 1], pages, table[:1], jnp.asarray([0, 1], jnp.int32), kv_lens[:1]
-    few = dataclasses.replace(config, **ALONE, stack=2)
-    for each in (few, dataclasses.replace(few, ctas=16), several):
-        assert same_bits(run(each, *alone), walked[last : last + 1])
+    wide = dataclasses.replace(FEW, block_kv=64, heads=2, part=128)
+    few = dataclasses.replace(wide, **ALONE, heads=1, stack=2, converters=2)
+    whole = run(wide, q, pages, table, cu_q_lens, kv_lens)
+    expected = reference.prefill_attention(q, pages, table, cu_q_lens, kv_lens, case.scale, window, **logits)
+    assert error(whole, expected) < tolerance(case)
+    at = jnp.asarray([299, 256, 255, 127, 20], jnp.int32)
+    rows = q[at], pages, jnp.tile(table, (len(at), 1)), jnp.arange(len(at) + 1, dtype=jnp.int32), at + 1
+    for ctas in (16, 1):
+        config = dataclasses.replace(few, ctas=ctas)
+        assert (make_work(*rows[:2], *rows[3:], window=window, config=config).parts[CUT] > 0) == (ctas > 1)
+        assert same_bits(run(config, *rows), whole[at])
+    undivided = run(dataclasses.replace(few, part=None), *rows)
+    assert same_bits(undivided[3:], whole[at[3:]])
+    assert not same_bits(undivided[:1], whole[at[:1]])
+    some = q[250:260], pages, table, jnp.asarray([0, 7], jnp.int32), jnp.asarray([260], jnp.int32)
+    into = jnp.ones_like(some[0])
+    assert same_bits(run(dataclasses.replace(few, ctas=4), *some, into=into, first=3), into.at[3:].set(whole[253:260]))
 
 
 def test_seeded_faults_are_caught(monkeypatch):
@@ -248,6 +262,36 @@ def test_the_work_list_covers_every_row_once_longest_first():
                 assert 2 * slots not in kinds or not fuller.any()
 
 
+def test_every_part_of_a_cut_tile_is_an_item():
+    """Gives long rows, few CTAs, a window that both ends of a part lie in, and more parts than there is room for."""
+    for window, lengths, ctas, cuts in (
+        (None, (900, 700, 70, 64), 16, 2),
+        (None, (900, 700, 0, 64), 2, 0),
+        (100, (900, 700, 70, 64), 16, 3),
+        (None, (40000, 39000, 500, 64), 132, 1),
+    ):
+        config = Config(ctas=ctas, stack=2, part=64, block_kv=64, **ALONE)
+        case = dataclasses.replace(SMALL, q_lens=(1,) * 4, kv_lens=lengths, heads=(4, 2), unused=0)
+        q, pages, *_ = shapes(case)
+        keys = jnp.asarray(lengths, jnp.int32)
+        bounds = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (keys > 0).astype(jnp.int32)]), dtype=jnp.int32)
+        work = make_work(q, pages, bounds, keys, window=window, config=config)
+        tiles, (cut, *begins) = np.asarray(work.tiles), np.asarray(work.parts)
+        assert cut == cuts
+        whole, parts = np.split(np.asarray(work.items), [len(tiles) * 2])
+        alone = int(work.count[0]) - cut
+        expected = sorted((*tile, head) for tile in tiles[cut : cut + alone].tolist() for head in (0, 2))
+        assert sorted(map(tuple, whole[: alone * 2, :PART].tolist())) == expected
+        expected = [
+            [*tile, head, part]
+            for tile in tiles[:cut].tolist()
+            for part in range(0 if window is None else max(tile[3] - window + 1, 0) // 64, tile[3] // 64 + 1)
+            for head in (0, 2)
+        ]
+        assert parts[: 2 * begins[-1]].tolist() == expected
+        assert len(parts) <= AREAS
+
+
 def test_heads_are_computed_together_whose_keys_the_cache_holds():
     def together(lengths, heads, formats=("bf16", "bf16"), before=0):
         """Returns how many KV heads the first tile has before the next one has its first."""
@@ -303,6 +347,18 @@ def test_every_kind_of_case_lowers_for_cuda():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.parametrize("rows", [1, 200])
+def test_parts_lower_for_cuda(rows):
+    for number, case in enumerate((MOSAIC_CASES[1], MOSAIC_CASES[3], MOSAIC_CASES[14], *VARIANTS[1:])):
+        case = dataclasses.replace(case, q_lens=(rows,), kv_lens=(300,), unused=0)
+        logits = logits_of(number, case.heads[0], case.dtype)
+        attend = partial(mosaic_sm90.prefill_attention, scale=case.scale, window=case.window, part=128, **logits)
+        text = jax.jit(attend).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+        short = jax.jit(partial(attend, part=1024)).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+        assert short.count("stablehlo.custom_call @mosaic_gpu") == 1  # no page table holds a second part
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_supported_call_fits_shared_memory(head_dim):
     groups = [f"{kind}-g{group}" for kind in ("int8", "int4") for group in (8, 32, head_dim)]
@@ -355,12 +411,15 @@ def test_what_is_not_supported_says_what_is():
     work = make_work(q, pages, *rest[1:])
     with pytest.raises(ValueError, match="work was made for window None, not 7"):
         prefill_attention(q, pages, *rest, scale=1.0, window=7, work=work, backend="mosaic")
+    with pytest.raises(ValueError, match="work was made for parts of None keys, not 128"):
+        mosaic_sm90.prefill_attention(q, pages, *rest, 1.0, None, work=work, part=128)
     for options, message in (
         ({"block_kv": 96}, "block_kv is 96, expected a multiple of 64"),
         ({"heads": 3}, "2 warpgroups cannot share 3 heads"),
         ({"warpgroups": 3}, "alternate needs 2 warpgroups, got 3"),
         ({"stack": 3}, "stack=3 and converters=1, expected"),
         ({"stages": 0}, "stages=0 and ctas=132 must be positive"),
+        ({"part": 192}, "part is 192, expected a multiple of block_kv=128"),
     ):
         with pytest.raises(ValueError, match=message):
             Config(**options)
@@ -408,3 +467,29 @@ def test_gpu_company_and_an_outer_jit_change_no_bit():
     assert same_bits(out, jax.jit(attend)(q, pages, table, cu_q_lens, kv_lens))
     alone = q[130:194], pages, table[2:3], jnp.asarray([0, 64], jnp.int32), kv_lens[2:3]
     assert same_bits(out[130:194], attend(*alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "name", "window"), [
+    ((32, 8), "bf16", None), ((32, 8), "int8-g8", None), ((8, 8), "fp8", None), ((32, 8), "bf16", 1500),
+])  # fmt: skip
+def test_gpu_long_rows_have_the_same_bits_however_they_come(heads, name, window):
+    """Attends a text of five parts, and rows of it: one alone, which is cut, and many at once, which are not."""
+    case = dataclasses.replace(
+        MOSAIC_CASES[0], q_lens=(4500,), kv_lens=(4500,), unused=0, heads=heads, k_format=name, v_format=name,
+        window=window,
+    )  # fmt: skip
+    q, pages, table, cu_q_lens, kv_lens = case.inputs()
+    logits = logits_of(1, heads[0], case.dtype)
+    options = {"scale": case.scale, "window": window, "backend": "deterministic"}
+    attend = jax.jit(partial(prefill_attention, **options, **logits))
+    whole = attend(q, pages, table, cu_q_lens, kv_lens)
+    for rows in ([4499], [4096], [4095], [2047, 1023, 4499, 100], [*range(500, 4500, 16)]):
+        at = jnp.asarray(rows, jnp.int32)
+        chunks = jnp.tile(table, (len(rows), 1)), jnp.arange(len(rows) + 1, dtype=jnp.int32), at + 1
+        assert same_bits(attend(q[at], pages, *chunks), whole[at])
+    seven = q[4092:4099], pages, table, jnp.asarray([0, 7], jnp.int32), jnp.asarray([4099], jnp.int32)
+    assert same_bits(attend(*seven), whole[4092:4099])
+    row = q[-1:], pages, table, jnp.asarray([0, 1], jnp.int32), kv_lens
+    expected = reference.prefill_attention(*row, case.scale, window, **logits)
+    assert error(whole[-1:], expected) < 1.3 * tolerance(case)
