@@ -110,10 +110,10 @@ def test_the_faster_backend_is_the_one_that_was_measured_or_should_be():
     assert choice(512, 4096, 11008) == "xla"
     assert choice(512, 4096, 11008, residual="float32") == choice(384, 4096, 11008) == "mosaic"
     unmeasured = partial(choice, out_dtype="bfloat16")
-    assert unmeasured(1, 3072, 2048) == unmeasured(128, 3072, 2048) == "mosaic"
-    assert unmeasured(129, 3072, 2048) == unmeasured(64, 3072, 2050) == unmeasured(64, 512, 512) == "xla"
-    assert unmeasured(1, 3072, 2064) == "xla"  # its kernel takes whole chunks of K
-    assert unmeasured(2, 3072, 2064) == unmeasured(256, 2048, 8192, residual="bfloat16") == "mosaic"
+    assert unmeasured(1, 2560, 2048) == unmeasured(128, 2560, 2048) == "mosaic"
+    assert unmeasured(129, 2560, 2048) == unmeasured(64, 2560, 2050) == unmeasured(64, 512, 512) == "xla"
+    assert unmeasured(1, 2560, 2064) == "xla"  # its kernel takes whole chunks of K
+    assert unmeasured(2, 2560, 2064) == unmeasured(256, 2560, 8192, residual="bfloat16") == "mosaic"
     for (n, k, itemsize), tuned in TUNED.items():  # ranges that overlap would hide one another
         for low, high, config in tuned:
             assert choose_config(low, n, k, itemsize) == choose_config(high, n, k, itemsize) == config
