@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_update.config import Config, check_supported, choose_config
 from pallas_kernels.formats.kv_formats import FP8, LARGEST_CODE, KVFormat
-from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_pages import KVPages, Pages, apart
 from pallas_kernels.hopper.hadamard_sm90 import turn
 
 WARPS, LANES = 4, 32
@@ -108,7 +108,8 @@ def cache_update(
     )
     sources = [x.reshape(*x.shape[:2], 2, *part.half) for x, part in zip((q, k, v), parts)]
     waves = [wave.astype(jnp.float32).reshape(rows, *part.half) for part in parts[:2] for wave in (cos, sin)]
-    pools = [jax.new_ref(pool) for pages, part in zip((pages.k, pages.v), parts[1:]) for pool in _split(pages, part)]
+    own = apart(pages)
+    pools = [jax.new_ref(pool) for pages, part in zip((own.k, own.v), parts[1:]) for pool in _split(pages, part)]
     spans = tuple(_spans(parts, config))
     units = spans[-1].unit + spans[-1].blocks
     out = plgpu.kernel(

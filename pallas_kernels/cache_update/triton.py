@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.cache_update.config import TRITON_VALUES
-from pallas_kernels.formats.kv_pages import KVPages, Pages
+from pallas_kernels.formats.kv_pages import KVPages, Pages, apart
 from pallas_kernels.triton import rows_triton, triton_call
 from pallas_kernels.triton.triton_call import Launch
 
@@ -27,7 +27,7 @@ def cache_update(
     num_heads = num_heads or q.shape[1]
     if not q.shape[0]:  # of which no kernel can be launched
         return jnp.zeros((0, num_heads, q.shape[2]), q.dtype), pages
-    made = launch(q, k, v, pages, first, num_heads)
+    made, pages = launch(q, k, v, pages, first, num_heads), apart(pages)
     pools = [
         pool for part in (pages.k, pages.v) for pool in (part.values, page if part.scales is None else part.scales)
     ]

@@ -160,6 +160,16 @@ def allocate(
     return KVPages(pool(k_format), pool(v_format))
 
 
+def apart[T](pools: T) -> T:
+    """Returns the pools for a kernel that writes several of them in place, each as an operand of its own.
+
+    XLA makes one operand of equal arrays, such as the zeros of a new K and V. If the kernel also reads a slice, XLA
+    fuses both (JAX 0.11.2). The fusion takes the operand once, and gives both results its place. A barrier keeps equal
+    arrays apart until then.
+    """
+    return jax.lax.optimization_barrier(pools)
+
+
 def write(pages: Pages, x: jax.Array, page: jax.Array, offset: jax.Array) -> Pages:
     """Encodes x [T, K, D] and stores row t at slot `offset[t]` of page `page[t]` (both i32[T]), no slot twice. A row
     whose page is outside of [0, N) is dropped."""

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.formats.kv_pages import KVPages
+from pallas_kernels.formats.kv_pages import KVPages, apart
 from pallas_kernels.hopper.hopper import SMS
 from pallas_kernels.move_tokens.config import check_supported
 
@@ -52,7 +52,7 @@ def move_tokens(
     """Returns the pools, in place where they are donated; see api.py. Takes page_table i32[R, M], source, target i32[R,
     Q]."""
     check_supported(pools, source.shape[1])
-    arrays, structure = jax.tree.flatten(pools)
+    arrays, structure = jax.tree.flatten(apart(pools))
     if not arrays or not source.size:  # no launch without blocks
         return pools
     num_pages, page_size = pools[0].k.num_pages, pools[0].k.page_size

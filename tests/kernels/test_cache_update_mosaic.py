@@ -205,6 +205,8 @@ def test_pages_of_all_layers_alias_and_the_fused_array_is_not_sliced():
     assert len(re.findall(r"tensor<8x96x2x\d+x\d+x\d+xbf16>", call)) == 3
     assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 3
     assert "stablehlo.slice" not in text
+    (barrier,) = re.findall(r"stablehlo.optimization_barrier ([^:]*) :", text)
+    assert len(barrier.split(",")) == 3 + 2, "equal pools stay apart; so do K's layer and V's"
 
 
 def test_configurations_are_checked():
