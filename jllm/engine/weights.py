@@ -96,7 +96,10 @@ class Fit:
 
     def take(self, given: Any, copy: bool = False) -> Any:
         """Returns a pytree as programs take it. Raises WeightsError for another one."""
-        taken = [leaf.take(name, x, copy) for name, leaf, x in self._pairs(given)]
+        pairs = self._pairs(given)
+        taken = [leaf.take(name, x, copy) for name, leaf, x in pairs]
+        if all(x is new for (_, _, x), new in zip(pairs, taken)):
+            return given
         return jax.tree.unflatten(jax.tree.structure(given), taken)  # the given tree tells where its codes are from
 
     def check(self, given: Any) -> None:

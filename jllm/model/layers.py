@@ -8,6 +8,7 @@ groups.
 
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
@@ -21,63 +22,67 @@ ALIGNMENT = 128
 
 def stack_layers(params: Params, config: LlamaConfig) -> Params:
     """Returns the same weights with Layers. Abstract leaves give abstract stacks."""
+    leaves, tree = jax.tree.flatten(params)
     dimensions = 1 if config.mesh is None else 2  # of a vector: on a mesh each rank has its own
-    leaves, trees = zip(*map(jax.tree.flatten, params.layers))
-    plan = _plan(trees, tuple(tuple((leaf.shape, leaf.dtype) for leaf in layer) for layer in leaves), dimensions)
-    own = [
-        jax.tree.unflatten(tree, [None if n in stacked else leaf for n, leaf in enumerate(layer)])
-        for tree, layer, stacked in zip(trees, leaves, (plan.vectors[kind] for kind, _ in plan.places))
-    ]
-    rows = [[[leaves[i][n] for i in layers] for n in vectors] for layers, vectors in zip(plan.layers, plan.vectors)]
-    stacks = []
-    for layers, vectors, made in zip(plan.layers, plan.vectors, _stacked(rows)):
-        places = dict(zip(vectors, made))
-        stacks.append(jax.tree.unflatten(trees[layers[0]], [places.get(n) for n in range(len(leaves[layers[0]]))]))
-    return replace(params, layers=Layers(tuple(own), tuple(stacks), plan.places))
+    plan = _plan(tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), dimensions)
+    leaves += _stacked([[leaves[i] for i in row] for row in plan.rows])
+    return jax.tree.unflatten(plan.tree, [leaves[i] for i in plan.order])
 
 
 class Plan(NamedTuple):
-    """Says what is stacked, by kind of layer."""
+    """Says what is stacked, by the places of leaves in flat params."""
 
-    layers: tuple[tuple[int, ...], ...]  # of each kind
-    vectors: tuple[tuple[int, ...], ...]  # of each kind: which leaves of a layer are stacked
-    places: tuple[tuple[int, int], ...]  # of each layer: its kind, its row there
+    rows: tuple[tuple[int, ...], ...]  # of each stack
+    order: tuple[int, ...]  # of the new params: places of old leaves, and of stacks, which come after these
+    tree: Any  # structure of the new params
 
 
 @cache  # so that an update does not think anew
-def _plan(trees: tuple[Any, ...], shapes: tuple[Any, ...], dimensions: int) -> Plan:
-    """Returns the plan for layers of these structures, with leaves of these shapes and dtypes."""
-    kinds: dict[Any, list[int]] = {}
-    places = []
-    for i, (tree, leaves) in enumerate(zip(trees, shapes)):
+def _plan(tree: Any, shapes: tuple[Any, ...], dimensions: int) -> Plan:
+    """Returns the plan for params of this structure, with leaves of these shapes and dtypes."""
+    numbers = jax.tree.unflatten(tree, range(len(shapes)))
+    kinds: dict[Any, list[list[int]]] = {}
+    own, places = [], []
+    for layer in numbers.layers:
+        leaves, structure = jax.tree.flatten(layer)
         vectors = tuple(
             n
-            for n, (shape, dtype) in enumerate(leaves)
+            for n, (shape, dtype) in enumerate(shapes[i] for i in leaves)
             if len(shape) == dimensions and shape[-1] * dtype.itemsize % ALIGNMENT == 0
         )
-        kind = (tree, vectors, tuple(leaves[n] for n in vectors))
+        kind = (structure, vectors, tuple(shapes[leaves[n]] for n in vectors))
         of_kind = kinds.setdefault(kind, [])
         places.append((list(kinds).index(kind), len(of_kind)))
-        of_kind.append(i)
-    return Plan(tuple(map(tuple, kinds.values())), tuple(vectors for _, vectors, _ in kinds), tuple(places))
+        of_kind.append(leaves)
+        own.append(jax.tree.unflatten(structure, [None if n in vectors else i for n, i in enumerate(leaves)]))
+    rows: list[tuple[int, ...]] = []
+    stacks = []
+    for (structure, vectors, _), layers in kinds.items():
+        made = dict(zip(vectors, count(len(shapes) + len(rows))))
+        rows += [tuple(leaves[n] for leaves in layers) for n in vectors]
+        stacks.append(jax.tree.unflatten(structure, [made.get(n) for n in range(structure.num_leaves)]))
+    order, new = jax.tree.flatten(replace(numbers, layers=Layers(tuple(own), tuple(stacks), tuple(places))))
+    return Plan(tuple(rows), tuple(order), new)
 
 
-def _stacked(rows: list[list[list[Any]]]) -> list[list[Any]]:
+def _stacked(rows: list[list[Any]]) -> list[Any]:
     """Returns an array for each list of vectors."""
-    first = next((vectors[0] for kind in rows for vectors in kind), None)
+    if not rows:
+        return []
+    first = rows[0][0]
     sharding = getattr(first, "sharding", None)  # numpy's arrays have none
     run = _stack(sharding if isinstance(sharding, jax.sharding.NamedSharding) else None)
     if not isinstance(first, jax.ShapeDtypeStruct):
         return run(rows)
     shapes = jax.eval_shape(run, rows)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
 
 
 @cache  # so that an update compiles nothing
 def _stack(sharding: jax.sharding.Sharding | None) -> Any:
     """Returns a function that stacks the vectors of layers, in the layout of each vector."""
 
-    def stack(rows: list[list[list[jax.Array]]]) -> list[list[jax.Array]]:
-        return [[jnp.stack(vectors, -2) for vectors in kind] for kind in rows]
+    def stack(rows: list[list[jax.Array]]) -> list[jax.Array]:
+        return [jnp.stack(vectors, -2) for vectors in rows]
 
     return jax.jit(stack, out_shardings=sharding)
