@@ -107,9 +107,9 @@ def check_whole_rows(letter: str, dtype: str, rows: int, width: int, largest: in
         raise NotImplementedError(
             f"dtype {dtype} is not supported by backend mosaic, which does {', '.join(supported)}"
         )
-    if width % 128 or not 128 <= width <= largest:
+    if width % 64 or not 128 <= width <= largest:
         raise NotImplementedError(
-            f"{letter}={width} is not supported by backend mosaic, which does multiples of 128 up to {largest}"
+            f"{letter}={width} is not supported by backend mosaic, which does multiples of 64 from 128 to {largest}"
         )
     if rows < 1:
         raise NotImplementedError("T=0 is not supported by backend mosaic, which does at least one row")

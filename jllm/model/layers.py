@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jllm.config import LlamaConfig
 from jllm.model.params import Layers, Params
 
-ALIGNMENT = 128
+ALIGNMENT = 256
 
 
 def stack_layers(params: Params, config: LlamaConfig) -> Params:

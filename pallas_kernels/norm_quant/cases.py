@@ -55,6 +55,7 @@ CASES = tuple(
         (1408, 5, "float16", True),
         (2048, 3, "bfloat16", False),
         (2560, 2, "float32", True),
+        (2880, 2, "bfloat16", True),
         (5120, 2, "bfloat16", True),
     )
     for kind in KINDS

@@ -45,6 +45,7 @@ CASES = tuple(
         (384, 1, "float16"),
         (1408, 5, "float16"),
         (2048, 2, "float32"),
+        (2880, 2, "bfloat16"),
         (11008, 2, "bfloat16"),
     )
     for kind in KINDS

@@ -101,6 +101,8 @@ SMALL = (
     (Case(8, 1280, normed=True, added=True, out_dtype="float32"), Config(4, 2)),
     (Case(4, 2304, "float16", gated=True, normed=True), Config(4, 4)),
     (Case(8, 256, gated=True), Config(8, 4)),
+    (Case(8, 2880, normed=True, added=True), Config(8, 4)),
+    (Case(4, 320, gated=True, normed=True), Config(4, 4)),
     (Case(16, 1792, normed=True, added=True, int8=True), Config(8, 3)),
     (Case(8, 512, "float16", gated=True, normed=True, int8=True), Config(4, 4)),
     (Case(8, 2816, added=True, int8=True, out_dtype="float32"), Config(8, 4)),
@@ -110,7 +112,7 @@ LARGE = (
     Case(12288, 4096, normed=True), Case(4096, 4096, added=True), Case(11008, 4096, gated=True, normed=True),
     Case(4096, 11008, added=True), Case(6144, 4096, normed=True), Case(14336, 4096, gated=True, normed=True),
     Case(4096, 14336, added=True), Case(5120, 13824, added=True), Case(15360, 5120, normed=True),
-    Case(32000, 4096, normed=True, out_dtype="float32"),
+    Case(32000, 4096, normed=True, out_dtype="float32"), Case(5120, 2880, normed=True, added=True),
     Case(12288, 4096, normed=True, int8=True), Case(4096, 4096, added=True, int8=True),
     Case(11008, 4096, gated=True, normed=True, int8=True), Case(4096, 11008, added=True, int8=True),
     Case(4096, 14336, added=True, int8=True),
@@ -197,8 +199,8 @@ def test_operations_take_the_norm_along_where_they_can(gated):
 
 @pytest.mark.parametrize("operation", [matmul, swiglu])
 def test_rows_of_any_width_have_a_norm_before_it(operation):
-    """Takes gpt-oss's width, of which norm_quant has no kernel."""
-    x, w, norm = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 2880), (64, 2880), (2880,)))
+    """Takes a width of which norm_quant has no kernel."""
+    x, w, norm = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 2864), (64, 2864), (2864,)))
     product = jax.jit(lambda x, w, norm: operation(x, w, norm=norm, eps=EPS, backend="mosaic"))
     text = product.trace(x, w, norm).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
@@ -215,7 +217,10 @@ def test_a_norm_of_another_shape_or_dtype_is_refused(operation):
 def test_configurations_and_what_fits_them():
     assert fits(PLAIN, 4096, 11008)
     assert fits(GATED, 11008, 4096)
+    assert fits(PLAIN, 5120, 2880)
     assert not fits(PLAIN, 4096, 1000)
+    assert not fits(PLAIN, 4096, 192)
+    assert for_int8(4096, 2880) is None
     assert not fits(PLAIN, 4100, 4096)
     for wrong in ({"rows": 2}, {"rows": 6}, {"ahead": 0}):
         with pytest.raises(ValueError, match="expected a multiple of 4, and at least 1"):

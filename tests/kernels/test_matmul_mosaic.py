@@ -112,7 +112,7 @@ def test_the_faster_backend_is_the_one_that_was_measured_or_should_be():
     unmeasured = partial(choice, out_dtype="bfloat16")
     assert unmeasured(1, 2560, 2048) == unmeasured(128, 2560, 2048) == "mosaic"
     assert unmeasured(129, 2560, 2048) == unmeasured(64, 2560, 2050) == unmeasured(64, 512, 512) == "xla"
-    assert unmeasured(1, 2560, 2064) == "xla"  # its kernel takes whole chunks of K
+    assert unmeasured(1, 2560, 2064) == "xla"  # its kernel takes multiples of 64
     assert unmeasured(2, 2560, 2064) == unmeasured(256, 2560, 8192, residual="bfloat16") == "mosaic"
     for (n, k, itemsize), tuned in TUNED.items():  # ranges that overlap would hide one another
         for low, high, config in tuned:

@@ -169,8 +169,8 @@ def test_bad_arguments():
     for arguments, message in (
         ((x.astype("float32"), weight.astype("float32")), "dtype float32 is not supported by backend mosaic"),
         (
-            (x[:, :192], weight[:192]),
-            "E=192 is not supported by backend mosaic, which does multiples of 128 up to 16384",
+            (x[:, :160], weight[:160]),
+            "E=160 is not supported by backend mosaic, which does multiples of 64 from 128 to 16384",
         ),
         ((x[:0], weight), "T=0 is not supported by backend mosaic"),
     ):

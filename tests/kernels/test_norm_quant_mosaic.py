@@ -24,6 +24,7 @@ INTERPRETED = [  # parts of vectors of fewer lanes and warps, one and more full 
     Case(1, 2560, "bfloat16", "fp8", residual=False),
     Case(1, 384, "float16", "int8", residual=False),
     Case(1, 5120, "bfloat16", None),
+    Case(2, 2880, "bfloat16", "int8"),
 ]
 
 

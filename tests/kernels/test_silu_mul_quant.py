@@ -142,7 +142,7 @@ def test_bad_arguments():
             silu_mul_quant(array, **options)
     for array, message in (
         (gate_up.astype("float32"), "dtype float32 is not supported by backend mosaic"),
-        (gate_up[:, :384], "F=192 is not supported by backend mosaic, which does multiples of 128 up to 32768"),
+        (gate_up[:, :320], "F=160 is not supported by backend mosaic, which does multiples of 64 from 128 to 32768"),
         (gate_up[:0], "T=0 is not supported by backend mosaic"),
     ):
         with pytest.raises(NotImplementedError, match=message):

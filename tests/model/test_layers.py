@@ -13,7 +13,7 @@ from tests.tiny import experts_model, tiny_model
 
 
 def coded(scheme: str) -> tuple[Params, LlamaConfig]:
-    model = tiny_model(intermediate_size=64)
+    model = tiny_model(hidden_size=64, intermediate_size=64)
     return quantize(model.params, scheme), model.config
 
 
@@ -22,7 +22,7 @@ def plain(model: Model) -> tuple[Params, LlamaConfig]:
 
 
 CASES = {  # what is stacked, the weights, their arrays, and how many fewer there are then
-    "norms": (lambda: plain(tiny_model()), 15, 2),
+    "norms": (lambda: plain(tiny_model(hidden_size=64)), 15, 2),
     "norms and scales of rows": (lambda: coded("w8a8"), 21, 5),
     "norms, but not scales of groups": (lambda: coded("w4a16-g32"), 23, 2),
     "nothing, where layers differ": (lambda: plain(experts_model()), 16, 0),

@@ -55,8 +55,8 @@ def gemv(
     - w_scale f32[N]: w is int8, and the row is quantized as well, after the norm. The result has the bits of
       norm_quant, int8_matmul and silu_mul_quant one after the other, whose sums are exact.
     - group i32[M or more], groups: x is [M, K], and row i meets block group[i] of w [groups N, K]: [M, N]. If there is
-      no such block, the row of the result is zero and w is not read. Nothing is added, and there is no norm. K is a
-      multiple of 8 from 256 on, or as above with int8.
+      no such block, the row of the result is zero and w is not read. Nothing is added, and there is no norm. In 16
+      bits K is any multiple of 8 from 256 on.
     - x_scale f32[M]: these rows are codes already. A gated product is then rounded once.
     """
     halves = 2 if gated else 1

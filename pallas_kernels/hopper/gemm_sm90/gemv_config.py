@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 WARPS, VECTOR = 4, 8
 CHUNK = 32  # vectors of 8 columns of w that a warp loads at once: one to a lane
+ROW = 64  # a norm's kernel takes rows of a multiple of this
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,10 @@ SHORT = 1024  # columns that come at once anyway
 LONG = 8192  # a row of more columns takes time to quantize, so fewer blocks do it
 
 
-def fits(config: Config, n: int, k: int) -> bool:
-    """Returns whether w [n, k], or each half of it, is a whole number of blocks and chunks."""
-    return n % config.rows == 0 and k % (CHUNK * VECTOR) == 0
+def fits(config: Config, n: int, k: int, multiple: int = ROW) -> bool:
+    """Returns whether w [n, k], or each half of it, is a whole number of blocks. k is a multiple of ROW, which a norm
+    needs, or of `multiple`, and at least a chunk."""
+    return n % config.rows == 0 and k % multiple == 0 and k >= CHUNK * VECTOR
 
 
 def for_groups(n: int, k: int, itemsize: int, gated: bool) -> Config | None:
@@ -36,12 +38,10 @@ def for_groups(n: int, k: int, itemsize: int, gated: bool) -> Config | None:
     there is none. Few columns take more rows to a block."""
     rows = GATED.rows if gated else PLAIN.rows
     config = Config(rows if k > SHORT else 2 * rows, PLAIN.ahead if itemsize == 2 else INT8.ahead)
-    if itemsize == 1:
-        return config if fits(config, n, k) else None
-    return config if n % config.rows == 0 and k % VECTOR == 0 and k >= CHUNK * VECTOR else None
+    return config if fits(config, n, k, VECTOR if itemsize == 2 else CHUNK * VECTOR) else None
 
 
 def for_int8(n: int, k: int) -> Config | None:
     """Returns the configuration for w int8 [n, k], or each half of it; None where it does not fit."""
     config = INT8_LONG if k > LONG else INT8
-    return config if fits(config, n, k) else None
+    return config if fits(config, n, k, CHUNK * VECTOR) else None
