@@ -152,7 +152,9 @@ def attend(
     else:
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
-        if p.q_norm is None and config.rotary_dim is None:
+        if config.rotary_dim is None and (p.q_norm is None or _norms_each_head(config, backend)):
+            if p.q_norm is not None:
+                qkv = fenced(backend, partial(_with_head_norms, p, config), qkv)
             q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
         else:
             q, k, v = fenced(backend, partial(_split_qkv, p, config, backend), qkv)
@@ -236,6 +238,21 @@ def _split_qkv(
         else:
             q, k = (_head_norm(x, weight, config, backend) for x, weight in ((q, p.q_norm), (k, p.k_norm)))
     return q, k, v
+
+
+def _norms_each_head(config: LlamaConfig, backend: str | None) -> bool:
+    """Returns whether plain jnp computes a norm of each head of q and k, not of a row's heads together."""
+    return not config.qk_norm_whole and not (backend == DETERMINISTIC and on_hopper())
+
+
+def _with_head_norms(p: Any, config: LlamaConfig, qkv: jax.Array) -> jax.Array:
+    """Returns qkv [T, (H + 2K) D] with q's and k's heads normed, in one pass on a GPU. If they were split, q, k and v
+    would take a pass each."""
+    H, K = config.num_heads, config.num_kv_heads
+    x = qkv.reshape(-1, H + 2 * K, config.head_dim)
+    q, k = (rms_norm(x, weight, config.norm_eps, config.norm_offset) for weight in (p.q_norm, p.k_norm))
+    head = jnp.arange(H + 2 * K, dtype=jnp.int32)[None, :, None]
+    return jnp.where(head < H, q, jnp.where(head < H + K, k, x)).reshape(qkv.shape)
 
 
 def _norms_of_ranks(q: jax.Array, k: jax.Array, p: Any, config: LlamaConfig, backend: str | None) -> list[jax.Array]:
