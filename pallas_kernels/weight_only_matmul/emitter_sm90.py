@@ -68,7 +68,7 @@ class Emitter:
 
     def load(self, name: str, offset: ir.Value, kind: int | str, more: int = 0) -> ir.Value:
         """Loads from `offset` + `more` bytes after an array's begin. It is 32 bits, 16 of them zero-extended, 8
-        sign-extended ("u8": zero-extended), a float32, or a float16 or a power of two in E8M0 as float32."""
+        sign-extended, a float32, or a float16 or a power of two in E8M0 as float32."""
         pointer = mgpu.utils.getelementptr(self.pointers[name], [offset], self.i8)
         pointer = mgpu.utils.getelementptr(pointer, [more], self.i8) if more else pointer
         if kind == "f32":
@@ -77,18 +77,13 @@ class Emitter:
             return arith.extf(self.f32, llvm.load(self.f16, pointer))
         if kind == "e8m0":
             return self.power(arith.extui(self.i32, llvm.load(self.i8, pointer)))
-        if kind == "u8":
-            return arith.extui(self.i32, llvm.load(self.i8, pointer))
         if kind == 8:
             return arith.extsi(self.i32, llvm.load(self.i8, pointer))
         return arith.extui(self.i32, llvm.load(self.i16, pointer)) if kind == 16 else llvm.load(self.i32, pointer)
 
-    def power(self, code: ir.Value, more: int = 0) -> ir.Value:
-        """Returns the float32 that a code of E8M0 stands for. With `more` it is times 2^more, a normal number."""
-        bits = self.times(code, 1 << 23)
-        if more:
-            return arith.bitcast(self.f32, arith.addi(bits, self.c(more << 23)))
-        return arith.bitcast(self.f32, arith.maxui(bits, self.c(1 << 22)))  # 0 is 2^-127
+    def power(self, code: ir.Value) -> ir.Value:
+        """Returns the float32 that a code of E8M0 stands for."""
+        return arith.bitcast(self.f32, arith.maxui(self.times(code, 1 << 23), self.c(1 << 22)))  # 0 is 2^-127
 
     def float_of(self, a: ir.Value) -> ir.Value:
         return arith.sitofp(self.f32, a)

@@ -28,8 +28,9 @@ TOKENS = 8  # rows of x in a product
 THREADS = 128  # of a warpgroup
 RUN = 32  # columns of 16 bytes of codes; one load has twice as many, of 16 rows
 BLOCK = 1024  # bytes of 8 swizzled rows of 128
-# E2M1's bits in bfloat16 are 2^-126 of their value. x is multiplied by 2^64 first, so that no sum is subnormal.
-SMALL, LARGER, LARGER_BITS = 126, 64, 0x5F80
+# E2M1's bits in bfloat16 are 2^-126 of their value. x is multiplied by 2^64 first, so that no sum is subnormal. What
+# all groups add up to is multiplied by the rest, with which a large scale would overflow.
+LARGER_BITS, REST = 0x5F80, 2.0**62
 LAYOUT = plgpu.Layout.WGMMA  # of sums [64 row_tiles, tokens]: of each row tile the rows of the first warp, then others
 
 
@@ -58,11 +59,18 @@ def compute_item(
 
     shape = ROWS * plan.config.row_tiles, plan.config.tokens
     total = lax.fori_loop(0, plan.steps, step, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT))
+    if _small(plan):
+        total = total * REST
     own = item.column + warpgroup * (WARP_ROWS * plan.config.row_tiles // plan.halves)
     place = [own, item.split]
     if plan.apart:  # rows of x, how many, and whether they have a weight
         place += [item.token, item.last - item.first, jnp.where(item.group < plan.weights, 1, 0)]
     _store(plan, place, total, scratch["parts_s"].at[warpgroup], out)
+
+
+def _small(plan: Plan) -> bool:
+    """Tells whether values are decoded as 2^-126 of what they are."""
+    return plan.format.codes == "e2m1" and plan.dtype == jnp.bfloat16
 
 
 def _add_stage(plan: Plan, refs: dict[str, Any], total: jax.Array) -> jax.Array:
@@ -113,7 +121,7 @@ class Warp(Codes):
     def __init__(self, plan: Plan, emit: Any) -> None:
         super().__init__(plan.format, plan.dtype, emit)
         self.plan, config = plan, plan.config
-        self.small = plan.format.codes == "e2m1" and plan.dtype == jnp.bfloat16
+        self.small = _small(plan)
         self.columns = plan.step * config.fold // PARTS  # of a warp
         thread = emit.thread()
         part = emit.bits_and(emit.shift_right(thread, 5), PARTS - 1)
@@ -245,9 +253,7 @@ class Warp(Codes):
         if name == "zeros":
             return self.emit.load(name, self.vectors[name], 8, more)
         if self.format.scale_codes == "e8m0":
-            if not self.small:
-                return self.emit.load(name, self.vectors[name], "e8m0", more)
-            return self.emit.power(self.emit.load(name, self.vectors[name], "u8", more), SMALL - LARGER)
+            return self.emit.load(name, self.vectors[name], "e8m0", more)
         return self.emit.load(name, self.emit.times(self.vectors[name], 2), "f16", 2 * more)
 
 

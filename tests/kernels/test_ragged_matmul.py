@@ -1,5 +1,6 @@
 """Products of groups of rows, each with a weight of its own."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -190,6 +191,16 @@ def test_the_kernel_is_the_formula_without_races(kind, sizes, m, n, k, gated, co
     ):
         assert error(got, expected) < most
         assert not np.asarray(got, np.float32)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("power", [70, -70])
+def test_scales_by_warp_may_have_any_exponent(power):
+    kind, sizes, m, n, k, gated, config = KERNEL[13]
+    (x, w, *rest), expected = arguments(kind, sizes, m, n, k, gated)
+    x = x * 2.0 ** (-power // 2)
+    w = replace(w, scales=jnp.where(w.scales < 255, w.scales + power, w.scales).astype("uint8"))
+    got = mosaic_sm90.ragged_matmul(x, w, *rest, config=config, interpret=INTERPRET)
+    assert error(got, expected * 2.0 ** (power // 2)) < tolerance(kind)
 
 
 def tolerance(kind: str) -> float:
