@@ -17,15 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.hadamard_sm90 import turn
 from pallas_kernels.hopper.logits_sm90 import LOWEST
+from pallas_kernels.hopper.row_pieces_sm90 import tiled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, quotient
 from pallas_kernels.prefill_attention.work import CUT, ROW, ROWS, Work
 
 LOADED = 8  # parts of a row that are read at once
 ROWS_AT_ONCE = 4  # CTAs that share the rows of a tile
-_ROW = plgpu.Layout.TILED(  # each warp has all of a row, two elements a lane
-    plgpu.Tiling(((64,), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-)
 
 
 class Sum(NamedTuple):
@@ -110,9 +108,16 @@ def add_parts(
     )(work.tiles, work.parts, sums, weights, out)
 
 
+def row_layout(head_dim: int) -> Any:
+    """Lays out a row [D] in each warp. A rotation adds columns bit by bit of their numbers: those of registers first,
+    then those of lanes. The order is that of Layout.WGMMA: bit 0, then from bit 3 up, then bits 1 and 2."""
+    return tiled(((head_dim,), (head_dim // 8,), (8,), (2,)), (plgpu.Replicated(4),), (-2, -4))
+
+
 def _add_kernel(plan: Plan, tiles: Any, parts: Any, sums: Any, weights: Any, out: Any) -> None:
     """Adds the parts of each row of each query head of the tiles that are cut."""
     config, group = plan.config, plan.num_heads // plan.num_kv_heads
+    layout = row_layout(plan.head_dim)
 
     @pl.loop(lax.axis_index("cta"), parts[CUT] * plan.num_heads, step=config.ctas)
     def _head(unit: jax.Array) -> None:
@@ -129,7 +134,7 @@ def _add_kernel(plan: Plan, tiles: Any, parts: Any, sums: Any, weights: Any, out
             def load(i: jax.Array) -> Sum:
                 item = ((begin + jnp.minimum(i, count - 1)) * plan.num_kv_heads + kv_head) * plan.sets + of_set
                 area = item * config.warpgroups + warpgroup
-                acc = plgpu.load(sums.at[area, place], layout=_ROW, optimized=False)
+                acc = plgpu.load(sums.at[area, place], layout=layout, optimized=False)
                 return Sum(acc, weights[area, 0, place], weights[area, 1, place])
 
             def add(i: jax.Array, total: Sum) -> Sum:
@@ -139,9 +144,9 @@ def _add_kernel(plan: Plan, tiles: Any, parts: Any, sums: Any, weights: Any, out
                     total = Sum(*(jnp.where(there, new, old) for new, old in zip(added(total, part), total)))
                 return total
 
-            nothing = plgpu.layout_cast(jnp.zeros((plan.head_dim,), jnp.float32), _ROW)
+            nothing = plgpu.layout_cast(jnp.zeros((plan.head_dim,), jnp.float32), layout)
             start = Sum(nothing, jnp.float32(LOWEST), jnp.float32(0))
             result = lax.fori_loop(0, quotient(count + (LOADED - 1), LOADED), add, start).normalized()
             if plan.v_format.hadamard:
-                result = turn(result, _ROW, plan.head_dim, lanes=32)
+                result = turn(result, layout, plan.head_dim, lanes=32)
             out[plan.first_row + tiles[tile, ROW] + row, head] = result.astype(out.dtype)

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats.hadamard import hadamard
 from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import allocate
+from pallas_kernels.hopper.hadamard_sm90 import turn
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
 from pallas_kernels.prefill_attention import (
@@ -18,12 +21,13 @@ from pallas_kernels.prefill_attention import (
     make_work,
     mosaic_sm90,
     pack_sm90,
+    parts_sm90,
     prefill_attention,
     reference,
     rows_sm90,
 )
 from pallas_kernels.prefill_attention.cases import CASES, MOSAIC_CASES, Case
-from pallas_kernels.prefill_attention.config import Config, choose_config, packings
+from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, Config, choose_config, packings
 from pallas_kernels.prefill_attention.plan_sm90 import Plan
 from pallas_kernels.prefill_attention.work import AREAS, CUT, HEAD, PART, ROW
 from tests.kernels.helpers import (
@@ -186,6 +190,25 @@ def test_parts_of_a_row_add_up_to_the_same_bits_wherever_they_are_computed(k_for
     some = q[250:260], pages, table, jnp.asarray([0, 7], jnp.int32), jnp.asarray([260], jnp.int32)
     into = jnp.ones_like(some[0])
     assert same_bits(run(dataclasses.replace(few, ctas=4), *some, into=into, first=3), into.at[3:].set(whole[253:260]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_both_kernels_rotate_a_row_to_the_same_bits(head_dim):
+    """A sum of numbers that are not exact depends on the order in which columns are added."""
+    rows = np.random.default_rng(0).standard_normal((WARPGROUP_ROWS, head_dim)).astype(np.float32)
+
+    def rotate(x, together, alone):
+        whole = plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False)
+        together[...] = turn(whole, plgpu.Layout.WGMMA, head_dim, lanes=4, rows=2)
+        for row in range(2):
+            layout = parts_sm90.row_layout(head_dim)
+            alone[row] = turn(plgpu.load(x.at[row], layout=layout, optimized=False), layout, head_dim, lanes=32)
+
+    shapes = [jax.ShapeDtypeStruct((count, head_dim), jnp.float32) for count in (WARPGROUP_ROWS, 2)]
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    together, alone = plgpu.kernel(rotate, out_type=shapes, compiler_params=params, interpret=FIND_RACES)(rows)
+    assert error(together, rows @ hadamard(head_dim)) < 1e-6
+    assert same_bits(alone, together[:2])
 
 
 def test_seeded_faults_are_caught(monkeypatch):
@@ -472,6 +495,7 @@ def test_gpu_company_and_an_outer_jit_change_no_bit():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "name", "window"), [
     ((32, 8), "bf16", None), ((32, 8), "int8-g8", None), ((8, 8), "fp8", None), ((32, 8), "bf16", 1500),
+    ((32, 8), "int8-g8-h", None),
 ])  # fmt: skip
 def test_gpu_long_rows_have_the_same_bits_however_they_come(heads, name, window):
     """Attends a text of five parts, and rows of it: one alone, which is cut, and many at once, which are not."""
