@@ -177,6 +177,8 @@ def _estimate_codes(config: CodesConfig, m: int, groups: int, n: int, k: int) ->
 def _blocks_apart(m: int, groups: int, rows: int) -> int:
     """Returns about how many blocks there are that begin with a group's rows, if M rows choose groups at random."""
     mean = m / groups
+    if mean > 16 * rows:  # then every remainder is as likely; of larger means exp(-mean) is 0
+        return math.ceil(groups * (mean + (rows - 1) / 2) / rows)
     found, chance = 0.0, math.exp(-mean)  # of a group with no rows; a group may have any number
     for size in range(1, int(mean + 8 * mean**0.5) + 8):
         chance *= mean / size

@@ -224,7 +224,7 @@ def test_bits_of_the_kernel_do_not_depend_on_a_rows_company(config, other):
     assert same_bits(alone, whole[3:5])
 
 
-@pytest.mark.parametrize("m", [24, 256, 2048])
+@pytest.mark.parametrize("m", [24, 256, 2048, 32768])
 def test_products_by_warp_are_never_in_one_order(m):
     """Few rows are by warp else. A layer's second product has the blocks of its first."""
     shapes = jax.eval_shape(partial(encode, fmt=parse_weight_format("mxfp4-weight")), jnp.zeros((32 * 5760, 2880)))
