@@ -64,7 +64,7 @@ def compute_item(
     own = item.column + warpgroup * (WARP_ROWS * plan.config.row_tiles // plan.halves)
     place = [own, item.split]
     if plan.apart:  # rows of x, how many, and whether they have a weight
-        place += [item.token, item.last - item.first, jnp.where(item.group < plan.weights, 1, 0)]
+        place = [own, item.token, item.last - item.first, jnp.where(item.group < plan.weights, 1, 0)]
     _store(plan, place, total, scratch["parts_s"].at[warpgroup], out)
 
 
@@ -294,9 +294,7 @@ def store_sums(plan: Plan, emit: Any, row: Any, split: Any, total: list[Any]) ->
             store()
 
 
-def store_group(
-    plan: Plan, emit: Any, row: Any, split: Any, token: Any, count: Any, live: Any, total: list[Any]
-) -> None:
+def store_group(plan: Plan, emit: Any, row: Any, token: Any, count: Any, live: Any, total: list[Any]) -> None:
     """Stores one thread's share of _store for a group's `count` rows, which are zero if none is `live`."""
     config, stride, width = plan.config, plan.parts_stride, plan.out_dtype.itemsize
     thread = emit.bits_and(emit.thread(), THREADS - 1)
