@@ -33,8 +33,8 @@ def ragged_matmul(
 
     A row's bits depend neither on its group's size nor on other rows. With backend "deterministic" they do not depend
     on M, either. Else few rows may run in kernels of mosaic's that add in another order (choose_rows and
-    choose_codes_config in config.py). The mosaic kernel of more rows rounds weights of 4 bits, and their float16
-    scales, to x's dtype. Plain rows and weights have gradients. Raises ValueError where shapes or dtypes disagree, and
+    choose_codes_config in config.py). Mosaic's kernels round weights of 4 bits, and their float16 scales, to x's
+    dtype. Plain rows and weights have gradients. Raises ValueError where shapes or dtypes disagree, and
     NotImplementedError for what a named backend doesn't do.
     """
     check_int32(sizes=sizes)

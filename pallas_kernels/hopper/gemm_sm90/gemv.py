@@ -69,7 +69,7 @@ def gemv(
     alone = {"bias", "residual"} if gated else set()
     alone |= {"bias", "residual", "norm"} if group is not None else set()
     assert not given.keys() & alone, "nothing is added to a gated product, or normed if rows have matrices of their own"
-    assert (group is None) <= (m == 1), "several rows have matrices of their own"
+    assert group is not None or m == 1, "several rows have matrices of their own"
     scratch: dict[str, Any] = {}
     if norm is not None:
         given["norm"] = norm.reshape(vectors, VECTOR)
