@@ -173,7 +173,7 @@ def _field(name: str, value: Any) -> Any:
             value = Guide.parse(value)
         if name == "logit_bias" and isinstance(value, dict):
             value = bias_by_id(value)
-        SamplingParams(**{name: value})
+        SamplingParams(**{"logprobs": 0, name: value})  # without logprobs, logprobs_mode has no meaning
     except JllmError:
         raise
     except (TypeError, ValueError):

@@ -66,6 +66,14 @@ def test_a_guide_comes_and_goes_as_json(tmp_path):
         read_jobs(write(tmp_path / "bad.jsonl", {"prompt": "a", "guide": "[0-9]"}), BASE)
 
 
+def test_a_mode_of_log_probabilities_comes_with_them(tmp_path):
+    tempered = {"prompt": "a", "logprobs_mode": "tempered"}
+    (one,) = read_jobs(write(tmp_path / "in.jsonl", tempered | {"logprobs": 0}), BASE)
+    assert one.sampling == replace(BASE, logprobs=0, logprobs_mode="tempered")
+    with pytest.raises(InputFileError, match="line 1: logprobs_mode tempered .* none are asked for: give logprobs=0"):
+        read_jobs(write(tmp_path / "in.jsonl", tempered), BASE)
+
+
 def test_files_of_windows_are_read(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf\r\n\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b\\r\\n"}\r\n')
     jobs = read_jobs(tmp_path / "in.jsonl", SamplingParams())
