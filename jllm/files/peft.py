@@ -43,6 +43,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "kasa_config": (None,),
 }
+PATTERNS = ("rank_pattern", "alpha_pattern")
 MOVES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initial values by which PEFT changes the base too
 
 
@@ -154,6 +155,8 @@ def _read(folder: Path, config: LlamaConfig) -> _Read:
             adapter[field] = _stacked(folder, raw, target, own)
             if raw.get("use_dora"):
                 magnitudes[field] = _magnitudes(folder, target, own)
+            elif any("lora_magnitude_vector" in some for some in own.values()):
+                raise CheckpointError(f"{folder / WEIGHTS}: has a lora_magnitude_vector, and {CONFIG} no use_dora")
     if factors:
         layer, module = next(iter(factors))
         why = "and experts take no adapters" if ".experts." in module else "which this model lacks"
@@ -176,6 +179,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name, plain in OTHERS.items():
         if raw.get(name, plain[0]) not in plain:
             raise CheckpointError(f"{path}: {name}={raw[name]!r} is not supported: low-rank factors alone are")
+    for name in PATTERNS:
+        try:
+            for pattern, _ in (raw.get(name) or {}).items():
+                re.compile(pattern)
+        except (AttributeError, re.error):
+            raise CheckpointError(f"{path}: {name} must be numbers by regular expression, not {raw[name]!r}") from None
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(MOVES_BASE):
         why = "PEFT changes the base by it too, so convert the adapter to plain LoRA first"
@@ -268,9 +277,9 @@ def _magnitudes(folder: Path, target: Target, own: Mapping[Key, Factors]) -> np.
 
 def _scale(folder: Path, raw: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns a module's scale, whose rank must be the configuration's."""
-    r, alpha = (_of(raw, module, *names) for names in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")))
+    r, alpha = (_of(raw, module, *names) for names in zip(PATTERNS, ("r", "lora_alpha")))
     numbers = isinstance(alpha, int | float) and math.isfinite(alpha)
-    if r != rank or not numbers:
+    if r != rank or not rank or not numbers:
         raise CheckpointError(f"{folder / CONFIG}: {module} has rank {rank}, and r={r!r}, lora_alpha={alpha!r}")
     return float(alpha / math.sqrt(r) if raw.get("use_rslora") else alpha / r)
 

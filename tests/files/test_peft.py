@@ -87,17 +87,19 @@ UNKNOWN = {
     "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3', and LORA alone is supported"),
     "another base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported"),
     "another rank": ({"r": 8}, "q_proj has rank 4, and r=8"),
+    "no pattern": ({"rank_pattern": {"(": 4}}, "rank_pattern must be numbers by regular expression, not {'[(]': 4}"),
+    "a list": ({"alpha_pattern": [4]}, r"alpha_pattern must be numbers by regular expression, not \[4\]"),
+    "DoRA untold": ({"use_dora": False}, "has a lora_magnitude_vector, and adapter_config.json no use_dora"),
 }
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_a_configuration_that_asks_for_more_is_refused_by_name(model, folder, case):
     changes, why = UNKNOWN[case]
+    if "DoRA" in case:
+        shutil.copytree(DATA / "dora", folder, dirs_exist_ok=True)
     raw = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(raw | changes))
-    if case == "DoRA":
-        shutil.copy(DATA / "dora" / WEIGHTS, folder)
-        (folder / CONFIG).write_text((DATA / "dora" / CONFIG).read_text())
     with pytest.raises(CheckpointError, match=why):
         jllm.load_adapter(folder, model.config)
 
@@ -122,6 +124,10 @@ def test_tensors_that_are_no_factors_of_the_model_are_refused_by_name(model, fol
         write_file(folder / WEIGHTS, stored | changed)
         with pytest.raises(CheckpointError, match=why):
             jllm.load_adapter(folder, model.config)
+    write_file(folder / WEIGHTS, {f"{qkv}A.weight": np.ones((0, 64)), f"{qkv}B.weight": np.ones((128, 0))})
+    (folder / CONFIG).write_text('{"peft_type": "LORA", "r": 0, "lora_alpha": 1}')
+    with pytest.raises(CheckpointError, match="qkv_proj has rank 0, and r=0"):
+        jllm.load_adapter(folder, model.config)
     (folder / CONFIG).write_text("{")
     with pytest.raises(CheckpointError, match="not readable as JSON"):
         jllm.load_adapter(folder, model.config)
