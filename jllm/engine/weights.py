@@ -26,6 +26,8 @@ from jllm.speculative.drafter import Drafter
 from jllm.speculative.quantized_copy import QuantizedCopy
 from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
+ARRAYS = jax.Array, np.ndarray, np.generic  # np.float32(1) too, as hooks may hold
+
 
 class Leaf(NamedTuple):
     """Describes an array as programs take it."""
@@ -74,7 +76,7 @@ class Leaf(NamedTuple):
         """Raises WeightsError, with the name, where x has another shape or dtype, or is gone."""
         if isinstance(x, jax.core.Tracer):
             raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
-        if not isinstance(x, jax.Array | np.ndarray) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
+        if not isinstance(x, ARRAYS) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
             raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise WeightsError(f"{name} was donated or deleted: give weights that exist, or copy=True before donating")
@@ -245,5 +247,5 @@ def _is_quantized(leaf: Any) -> bool:
 
 def _short(x: Any) -> str:
     # jax.typeof calls NumPy's float64 what JAX would make of it.
-    named = isinstance(x, jax.Array | np.ndarray)
+    named = isinstance(x, ARRAYS)
     return f"{x.dtype}[{','.join(map(str, x.shape))}]" if named else type(x).__name__

@@ -191,13 +191,13 @@ def test_preemption_forks_and_snapshots_keep_them(model, tmp_path):
 
 
 def test_an_update_takes_other_arrays_of_the_hooks(model):
-    other = replace(HOOKS, edit={"layers.*.output": Partial(steer, jnp.float32(-1))})
+    other, numpys = (replace(HOOKS, edit={"layers.*.output": Partial(steer, x(-1))}) for x in (jnp.float32, np.float32))
     engine = Engine(model, **SIZES, hooks=HOOKS)
     kept = tokens_of(engine, TURNS[:1])
     engine.submit((5,), greedy(9), inputs=own(1))
     engine.step()
     snapshot, programs = engine.snapshot(0 + 1), packed_step._cache_size()
-    assert engine.update(hooks=other) == engine.version == 1
+    assert engine.update(hooks=numpys) == engine.version == 1
     list(engine.run())
     got = tokens_of(engine, TURNS[:1])
     assert got == apart(model, TURNS[:1], other) != kept
