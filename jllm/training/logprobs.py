@@ -64,6 +64,7 @@ from pallas_kernels.one_order import fenced, in_tiles
 from pallas_kernels.tiled_attention import check_page_size
 
 HEAD_ROWS = 128  # rows of logits in memory at once
+ONCE = "token_logprobs is differentiable once, backward: second derivatives and jvp are not there"
 
 Scored = tuple[jax.Array, jax.Array]  # log-probabilities [B, L] and entropies [B, L]
 Routes = dict[str, jax.Array]  # by the tap's name, layers.I.routes: i32[B, L, k]
@@ -128,9 +129,9 @@ def token_logprobs(
     `routes` replaces the experts that a router chooses, as an engine's taps have them: layers.I.routes -> i32[B, L, k],
     where -1 is no expert. Layers that it does not name choose their own. The shares are those of these weights.
 
-    It is differentiable once, by params and adapters: under jit, grad and remat. Raises EvaluationError under vmap, for
-    second derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has, and
-    QuantizationError for a scheme that does not fit.
+    It is differentiable once, by params and adapters: under jit, grad and remat. Raises EvaluationError under vmap and
+    jvp, for second derivatives, and for derivatives by temperature. Raises ConfigError for options that no engine has,
+    and QuantizationError for a scheme that does not fit.
     """
     if config.mesh is not None:
         raise ConfigError("token_logprobs computes on one device: give a config without a mesh")
@@ -174,7 +175,12 @@ def token_logprobs(
     given = {} if routes is None else {name: jnp.asarray(each) for name, each in routes.items()}
     _check_routes(given, config, tokens.shape)
     *ints, given = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (tokens, lengths, given))
-    logprobs, entropies = _jitted(how, params, adapters, *ints, given, heat)
+    try:
+        logprobs, entropies = _jitted(how, params, adapters, *ints, given, heat)
+    except TypeError as error:  # JAX's own, which names no function
+        if "forward-mode" not in str(error):
+            raise
+        raise EvaluationError(ONCE) from None
     return (logprobs, entropies) if entropy else logprobs
 
 
@@ -472,7 +478,7 @@ def _once[T](arrays: T) -> T:
 
 @_once.defjvp
 def _refuse_second(primals: Any, tangents: Any) -> NoReturn:
-    raise EvaluationError("token_logprobs is differentiable once, backward: second derivatives and jvp are not there")
+    raise EvaluationError(ONCE)
 
 
 @jax.custom_jvp
