@@ -296,7 +296,7 @@ def _model_of(source: Model | Callable[[], Model], mesh: int | None) -> Model:
     """Returns the model on the device of this process, or on a mesh of so many."""
     model = source if isinstance(source, Model) else source()
     if not isinstance(model, Model):
-        raise ConfigError(f"replicas need a function that returns a Model, not {model!r}")
+        raise ConfigError(f"replicas need a function that returns a Model, not {type(model).__name__}")
     if model.config.mesh is not None and (devices := ranks_of(model.config)) != mesh:
         raise ConfigError(f"the model is on a mesh of {devices} devices: give Replicas mesh={devices} too")
     if mesh is None or model.config.mesh is not None:

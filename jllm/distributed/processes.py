@@ -189,7 +189,8 @@ def _source(source: Source, mesh: int | None) -> tuple[Model | Callable[[], Mode
     if isinstance(source, str | Path):
         return partial(load, find_model(source), mesh=mesh), mesh
     if not callable(source):
-        raise ConfigError(f"replicas take a Model, a directory, 'package.module:NAME' or a function, not {source!r}")
+        kind = type(source).__name__
+        raise ConfigError(f"replicas take a Model, a directory, 'package.module:NAME' or a function, not {kind}")
     return source, mesh
 
 

@@ -195,7 +195,8 @@ def with_adapters(options: Mapping[str, Any], model: "Model") -> dict[str, Any]:
     if given is None:
         return dict(options)
     if not isinstance(given, Mapping):
-        raise ConfigError(f"adapters must be a mapping of names to PEFT directories or adapters, not {given!r}")
+        kind = type(given).__name__
+        raise ConfigError(f"adapters must be a mapping of names to PEFT directories or adapters, not {kind}")
     found = {name: read(one, model.config) for name, one in given.items()}
     ranks = [each.rank for one in found.values() if isinstance(one, dict) for each in one.values()]
     more: dict[str, Any] = {"adapters": found}

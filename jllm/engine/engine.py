@@ -349,7 +349,8 @@ class Engine:
         SnapshotError for a snapshot of other weights or another cache.
         """
         if not isinstance(snapshot, Snapshot):
-            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or load_snapshot, not {snapshot!r}")
+            kind = type(snapshot).__name__
+            raise SnapshotError(f"resume takes a Snapshot, of Engine.snapshot or load_snapshot, not {kind}")
         ids = tuple(self.check([int(token) for token in snapshot.tokens], sampling))
         if sampling.prompt_logprobs or sampling.counts_tokens:
             what = "prompt_logprobs" if sampling.prompt_logprobs else "penalties of tokens"

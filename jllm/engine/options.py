@@ -108,9 +108,10 @@ class EngineOptions:
             raise ConfigError(f"trace must be the path of a file or a list, not {self.trace!r}")
         policy_of(self.kv_policy)
         if not isinstance(self.speculate, str | Drafter | None):
-            raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {self.speculate!r}")
+            kind = type(self.speculate).__name__
+            raise ConfigError(f"speculate must be the name of a drafter, or a drafter, not {kind}")
         if not isinstance(self.hooks, Hooks | None):
-            raise ConfigError(f"hooks must be jllm.Hooks, not {self.hooks!r}")
+            raise ConfigError(f"hooks must be jllm.Hooks, not {type(self.hooks).__name__}")
         if self.hooks is not None and self.hooks.observe is not None and self.speculate is not None:
             raise ConfigError("hooks.observe sees tokens once they are drawn, too late for drafts: leave speculate out")
         if self.adapter_rank is not None:

@@ -406,11 +406,11 @@ def test_what_cannot_cross_is_refused_by_name(model, monkeypatch):
     monkeypatch.setattr(crossing, "is_host", lambda device: False)
     with pytest.raises(ConfigError, match="the model cannot go .*: it lies on cpu:0, .*: pass its directory"):
         Replicas(model, **SIZES)
-    with pytest.raises(ConfigError, match="not 5"):
+    with pytest.raises(ConfigError, match="or a function, not int"):
         Replicas(5)
     with pytest.raises(ConfigError, match="nowhere:make is neither a directory nor"):
         processes._made_by("nowhere:make")
-    with pytest.raises(ConfigError, match="a function that returns a Model, not 'none'"):
+    with pytest.raises(ConfigError, match="a function that returns a Model, not str"):
         child._model_of(lambda: "none", None)
 
 

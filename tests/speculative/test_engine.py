@@ -252,7 +252,7 @@ def test_the_choice_is_made_once_a_step(monkeypatch):
         ({"speculate": "ngram", "drafts": 2.5}, "drafts must be an integer from 1 to 32, not 2.5"),
         ({"speculate": "eagle:"}, "speculate='eagle:' is not known"),
         ({"speculate": "ngram", "drafts": 30}, "30 drafts and a token are more rows than the 24 of a step"),
-        ({"speculate": 7}, "speculate must be the name of a drafter, or a drafter, not 7"),
+        ({"speculate": 7}, "speculate must be the name of a drafter, or a drafter, not int"),
         ({"speculate": NGram(4), "drafts": 3}, "drafts=3, but the drafter makes 4"),
         ({"speculate": init_medusa(CONFIG, KEY, chain(0), "float32")}, "Medusa makes no drafts"),
         ({"speculate": "ngram", "buckets": (Bucket(2, 16, 2), Bucket(2, 0, 0, 3))}, "a bucket's rows must be 1, or 5"),
