@@ -25,7 +25,7 @@ from jllm.engine.plan import StepPlan, pack_plan
 from jllm.engine.room import check_room, sizes_for
 from jllm.engine.sequence import Sequence
 from jllm.engine.tapped import Place, rows_of
-from jllm.engine.weights import Fit, Weights, check_remade, copied_bytes, fit_to_round
+from jllm.engine.weights import Fit, Weights, check_remade, check_there, copied_bytes, fit_to_round
 from jllm.errors import ConfigError, EngineClosed, EngineNotReady, NoRoomError, SnapshotError, WeightsError
 from jllm.files import fingerprint
 from jllm.files.snapshot import Snapshot, check_fits, check_guided, cut, gather_pages, scatter_pages_donated, split
@@ -220,6 +220,8 @@ class Device:
         """Returns an adapter as put_adapter takes it. Raises WeightsError for one that does not fit."""
         what, rank = f"adapter {name!r}", self._options.rank
         adapters.check_adapter(adapter, self._targets, rank, what)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(adapter)[0]:
+            check_there(f"{what}: {jax.tree_util.keystr(path)}", leaf)
         return adapters.arrays_of(adapter, self._targets, rank, self._params.dtype)
 
     def put_adapter(self, place: int, adapter: dict[str, OneAdapter]) -> None:

@@ -74,12 +74,17 @@ class Leaf(NamedTuple):
 
     def check(self, name: str, x: Any) -> None:
         """Raises WeightsError, with the name, where x has another shape or dtype, or is gone."""
-        if isinstance(x, jax.core.Tracer):
-            raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
+        check_there(name, x, ", or copy=True before donating")
         if not isinstance(x, ARRAYS) or (x.shape, x.dtype) != (self.aval.shape, self.aval.dtype):
             raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise WeightsError(f"{name} was donated or deleted: give weights that exist, or copy=True before donating")
+
+
+def check_there(name: str, x: Any, else_: str = "") -> None:
+    """Raises WeightsError, with the name, for an array that is gone or traced. `else_` is another way out."""
+    if isinstance(x, jax.core.Tracer):
+        raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise WeightsError(f"{name} was donated or deleted: give weights that exist{else_}")
 
 
 @dataclass(frozen=True)

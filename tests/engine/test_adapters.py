@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -383,12 +384,26 @@ def test_what_does_not_fit_is_refused(engine, oracle):
     }.values():
         with pytest.raises(WeightsError, match=why):
             adapters.load("new", wrong)
+    version, gone = engine.version, jax.tree.map(jnp.copy, good)
+    jax.tree.map(lambda leaf: leaf.delete(), gone)
+    for name, take in (("new", adapters.load), ("out", adapters.update)):
+        with pytest.raises(WeightsError, match=rf"{name}': \['o'\].a was donated or deleted: give weights that exist"):
+            take(name, gone)
+        with pytest.raises(WeightsError, match=rf"{name}': \['o'\].a is traced: .* call it outside of jit"):
+            jax.jit(partial(take, name))(good)
+    sampling = SamplingParams(max_new_tokens=3, logprobs=0, ignore_eos=True, seed=7, adapter="out")
+    engine.submit(PROMPTS[0], sampling)
+    (done,) = (event.completion for event in engine.run() if event.completion)
+    assert scores(done) == oracle.continued("out0", PROMPTS[0], replace(sampling, adapter=None), 0)
+    assert set(done.versions) == {version}, "what was refused has changed nothing"
     with pytest.raises(WeightsError, match="'out' is loaded already"):
         adapters.load("out", good)
     with pytest.raises(WeightsError, match="'new' is not loaded"):
         adapters.update("new", good)
     with pytest.raises(ConfigError, match="adapter target 'k': the model has q_proj, k_proj"):
         init_adapter(model.config, jax.random.key(0), 2, targets=["k"])
+    with pytest.raises(ConfigError, match="must be a mapping of names to PEFT directories or adapters, not list"):
+        Engine(model, adapters=[good])
     with pytest.raises(ConfigError, match="adapter_rank has no meaning without adapters"):
         Engine(model, adapter_rank=3)
     with pytest.raises(RequestError, match="adapter must be None or the name"):
