@@ -86,8 +86,11 @@ def read_asked(taps: Any, tokens: Tokens, samples: int, declared: Collection[str
         return None
     if not declared:
         raise RequestError("taps are not kept here: declare their names at the engine (Engine(taps=...))")
+    listed = isinstance(taps, Collection) and not isinstance(taps, str)
+    if not listed or not all(isinstance(name, str) for name in taps):
+        raise RequestError(f"taps must be a list of names, not {taps!r}")
     try:
-        names = tuple(name for name in resolve_taps(taps, 1 + _last_layer(declared)) if name in declared)
+        names = tuple(name for name in resolve_taps(tuple(taps), 1 + _last_layer(declared)) if name in declared)
     except EvaluationError as error:
         raise RequestError(f"taps: {error}") from None
     if not names:

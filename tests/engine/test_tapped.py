@@ -127,6 +127,9 @@ def test_generate_returns_them(model):
     [
         ({"taps": ("layers.0.q",)}, r"taps: the engine keeps none of layers\.0\.q, but layers\.0\.qkv, layers\.0\.out"),
         ({"taps": ("layers.0.none",)}, r"taps: unknown tap 'layers\.0\.none'"),
+        ({"taps": (3,)}, r"taps must be a list of names, not \(3,\)"),
+        ({"taps": 3}, "taps must be a list of names, not 3"),
+        ({"taps": "logits"}, "taps must be a list of names, not 'logits'"),
         (
             {"taps": ("logits",), "tokens": "all"},
             'logits is computed where a token is drawn: take it with tokens="last"',
