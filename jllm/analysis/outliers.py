@@ -20,7 +20,7 @@ import numpy as np
 from jllm.analysis.activations import residuals
 from jllm.errors import QuantizationError
 from jllm.model.model import Model
-from jllm.model.params import LayerParams, Params, matrices
+from jllm.model.params import AttentionParams, LayerParams, MLPParams, Params, matrices
 from jllm.quant.calibration.migration import migrate, scale_keys
 from jllm.quant.quantize import weight_formats
 from pallas_kernels.formats.numerics import compute_dtype
@@ -57,11 +57,14 @@ def plant(
     strength: a power of two, so that scaling is exact in every dtype. Turning is exact up to rounding, and unties the
     head of a tied model.
 
-    Raises QuantizationError for quantized models and for values out of range.
+    Raises QuantizationError for quantized models, for other kinds of layers, and for values out of range.
     """
     c = model.config
     if quantized := weight_formats(model.params):
         raise QuantizationError(f"{next(iter(quantized))} is quantized: outliers can be planted into wide weights only")
+    for part in (part for layer in model.params.layers for part in (layer.attention, layer.mlp)):
+        if not isinstance(part, AttentionParams | MLPParams):
+            raise QuantizationError(f"{type(part).__name__}: outliers cannot be planted into this kind of layer")
     check_strength(strength)
     sizes = (("channels", channels, c.hidden_size), ("gated", gated, c.intermediate_size), ("kv", kv, c.head_dim))
     for name, count, size in sizes:

@@ -11,7 +11,7 @@ from jllm.analysis.activations import residuals, tap
 from jllm.analysis.outliers import plant
 from jllm.errors import QuantizationError
 from jllm.quant.quantize import quantize
-from tests.tiny import full_logits, tiny_model, with_fields
+from tests.tiny import experts_model, full_logits, tiny_model, with_fields
 
 IDS = [1, 14, 15, 92, 65, 35, 89, 79]
 
@@ -136,3 +136,8 @@ def test_refused(model, options, message):
     nameless = replace(model, config=replace(model.config, bos_id=None, eos_ids=()))
     with pytest.raises(QuantizationError, match="neither BOS nor EOS to begin a text with: give first_token"):
         plant(nameless)
+
+
+def test_other_kinds_of_layers_are_refused_by_name():
+    with pytest.raises(QuantizationError, match="ExpertsParams: outliers cannot be planted into this kind of layer"):
+        plant(experts_model("float64"))
