@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jllm.config import MOST_LAYERS, MOST_SIZE, Experts, LlamaConfig
-from jllm.errors import ConfigError
+from jllm.errors import ConfigError, counted
 from jllm.files.hf_fields import read_boolean, read_integer
 
 
@@ -27,10 +27,14 @@ class ExpertFields:
 def read_experts(raw: Mapping[str, Any], fields: ExpertFields, layers: int) -> Experts:
     """Returns the experts that config.json describes. A field may have the name that transformers 5 writes. Raises
     ConfigError for what does not fit."""
-    count = fields.count if raw.get(fields.count) is not None else "num_local_experts"
+    name = fields.count if raw.get(fields.count) is not None else "num_local_experts"
+    count = read_integer(raw, name, fields.counts, least=1, most=MOST_SIZE)
+    chosen = read_integer(raw, "num_experts_per_tok", fields.chosen, least=1, most=MOST_SIZE)
+    if chosen > count:
+        raise ConfigError(f"num_experts_per_tok = {chosen}, but there are {counted(count, 'expert')}")
     return Experts(
-        count=read_integer(raw, count, fields.counts, least=1, most=MOST_SIZE),
-        chosen=read_integer(raw, "num_experts_per_tok", fields.chosen, least=1, most=MOST_SIZE),
+        count=count,
+        chosen=chosen,
         ffn=read_integer(raw, fields.ffn, fields.columns, least=1, most=MOST_SIZE),
         normalize=read_boolean(raw, "norm_topk_prob") if fields.normalize is None else fields.normalize,
         shared_ffn=0 if fields.shared is None else read_integer(raw, fields.shared, 5632, least=1, most=MOST_SIZE),

@@ -366,6 +366,11 @@ def test_refused_for_qwen(fields, words):
         from_hf(hf("Qwen2", **fields))
 
 
+def test_more_experts_of_a_token_than_there_are_is_refused_by_the_fields_name():
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 5, but there are 4 experts"):
+        from_hf(hf("Mixtral", num_local_experts=4, num_experts_per_tok=5))
+
+
 def test_mistral_has_no_biases():
     assert not from_hf(hf("Mistral", attention_bias=False)).qkv_bias
     with pytest.raises(ConfigError, match="attention_bias = True"):
