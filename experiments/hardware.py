@@ -2,6 +2,7 @@
 
     python -m experiments.hardware                                  # every device of configs/devices
     python -m experiments.hardware --devices a10 l4 h100-sxm
+    python -m experiments.hardware --config qwen3-30b-a3b           # our estimate for another model, also a mixture
 
 The slides' rules (`slides_`) use a device's memory in GB, bandwidth and dense 16-bit arithmetic. Weights take 12 GB and
 a request a quarter of one, so 4 (GB - 12) requests fit. A step reads all of the memory at 0.8 of the bandwidth, in 1250
@@ -112,15 +113,16 @@ def estimate_row(sheet: DeviceSheet, model: Model, shares: Shares, same: int) ->
     return row | {"step_ms": 1e3 * seconds(requests), "tokens_s": tokens_s, "mtokens_usd": value(tokens_s, sheet)}
 
 
-def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares]) -> Iterator[Row]:
-    model = model_shapes(MODEL)
+def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares], name: str = MODEL) -> Iterator[Row]:
+    """Yields a row for each device. The slides' rules are for MODEL alone."""
+    model = model_shapes(name)
     for sheet in sheets:
         row: Row = {"part": "table", "device": sheet.name, "memory_gb": sheet.memory_gb}
         row |= {"bandwidth_gb_s": sheet.bandwidth_gb_s, "tflops": sheet.peak16 / 1e12}
         price = sheet.price
         row |= {"usd_hour": price and price.usd_hour, "offer": price and f"{price.offer}, read {price.read}"}
         slides, backend = slides_row(sheet), backend_of(sheet)
-        row |= slides | {"backend": backend, "kind": "estimated"}
+        row |= (slides if name == MODEL else {}) | {"backend": backend, "kind": "estimated"}
         yield rounded(row | estimate_row(sheet, model, shares[backend], round(slides["slides_requests"])))
 
 
@@ -161,6 +163,7 @@ def errors(rows: Iterable[Row]) -> Iterator[Row]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", metavar="NAME", help=f"devices of {SHEETS.name}/ (default: all)")
+    parser.add_argument("--config", default=MODEL, help="model of our estimate: a name in configs/, or a path")
     add_result_options(parser)
     return parser.parse_args(argv)
 
@@ -170,10 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     shares = shares_by_backend()
     sheets = [device_sheet(name) for name in args.devices] if args.devices else list(device_sheets().values())
-    rows = [*table(sheets, shares), *checks(shares)]
+    rows = [*table(sheets, shares, args.config), *(checks(shares) if args.config == MODEL else ())]
     rows += errors(rows)
     sources = {backend: f"{found.source}, fitted within {found.error:.1%}" for backend, found in shares.items()}
-    how: Row = {"model": MODEL, "shares_of": sources}
+    how: Row = {"model": args.config, "shares_of": sources}
     with ResultFile(args.results, "hardware", command_line("hardware", argv), args.label, **how) as result:
         result.fill(rows, shown=lambda row: False)
     print(text_table([{k: v for k, v in row.items() if k not in ("part", "kind", "offer", "file")} for row in rows]))

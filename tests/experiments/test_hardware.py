@@ -88,8 +88,21 @@ def test_a_table_a_file_and_a_picture(tmp_path, capsys):
     assert "NVIDIA A10" in capsys.readouterr().out
 
 
+def test_a_mixture_has_our_estimate_alone_by_the_experts_that_rows_touch(tmp_path):
+    assert hardware.main(["--config", "qwen3-30b-a3b", "--devices", "h200-sxm", "a10", "--results", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("hardware-*.json")
+    large, small = json.loads(file.read_text())["rows"]
+    assert not any(name.startswith("slides_") for name in large)
+    assert large["requests"] > 0 == small["requests"]
+    sheet, model = device_sheet("h200-sxm"), model_shapes("qwen3-30b-a3b")
+    one = hardware.estimate_row(sheet, model, hardware.shares_by_backend()["mosaic"], 1)
+    assert one["same_ms"] < large["same_ms"] / 4, "a row touches 8 of 128 experts"
+
+
 def test_bad_input(tmp_path, capsys):
     assert hardware.main(["--devices", "a11", "--results", str(tmp_path)]) == 2
     assert "no data sheet of a device called 'a11'; near: a10" in capsys.readouterr().err
+    assert hardware.main(["--config", "llama-9", "--results", str(tmp_path)]) == 2
+    assert "llama-9: cannot be read" in capsys.readouterr().err
     with pytest.raises(hardware.InputFileError, match="no decode_step-DATE-h200.json"):
         hardware.shares_by_backend(tmp_path)
