@@ -1,13 +1,16 @@
 """Measures products of a mixture's experts on the device, and how far each is from XLA's.
 
     python -m pallas_kernels.ragged_matmul.bench [--json] [--tokens 1 32] [--formats bf16 w4a16-g128]
-        [--products gpt-oss-20b-down] [--peers mosaic triton xla]
+        [--products gpt-oss-20b-down] [--peers mosaic triton xla ragged_dot tokamax]
 
 Each figure is of several layers in one jit, with routes of their own. Bytes are those of the experts that have rows,
 their scales included, of rows and of results. The floor is what they take at the rate of a large copy in the same run.
 Schedules of mosaic's are made before, as a step's route makes them.
 `off` is the distance from what backend xla makes of the same arrays, as a share of its norm. Without --peers only
 mosaic is measured.
+
+ragged_dot is JAX's own product, and tokamax the one of that package (pip install tokamax). Both take plain weights, of
+[X, K, N] as they like them. A gated product of theirs has SiLU in a pass of XLA's.
 """
 
 import sys
@@ -30,10 +33,12 @@ from pallas_kernels.ragged_matmul import ragged_matmul
 from pallas_kernels.ragged_matmul.cases import FORMATS, PRODUCTS, TOKENS, Product, routed
 from pallas_kernels.ragged_matmul.config import block_rows
 from pallas_kernels.row_groups import Schedule, pairs_of
+from pallas_kernels.silu_mul_quant import silu_mul_quant
 from pallas_kernels.weight_only_matmul.bench import random_weight
 
 LAYERS = 8
-PEERS = ("mosaic", "triton", "xla")
+PEERS = ("mosaic", "triton", "xla", "ragged_dot", "tokamax")
+OTHERS = PEERS[3:]  # by which plain weights alone are multiplied
 REFERENCE = "reference"  # of one layer, by XLA
 THREADS = 12  # that compile
 NEAR = 0.01  # of XLA's result
@@ -71,7 +76,25 @@ def moved_bytes(product: Product, x: Any, w: Any, sizes: list[np.ndarray]) -> fl
     return float(whole * touched + rows + 2 * sizes[0].sum() * product.n)
 
 
+def by_others(product: Product, peer: str, x: Any, w: Any, sizes: list[jax.Array]) -> Callable[[], list[jax.Array]]:
+    """Returns what runs another package's products."""
+    if peer == "tokamax":
+        from tokamax import ragged_dot  # no requirement: it brings a dozen packages
+    else:
+        from jax.lax import ragged_dot
+
+    def layers(x: Any, w: Any, sizes: list[jax.Array]) -> list[jax.Array]:
+        found = [ragged_dot(x, w, each, preferred_element_type=jnp.bfloat16) for each in sizes]
+        return [silu_mul_quant(y, backend="xla") if product.gated else y for y in found]
+
+    columns = jax.block_until_ready(jnp.swapaxes(w.reshape(product.experts, -1, product.k), 1, 2))
+    made = jax.jit(layers).lower(x, columns, sizes).compile()
+    return lambda: made(x, columns, sizes)
+
+
 def compiled(product: Product, peer: str, x: Any, w: Any, sizes: list[jax.Array]) -> Callable[[], list[jax.Array]]:
+    if peer in OTHERS:
+        return by_others(product, peer, x, w, sizes)
     m, block, apart = len(jax.tree.leaves(x)[0]), 0, False
     if peer == "mosaic":
         block, apart = block_rows(m, w, product.experts, product.gated, product.chosen)
@@ -100,10 +123,10 @@ def measured(labels: Row, product: Product, scheme: str, tokens: list[int], peer
     with ThreadPoolExecutor(THREADS) as pool:  # before any is timed: compiling may run things on the device
         for count in tokens:
             sizes = [jnp.asarray(each) for each in routes[count]]
-            for peer in peers:
+            for peer in (peer for peer in peers if scheme == "bf16" or peer not in OTHERS):
                 pending[count, peer] = pool.submit(compiled, product, peer, xs[count], w, sizes)
             pending[count, REFERENCE] = pool.submit(compiled, product, "xla", xs[count], w, sizes[:1])
-    for count, peer in ((count, peer) for count in tokens for peer in peers):
+    for count, peer in (key for key in pending if key[1] != REFERENCE):
         row = labels | {"peer": peer, "tokens": count, "experts": int(np.count_nonzero(routes[count][0]))}
         try:
             run = pending[count, peer].result()
@@ -140,6 +163,9 @@ def bars(rows: list[Row]) -> Iterator[Row]:
         least = FLOOR if scheme == "bf16" else 1 / 1.3 if (scheme, tokens) == ("mxfp4-weight", 1) else None
         if least is not None and tokens <= BY_BYTES and (scheme == "bf16" or product.startswith("gpt-oss")):
             yield bar(f"{name}: of the floor", row["fraction"], "1", round(least, 3))
+        for other in OTHERS:
+            if (theirs := cells.get((product, scheme, tokens, other))) is not None:
+                yield bar(f"{name}: beside {other}", row["us"], "us", theirs["us"], most=True)
         plain = cells.get((product, "bf16", tokens, peer))
         if plain is not None and scheme in FASTER and tokens == 32 and product.startswith("qwen3"):
             yield bar(f"{name}: speed over bf16's", round(plain["us"] / row["us"], 3), "times", FASTER[scheme])
