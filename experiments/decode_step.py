@@ -5,27 +5,31 @@
 Weights are random, every slot starts at --context tokens of KV, and sampling is greedy. Steps are dispatched one after
 the other: each takes the tokens that the previous one left on the device. They are timed together by the host's clock.
 The best of --repeats counts; all start at --context. The floor is floors.py's on this device, with each slot's mean KV
-length over the steps. With --devices the model is sharded over several, whose limits add up.
+length over the steps. With --devices the model is sharded over several, whose limits add up. Of a mixture, the floor
+reads the experts that tokens chose, counted in the same steps with taps.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from experiments.arguments import add_model_options, add_timing_options, ceilings_here, claim_memory, config_of
 from experiments.result_file import bar, command_line, record, refusing
 from experiments.steps.bars import decode_bars, of_own_kernels
-from experiments.steps.floors import make_floors, step_work
+from experiments.steps.floors import make_floors, step_work, with_read
 from experiments.steps.timer import StepTimer, compile_ahead, page_bytes, pool_for, random_params, step_of, stopwatch
 from jllm.config import LlamaConfig
 from jllm.model.params import Params
 from jllm.parallel.mesh import make_mesh, spread
+from jllm.parallel.ranks import REPLICATED, place
 from pallas_kernels.backends import OF_MODELS
 from pallas_kernels.bench.bars import H200
 from pallas_kernels.bench.command import Parser, add_result_options
@@ -44,13 +48,33 @@ class Case:
     batch: int
     backend: str | None
 
-    def timer(self, params: Params, config: LlamaConfig, args: argparse.Namespace) -> StepTimer:
+    def timer[T: StepTimer](self, kind: type[T], params: Params, config: LlamaConfig, args: argparse.Namespace) -> T:
         pool = pool_for(self.batch, args.context + args.steps, args.page_size, args.kv_cache)
-        return StepTimer(params, config, pool, self.backend)
+        return kind(params, config, pool, self.backend)
 
 
-def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the milliseconds of a decode step, and its floor."""
+class RoutesTimer(StepTimer):
+    """Steps that return the experts which tokens chose."""
+
+    taps = ("layers.*.routes",)
+
+    def experts_read(self, step: Callable[..., Any], batch: int, context: int, steps: int) -> float:
+        """Returns how many experts a layer reads in decode steps from `context` on, in the mean of layers and steps."""
+        self.renew()
+        self.place(context)
+        buffer = place(jax.device_put(step_of("decode", batch)[1]), self.config, REPLICATED)
+        counts = []
+        for _ in range(steps):
+            self.state, outputs = step(self.params, self.state, buffer)
+            counts += [np.unique(each[each >= 0]).size for each in jax.device_get(outputs.taps).values()]
+        self.state = None
+        return float(np.mean(counts))
+
+
+def measure(
+    case: Case, timer: StepTimer, step: Callable[..., Any], experts: float | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the milliseconds of a decode step, and its floor. Of a mixture a layer reads so many `experts`."""
     params, config, batch = timer.params, timer.config, case.batch
     timer.renew()
     timer.place(args.context)
@@ -59,6 +83,8 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
     token_bytes = page_bytes(config, params.dtype, args.page_size, args.kv_cache) / args.page_size
     work = step_work(batch, batch * mean_length(args))
     floors = make_floors(params, config, ceilings_here(args))
+    if experts is not None:
+        floors = {name: with_read(floor, experts) for name, floor in floors.items()}
     least = {name: 1e3 * floor.of(work, token_bytes) for name, floor in floors.items()}
     return {
         **({} if args.devices == [1] else {"devices": case.devices}),
@@ -67,6 +93,7 @@ def measure(case: Case, timer: StepTimer, step: Callable[..., Any], args: argpar
         "backend": case.backend or "default",
         "kv": args.kv_cache or str(params.dtype),
         "context": args.context,
+        **({} if experts is None else {"experts": round(experts, 1)}),
         "decode_ms": round(ms, 3),
         "tokens_s": round(batch / ms * 1e3, 1),
         **{f"{name}_ms": round(each, 3) for name, each in least.items()},
@@ -113,12 +140,22 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     note("weights made")
     backends = [None if name == "default" else name for name in args.backend]
     cases = [Case(n, batch, backend) for n in configs for batch in args.batch for backend in backends]
-    timers = {case: case.timer(params[case.devices], configs[case.devices], args) for case in cases}
-    lower = {case: partial(timer.lower, step_of("decode", case.batch)[0]) for case, timer in timers.items()}
-    steps = compile_ahead(lower, args.threads)
+
+    def timers[T: StepTimer](kind: type[T], cases: list[Case]) -> dict[Case, tuple[T, Future[jax.stages.Compiled]]]:
+        made = {case: case.timer(kind, params[case.devices], configs[case.devices], args) for case in cases}
+        lower = {case: partial(timer.lower, step_of("decode", case.batch)[0]) for case, timer in made.items()}
+        steps = compile_ahead(lower, args.threads)
+        return {case: (timer, steps[case]) for case, timer in made.items()}
+
+    timed = timers(StepTimer, cases)
+    counted = timers(RoutesTimer, [] if config.experts is None else cases)
     note("compiled")
-    for case, timer in timers.items():
-        yield measure(case, timer, steps[case].result(), args)
+    for case, (timer, step) in timed.items():
+        experts = None
+        if case in counted:
+            counter, tapped = counted[case]
+            experts = counter.experts_read(tapped.result(), case.batch, args.context, args.steps)
+        yield measure(case, timer, step.result(), experts, args)
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

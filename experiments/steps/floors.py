@@ -33,7 +33,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 @dataclass(frozen=True)
 class Matrix:
     """A matmul's weight [outputs, inputs]: its bytes with scales, and the operations/s of its kind. Of `experts` such
-    weights, a row meets `chosen`."""
+    weights, a row meets `chosen`. `read` is how many all rows met, if that was counted."""
 
     nbytes: int
     outputs: int
@@ -41,13 +41,17 @@ class Matrix:
     peak: float
     experts: int = 1
     chosen: int = 1
+    read: float | None = None
 
     def seconds(self, rows: int, bandwidth: float) -> float:
         operations = 2 * rows * self.chosen * self.inputs * self.outputs
         return max(self.touched(rows) * self.nbytes / bandwidth, operations / self.peak)
 
     def touched(self, rows: int) -> float:
-        """Returns how many of the weights are read, if each row's are drawn evenly and apart from other rows'."""
+        """Returns how many of the weights are read. Where nothing was counted, each row's are drawn evenly and apart
+        from other rows'."""
+        if self.read is not None:
+            return self.read
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts > 1 else 1
 
 
@@ -88,6 +92,12 @@ class Floor:
     def of(self, work: Work, token_bytes: float) -> float:
         """Returns the seconds of the whole step: its parts added up."""
         return sum(self.parts(work, token_bytes))
+
+
+def with_read(floor: Floor, experts: float) -> Floor:
+    """Returns the floor of steps that read so many experts of a layer."""
+    linears = tuple((replace(w, read=experts) if w.experts > 1 else w, count) for w, count in floor.linears)
+    return replace(floor, linears=linears)
 
 
 def make_floor(params: Params, config: LlamaConfig, ceilings: Ceilings, devices: int | None = None) -> Floor:

@@ -170,7 +170,10 @@ def stopwatch() -> Callable[[str], None]:
 
 
 class StepTimer:
-    """Steps of one model over one pool, with weights as an engine's steps take them. `renew` makes the state."""
+    """Steps of one model over one pool, with weights as an engine's steps take them, that return what `taps` name.
+    `renew` makes the state."""
+
+    taps: tuple[str, ...] = ()
 
     def __init__(self, params: Params, config: LlamaConfig, pool: Pool, backend: str | None = None):
         self.params, self.config, self.pool, self.backend = stack_layers(params, config), config, pool, backend
@@ -187,7 +190,7 @@ class StepTimer:
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
         static = {"config": self.config, "layout": layout, "backend": self.backend}
         step = jitted(layout, self.backend)
-        variant = Variant(draws=Draws.GREEDY, adapters=self.params.adapters is not None)
+        variant = Variant(draws=Draws.GREEDY, adapters=self.params.adapters is not None, taps=self.taps)
         return step.lower(self.params, state, buffer, **static, variant=variant)
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:

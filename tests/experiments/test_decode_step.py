@@ -27,3 +27,24 @@ def test_a_run_at_toy_size(tmp_path):
         assert row["floor_ms"] == pytest.approx((weights + kv) * 2 / 1e6 * 1e3, rel=1e-5)
         assert row["floor_fraction"] == pytest.approx(row["floor_ms"] / row["decode_ms"], rel=1e-2)  # of rounded times
     assert [bar["bar"] for bar in document["bars"]] == [0.88, 0.88]
+
+
+MIXTURE = TOY | {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": False, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def test_the_floor_of_a_mixture_reads_the_experts_that_tokens_chose(tmp_path):
+    config = tmp_path / "toy.json"
+    config.write_text(json.dumps(MIXTURE))
+    options = ["--config", str(config), "--context", "40", "--steps", "5", "--repeats", "2", "--bandwidth", "1e6"]
+    assert decode_step.main([*options, "--batch", "1", "3", "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("decode_step-*.json")
+    one, three = json.loads(file.read_text())["rows"]
+    assert one["experts"] == 2
+    assert 2 <= three["experts"] <= 6
+    expert, rest = 3 * 64 * 96, 2 * (4 * 64 * 64 + 8 * 64) + 128 * 64
+    for row, batch in ((one, 1), (three, 3)):
+        numbers = rest + 2 * row["experts"] * expert + batch * (40 + 3) * 2 * 2 * 4 * 16
+        assert row["floor_ms"] == pytest.approx(numbers * 2 / 1e6 * 1e3, rel=2e-2)  # experts are rounded
