@@ -1,5 +1,6 @@
 """Tells in a row each what the trainer's bits, updates, adapters, steering and experts cost on a device."""
 
+import re
 from collections.abc import Iterator
 
 from experiments.report.documents import Entry, Row, short
@@ -53,7 +54,9 @@ def adapters(results: Results) -> list[str]:
             what = f"{row['requests']} {'decodes' if step == DECODE else 'prompts'}, rank {row['rank']}"
             times = f" ({row['bytes']:.1f} times its bytes)" if (step, of) == (DECODE, "each") else ""
             parts.append(f"{what}, {'one for all' if of == 'one' else 'each its own'} {_share(row['added'])}{times}")
-    return _row("adapters on all layers", parts, results.entry("adapter_steps"))
+    entry = results.entry("adapter_steps")
+    few = re.search(r"--layers (\d+)", entry.document["command"]) if entry else None
+    return _row(f"adapters on all linear layers{f', a model of {few[1]} layers' if few else ''}", parts, entry)
 
 
 def steering(results: Results) -> list[str]:
@@ -86,4 +89,6 @@ def _row(name: str, parts: list[str], entry: Entry | None) -> list[str]:
 
 
 def _link(entry: Entry | None) -> str:
-    return "" if entry is None else f"[file](results/{entry.path.name})"
+    if entry is None:
+        return ""
+    return f"[{'file' if entry.document['complete'] else 'part of a run'}](results/{entry.path.name})"

@@ -174,6 +174,19 @@ def requests_rows(results: Results) -> list[Row]:
     return sorted(found.values(), key=lambda row: -row["qps"])
 
 
+def times_as_many(results: Results, name: str, other: str) -> float | None:
+    """Returns how many times the requests of another system one serves, in the newest job that served both."""
+    for entry in results.named("qps_llama-2-7b_.*"):
+        found = _systems(entry.rows)
+        if name in found and other in found:
+            ours, theirs = (
+                statistics.fmean(row["qps"] for row in found[each] if row.get("repeat") != "mean")
+                for each in (name, other)
+            )
+            return ours / theirs
+    return None
+
+
 def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Returns rows of requests all at once, by the system that served them."""
     found: dict[str, list[Row]] = {}

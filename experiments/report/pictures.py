@@ -59,17 +59,16 @@ def draw_decode(figure: Any, results: Results) -> None:
 def _step_panel(axes: Any, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ours = next((each.ms for each in series if each.kind == "jllm"), {})
     floor = next((each.ms for each in series if each.kind == "floor"), {})
     axes.fill_between(list(floor), 1, list(floor.values()), color="#eeeeee", linewidth=0)
     for each in series:
         color, style = KINDS.get(each.kind) or (_peer_color(each.name), "s--")
         width, label = 2.2 if each.kind == "jllm" else 1.2, "floor" if each.kind == "floor" else each.name
         axes.plot(list(each.ms), list(each.ms.values()), style, color=color, markersize=3, lw=width, label=label)
-        for batch in [batch for batch in each.ms if each.kind == "peer" and batch in BATCHES and batch in ours]:
+        for batch in [batch for batch in each.ms if batch in BATCHES and batch in each.ours]:
             below = each.name == "PyTorch" and batch > 1  # vLLM's are above it
             note = axes.annotate(
-                f"{each.ms[batch] / ours[batch]:.2f}x",
+                f"{each.ms[batch] / each.ours[batch]:.2f}x",
                 (batch, each.ms[batch]),
                 (2, -3 if below else 3),
                 textcoords="offset points",

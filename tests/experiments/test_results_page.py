@@ -172,6 +172,16 @@ def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):
     assert ") | 80% | 90% | 70% |" in text, "shares are those of the file"
 
 
+def test_a_picture_holds_a_peer_against_the_steps_of_its_own_job(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=[steps(batch=32)])
+    torch = {"peer": "torch.compile and CUDA graphs", "weights": "bf16", "batch": 32, "input": 8, "decode_ms": 10.0}
+    rows = [steps(batch=32, decode_ms=8.0), torch]
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-torch-20261120-h100", rows=rows)
+    (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
+    assert re.findall(r">([\d.]+x)</text>", drawn.read_text(encoding="utf-8")) == ["1.25x"]
+
+
 def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tmp_path):
     row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
     runs = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((26.0, 32.0))]
@@ -191,6 +201,22 @@ def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tm
     assert "serves 29.0 requests a second, vLLM 24.1: +20%." in text
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean | {"qps_ci": 9.0}, *vllm])
     assert "vLLM 24.1: equal within noise." in page(read(tmp_path))
+    faster = [row | {"qps": 2 * row["qps"]} for row in vllm]
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean, *faster])
+    assert "vLLM 48.2: -40%." in page(read(tmp_path)), "a peer that is ahead is no noise"
+
+
+def test_a_system_is_held_against_the_other_of_its_own_job(tmp_path):
+    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
+    runs = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((30.0, 32.0))]
+    write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=runs)
+    beside = [row | {"repeat": 0, "qps": 20.0}, row | {"repeat": 0, "qps": 18.0, "backend": "triton"}]
+    write(tmp_path, "qps_llama-2-7b_bfloat16-triton-20261120-h100", rows=beside)
+    four = [row | {"repeat": 0, "qps": 10.0, "replicas": 1}, row | {"repeat": 0, "qps": 25.0, "replicas": 4}]
+    write(tmp_path, "qps_llama-2-7b_bfloat16_replicas1-4-20261120-h200", device="NVIDIA H200", rows=four)
+    text = page(read(tmp_path))
+    assert "Triton's kernels serve 90% of Mosaic's requests" in text
+    assert "Four engines in one process serve 2.50 times" in text
 
 
 def test_strips_pair_rows_of_one_case_and_keep_the_range_over_shapes(tmp_path):
@@ -220,12 +246,12 @@ def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_pat
 
 
 def test_methods_are_by_bits(tmp_path):
-    row = {"model": "plain", "scheme": "nf4", "method": "awq", "bytes_per_weight": 0.5312, "kl": 0.01}
+    row = {"model": "plain", "scheme": "nf4", "method": "awq", "bytes_per_weight": 0.5312, "kl": 0.01, "parts": 22}
     q4 = {"scheme": "experiments.gguf_types:q4_k", "method": "round", "bytes_per_weight": 0.5625, "kl": 0.0089}
     rows = [row | q4, row, row | {"method": "gptq", "kl": 0.02}, row | {"model": "stream", "kl": 9}]
     write(tmp_path, "ptq_methods-20261120-cpu", device="cpu", rows=rows)
     assert page(read(tmp_path)).splitlines()[-5:] == [
-        "| KL of the bundled model, own text | nf4, 4.25 bits | q4_k, 4.50 bits |",
+        "| KL of the bundled model, its own first 22 texts | nf4, 4.25 bits | q4_k, 4.50 bits |",
         "| --- | --- | --- |",
         "| round |  | 0.0089 |",
         "| awq | 0.01 |  |",
@@ -258,11 +284,16 @@ def test_promises_have_a_row_each(tmp_path):
     steps = [adapters | {"adapters": use} for use in ("none", "one", "each")]
     costs = {"engine_costs": rows, "engine_costs-8b": long, "engine_costs-update": updates}
     for name, of in (costs | {"adapter_steps": steps}).items():
-        write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=of)
+        about = {"command": "python -m x --layers 8", "complete": name != "engine_costs-8b"}
+        write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=of, **about)
     share = [{"batch": batch, "floor_fraction": 0.75} for batch in (1, 32)]
     write(tmp_path, "decode_step-qwen3-30b-20261120-h200", device="NVIDIA H200", rows=share)
-    cells = [line.split(" | ")[1] for line in page(read(tmp_path)).splitlines() if "(results/" in line]
-    assert cells == [
+    lines = [line.split(" | ") for line in page(read(tmp_path)).splitlines() if "(results/" in line]
+    names, cells, files = zip(*lines)
+    assert names[2] == "| adapters on all linear layers, a model of 8 layers"
+    assert "[file](results/engine_costs-2" in files[0]
+    assert "[part of a run](results/engine_costs-8b-" in files[0]
+    assert [*cells] == [
         "llama-2-7b: 64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, "
         "scoring prompts +5.1 %; llama-3.1-8b: one at 8,192 +5.1 %",
         "an update 0.91 ms, waking 134 ms",
