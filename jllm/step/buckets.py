@@ -34,16 +34,28 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
 
     With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
     factors of 2, 4 and 16, and one.
+
+    More than eight rows in all are a multiple of eight, if the arguments are. Hopper's products pad others, in a pass
+    for each.
     """
     most = max(1, max_step_tokens - max_slots)
-    quarter = -(-most // 4)
+    quarter = min(most, _eights(max_slots + -(-most // 4)) - max_slots)
+
+    def size(part: int, parts: int, tokens: int) -> tuple[int, int]:
+        rows = max(1, -(-max_slots * part // parts))
+        return min(max_slots, _eights(rows + tokens) - tokens), tokens
+
     if max_slots > FEW_SLOTS:
-        sizes = {(-(-max_slots * part // 128), 0) for part in FINE}
-        sizes |= {(-(-max_slots * eighths // 8), most) for eighths in (2, 5, 8)}
-        sizes |= {(-(-max_slots * sixteenths // 16), quarter) for sixteenths in (1, 10, 16)}
+        sizes = {size(part, 128, 0) for part in FINE}
+        sizes |= {size(part, 8, most) for part in (2, 5, 8)}
+        sizes |= {size(part, 16, quarter) for part in (1, 10, 16)}
     else:
-        sizes = {(max(1, -(-max_slots // n)), c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
+        sizes = {size(1, n, c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))
+
+
+def _eights(rows: int) -> int:
+    return -(-rows // 8) * 8 if rows > 8 else rows
 
 
 def choose_bucket(buckets: Sequence[Bucket], decodes: int, tokens: int, chunks: int, rows: int = 1) -> Bucket:

@@ -177,6 +177,16 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
     np.testing.assert_allclose(best_logprobs, log_softmax(logits).max(axis=1), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("slots", "tokens"), [(512, 2048), (256, 1024), (104, 256), (64, 256), (16, 256), (4, 256), (1, 8)]
+)
+def test_sizes_of_more_than_eight_rows_are_multiples_of_eight(slots, tokens):
+    sizes = make_buckets(slots, tokens)
+    assert [bucket for bucket in sizes if bucket.size > 8 and bucket.size % 8] == []
+    assert sizes[-1] == Bucket(slots, tokens - slots, min(slots, tokens - slots))
+    assert all(bucket.decodes <= slots and bucket.size <= tokens for bucket in sizes)
+
+
 def test_the_buckets_holds_every_step():
     assert len(BUCKETS) <= 17
     for decodes, tokens, chunks in [(1, 0, 0), (512, 1536, 512), (0, 1, 1), (33, 129, 17), (512, 0, 0)]:
