@@ -78,7 +78,7 @@ def decode_series(results: Results) -> dict[str, list[Series]]:
         for peer in peers.get(name, ()):
             series += _peer_steps(results, *peer)
         if name == "bf16, int8-g8 KV" and (scaled := _scaled(results, own)):
-            series.append(Series("PPL.LLM, H800 scaled", "peer", scaled, series[1].ms))
+            series.append(Series("PPL.LLM, H800 scaled by bandwidth", "peer", scaled, series[1].ms))
         found[name] = [each for each in series if each.ms]
     return found
 
