@@ -164,7 +164,10 @@ def decode(results: Results) -> Iterator[str]:
     rates, held = ceilings_of(results.device), ""
     if rates.sustained is not None:
         held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
-        held = f" Shares in brackets are of what it holds for seconds:{held}. The rates of 8 bits and of attention stay the best ones there."
+        held = (
+            f" Shares in brackets are of what it holds for seconds:{held}. The rates of 8 bits and of attention stay "
+        )
+        held += "the best ones there."
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         "best "
