@@ -254,7 +254,7 @@ def test_bad_edits(model, edit, words):
 
 
 def test_bad_hooks(model):
-    with pytest.raises(ConfigError, match=r"hooks must be jllm\.Hooks, not 3"):
+    with pytest.raises(ConfigError, match=r"hooks must be jllm\.Hooks, not int"):
         Engine(model, hooks=3)
     with pytest.raises(ConfigError, match="leave speculate out"):
         Engine(model, hooks=Hooks(observe=seen_before, user=np.zeros(9, bool)), speculate=NGram())
