@@ -56,7 +56,9 @@ class Case:
 class RoutesTimer(StepTimer):
     """Steps that return the experts which tokens chose."""
 
-    taps = ("layers.*.routes",)
+    def __init__(self, params: Params, config: LlamaConfig, *more: Any):
+        super().__init__(params, config, *more)
+        self.taps = tuple(f"layers.{i}.routes" for i in range(config.num_layers) if config.has_experts(i))
 
     def experts_read(self, step: Callable[..., Any], batch: int, context: int, steps: int) -> float:
         """Returns how many experts a layer reads in decode steps from `context` on, in the mean of layers and steps."""

@@ -30,8 +30,9 @@ def test_a_run_at_toy_size(tmp_path):
 
 
 MIXTURE = TOY | {
-    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2,
-    "norm_topk_prob": False, "num_key_value_heads": 4,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": False, "num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 96,
+    "mlp_only_layers": [0],
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def test_the_floor_of_a_mixture_reads_the_experts_that_tokens_chose(tmp_path):
     one, three = json.loads(file.read_text())["rows"]
     assert one["experts"] == 2
     assert 2 <= three["experts"] <= 6
-    expert, rest = 3 * 64 * 96, 2 * (4 * 64 * 64 + 8 * 64) + 128 * 64
+    expert, rest = 3 * 64 * 96, 2 * 4 * 64 * 64 + 8 * 64 + 128 * 64
     for row, batch in ((one, 1), (three, 3)):
-        numbers = rest + 2 * row["experts"] * expert + batch * (40 + 3) * 2 * 2 * 4 * 16
+        numbers = rest + (1 + row["experts"]) * expert + batch * (40 + 3) * 2 * 2 * 4 * 16
         assert row["floor_ms"] == pytest.approx(numbers * 2 / 1e6 * 1e3, rel=2e-2)  # experts are rounded
