@@ -190,6 +190,25 @@ def test_preemption_forks_and_snapshots_keep_them(model, tmp_path):
     assert [e.completion.token_ids for e in other.run() if e.completion] == [want[done:]]
 
 
+def shift(given, value, rows):
+    return value + given["by"][None]
+
+
+def test_an_update_does_not_share_dicts_of_its_hooks(model):
+    def tokens():
+        engine.submit((5, 6, 7), greedy(8))
+        return [event.completion.token_ids for event in engine.run() if event.completion]
+
+    given = {"by": jnp.zeros(E)}
+    hooks = Hooks(edit={"layers.*.output": Partial(shift, given)})
+    engine = Engine(model, **SIZES, hooks=hooks)
+    given["by"] = jnp.linspace(-2, 2, E)
+    engine.update(hooks=hooks)
+    want = tokens()
+    given["by"] = -3 * given["by"]
+    assert tokens() == want
+
+
 def test_an_update_takes_other_arrays_of_the_hooks(model):
     other, numpys = (replace(HOOKS, edit={"layers.*.output": Partial(steer, x(-1))}) for x in (jnp.float32, np.float32))
     engine = Engine(model, **SIZES, hooks=HOOKS)
