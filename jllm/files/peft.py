@@ -44,6 +44,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
 }
 PATTERNS = ("rank_pattern", "alpha_pattern")
+ENDS_WITH = r"(.*\.)?({})$"  # how PEFT puts a pattern before it looks a module up
 MOVES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initial values by which PEFT changes the base too
 
 
@@ -182,7 +183,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name in PATTERNS:
         try:
             for pattern, _ in (raw.get(name) or {}).items():
-                re.compile(pattern)
+                re.compile(ENDS_WITH.format(pattern))
         except (AttributeError, re.error):
             raise CheckpointError(f"{path}: {name} must be numbers by regular expression, not {raw[name]!r}") from None
     start = raw.get("init_lora_weights", True)
@@ -287,6 +288,6 @@ def _scale(folder: Path, raw: Mapping[str, Any], module: str, rank: int) -> floa
 def _of(raw: Mapping[str, Any], module: str, patterns: str, otherwise: str) -> Any:
     """Returns the value of the first pattern that a module's name ends with, as PEFT looks it up."""
     for pattern, value in (raw.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(ENDS_WITH.format(pattern), module):
             return value
     return raw.get(otherwise)

@@ -88,6 +88,7 @@ UNKNOWN = {
     "another base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported"),
     "another rank": ({"r": 8}, "q_proj has rank 4, and r=8"),
     "no pattern": ({"rank_pattern": {"(": 4}}, "rank_pattern must be numbers by regular expression, not {'[(]': 4}"),
+    "flags": ({"rank_pattern": {"(?i)O_PROJ": 4}}, "rank_pattern must be numbers by regular expression"),
     "a list": ({"alpha_pattern": [4]}, r"alpha_pattern must be numbers by regular expression, not \[4\]"),
     "DoRA untold": ({"use_dora": False}, "has a lora_magnitude_vector, and adapter_config.json no use_dora"),
 }
