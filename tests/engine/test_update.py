@@ -50,7 +50,7 @@ OPTIONS = {
     "deterministic": True,
     "executables": None,
 }
-MODELS = [tiny_model(seed=seed, num_layers=1, tokenizer=TOKENIZER) for seed in range(3)]
+MODELS = [tiny_model(seed=seed, num_layers=1, tokenizer=TOKENIZER, hidden_size=64) for seed in range(3)]
 PROMPTS = [tuple(range(40, 57)), tuple(range(40, 53)), (*range(40, 50), 7, 8), (9, 9)]  # most begin alike
 GUIDE = Guide.regex("[a-f]{9,12}") if find_spec("llguidance") else None
 Name = tuple[int, int]  # request and sample
@@ -428,15 +428,15 @@ def test_weights_that_do_not_fit_are_named(engine):
     gone = jnp.array(params.norm)
     gone.delete()
     for wrong, says in (
-        (replace(params, norm=params.norm.astype(jnp.bfloat16)), r"norm must be float32\[32\], .* not bfloat16\[32\]"),
-        (replace(params, layers=(short,)), r"layers\[0\].mlp.down must be float32\[32,48\], .* not float32\[32,8\]"),
+        (replace(params, norm=params.norm.astype(jnp.bfloat16)), r"norm must be float32\[64\], .* not bfloat16\[64\]"),
+        (replace(params, layers=(short,)), r"layers\[0\].mlp.down must be float32\[64,48\], .* not float32\[64,8\]"),
         (replace(params, head=3), "head must be .* not int"),
         (replace(params, head=None), "head is missing"),
         (replace(params, layers=(biased,)), r"layers\[0\].attention.o_bias is there"),
         (replace(params, layers=params.layers * 2), r"layers\[1\].attention.norm is there"),
         (replace(params, layers=[*params.layers]), "the weights have the names of the engine's, but other types"),
         (replace(params, norm=gone), "norm was donated or deleted"),
-        (replace(params, norm=np.ones(32)), r"norm must be float32\[32\], .* not float64\[32\]"),
+        (replace(params, norm=np.ones(64)), r"norm must be float32\[64\], .* not float64\[64\]"),
         (None, "an update takes params, a drafter or hooks"),
     ):
         with pytest.raises(WeightsError, match=says):
