@@ -35,8 +35,8 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
     factors of 2, 4 and 16, and one.
 
-    More than eight rows in all are a multiple of eight, if the arguments are. Hopper's products pad others, in a pass
-    for each.
+    Sizes of more than eight rows are multiples of eight if the arguments are, and the second is larger. Hopper's
+    products pad other sizes, with a pass each.
     """
     most = max(1, max_step_tokens - max_slots)
     quarter = min(most, _eights(max_slots + -(-most // 4)) - max_slots)
