@@ -194,7 +194,8 @@ def test_the_kernel_is_the_formula_without_races(kind, sizes, m, n, k, gated, co
 
 
 @pytest.mark.parametrize("power", [70, -70])
-def test_scales_by_warp_may_have_any_exponent(power):
+def test_scales_by_warp_may_be_very_large_or_small(power):
+    """Checks products of usual size. Those below 2^-64 or so become zero."""
     kind, sizes, m, n, k, gated, config = KERNEL[13]
     (x, w, *rest), expected = arguments(kind, sizes, m, n, k, gated)
     x = x * 2.0 ** (-power // 2)
