@@ -122,8 +122,9 @@ def table(sheets: Iterable[DeviceSheet], shares: dict[str, Shares], name: str = 
         price = sheet.price
         row |= {"usd_hour": price and price.usd_hour, "offer": price and f"{price.offer}, read {price.read}"}
         slides, backend = slides_row(sheet), backend_of(sheet)
-        row |= (slides if name == MODEL else {}) | {"backend": backend, "kind": "estimated"}
-        yield rounded(row | estimate_row(sheet, model, shares[backend], round(slides["slides_requests"])))
+        same = round(slides["slides_requests"])
+        row |= (slides if name == MODEL else {"same_requests": same}) | {"backend": backend, "kind": "estimated"}
+        yield rounded(row | estimate_row(sheet, model, shares[backend], same))
 
 
 def checks(shares: dict[str, Shares], results: Path = RESULTS) -> list[Row]:

@@ -20,6 +20,8 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 
+WHOLE_ROWS = 64  # Hopper's kernels over whole rows take a multiple of so many columns
+
 
 def bind_shapes(**arrays: tuple[jax.Array, str]) -> dict[str, int]:
     """Binds the letters of shape specs to sizes: bind_shapes(q=(q, "T H D"), cos=(cos, "T D/2")) -> {"T": .., ..}. A
@@ -107,9 +109,10 @@ def check_whole_rows(letter: str, dtype: str, rows: int, width: int, largest: in
         raise NotImplementedError(
             f"dtype {dtype} is not supported by backend mosaic, which does {', '.join(supported)}"
         )
-    if width % 64 or not 128 <= width <= largest:
+    if width % WHOLE_ROWS or not 128 <= width <= largest:
         raise NotImplementedError(
-            f"{letter}={width} is not supported by backend mosaic, which does multiples of 64 from 128 to {largest}"
+            f"{letter}={width} is not supported by backend mosaic, which does multiples of {WHOLE_ROWS} from 128 to "
+            f"{largest}"
         )
     if rows < 1:
         raise NotImplementedError("T=0 is not supported by backend mosaic, which does at least one row")

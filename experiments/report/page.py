@@ -164,10 +164,8 @@ def decode(results: Results) -> Iterator[str]:
     rates, held = ceilings_of(results.device), ""
     if rates.sustained is not None:
         held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
-        held = (
-            f" Shares in brackets are of what it holds for seconds:{held}. The rates of 8 bits and of attention stay "
-        )
-        held += "the best ones there."
+        held = f" Shares in brackets are of what it holds for seconds:{held}."
+        held += " The rates of 8 bits and of attention stay the best ones there."
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         "best "
@@ -181,8 +179,8 @@ def decode(results: Results) -> Iterator[str]:
     yield (
         f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "
         "its fastest variant's. jllm's and PyTorch's steps follow each other without an engine. vLLM's are its "
-        "engine's. Ours have 136 tokens of K and V on average, theirs 141 and 144. PPL.LLM published its steps on an "
-        "H800. They are scaled by the bandwidths of both data sheets."
+        "engine's, with a few more tokens of K and V. PPL.LLM published its steps on an H800. They are scaled by the "
+        "bandwidths of both data sheets."
     )
     shares = [
         [

@@ -79,12 +79,12 @@ class Leaf(NamedTuple):
             raise WeightsError(f"{name} must be {self.aval.str_short()}, as the engine has it, not {_short(x)}")
 
 
-def check_there(name: str, x: Any, else_: str = "") -> None:
-    """Raises WeightsError, with the name, for an array that is gone or traced. `else_` is another way out."""
+def check_there(name: str, x: Any, otherwise: str = "") -> None:
+    """Raises WeightsError, with the name, for an array that is gone or traced. `otherwise` is another way out."""
     if isinstance(x, jax.core.Tracer):
         raise WeightsError(f"{name} is traced: update() takes arrays, so call it outside of jit, grad and vmap")
     if isinstance(x, jax.Array) and x.is_deleted():
-        raise WeightsError(f"{name} was donated or deleted: give weights that exist{else_}")
+        raise WeightsError(f"{name} was donated or deleted: give weights that exist{otherwise}")
 
 
 @dataclass(frozen=True)

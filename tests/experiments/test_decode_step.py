@@ -14,13 +14,18 @@ TOY = {
 }  # fmt: skip
 
 
-def test_a_run_at_toy_size(tmp_path):
+def measured(model, tmp_path):
+    """Returns the result file of a run with one sequence and with three."""
     config = tmp_path / "toy.json"
-    config.write_text(json.dumps(TOY))
+    config.write_text(json.dumps(model))
     options = ["--config", str(config), "--context", "40", "--steps", "5", "--repeats", "2", "--bandwidth", "1e6"]
     assert decode_step.main([*options, "--batch", "1", "3", "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("decode_step-*.json")
-    document = json.loads(file.read_text())
+    return json.loads(file.read_text())
+
+
+def test_a_run_at_toy_size(tmp_path):
+    document = measured(TOY, tmp_path)
     weights = 2 * (64 * (64 + 2 * 2 * 16) + 64 * 64 + 3 * 64 * 96) + 128 * 64  # of products
     for row, batch in zip(document["rows"], (1, 3), strict=True):
         kv = batch * (40 + 3) * 2 * 2 * 2 * 16  # five steps read 41 to 45 tokens
@@ -37,12 +42,7 @@ MIXTURE = TOY | {
 
 
 def test_the_floor_of_a_mixture_reads_the_experts_that_tokens_chose(tmp_path):
-    config = tmp_path / "toy.json"
-    config.write_text(json.dumps(MIXTURE))
-    options = ["--config", str(config), "--context", "40", "--steps", "5", "--repeats", "2", "--bandwidth", "1e6"]
-    assert decode_step.main([*options, "--batch", "1", "3", "--dtype", "bfloat16", "--results", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("decode_step-*.json")
-    one, three = json.loads(file.read_text())["rows"]
+    one, three = measured(MIXTURE, tmp_path)["rows"]
     assert one["experts"] == 2
     assert 2 <= three["experts"] <= 6
     expert, rest = 3 * 64 * 96, 2 * 4 * 64 * 64 + 8 * 64 + 128 * 64

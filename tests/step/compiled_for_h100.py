@@ -60,7 +60,7 @@ def prompts(config: Any) -> Any:
 
 
 def scores(config: Any) -> Any:
-    """Of rows that are no multiple of eight, so that kernels of products pad them and a slice follows."""
+    """Returns scores of rows that are no multiple of eight. Products pad such rows, and a slice follows."""
 
     def run(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
         return jllm.token_logprobs(params, config, tokens, lengths, quantize="fp8", kv_cache="fp8")
@@ -81,14 +81,14 @@ def step(config: Any, scheme: str, kv_cache: str | None, bucket: Bucket) -> Any:
 
 
 def size(kind: str) -> int:
-    """Bytes of a result, or of a tuple of them."""
+    """Returns the bytes of a result, or of a tuple of them."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", kind)
     return sum(BYTES.get(dtype, 4) * prod(int(n) for n in shape.split(",") if n) for dtype, shape in found)
 
 
-def describe(text: str) -> dict[str, Any]:
-    """Reads a compiled program."""
-    found: dict[str, Any] = {"kernels": 0, "copies": [], "passes": [], "shared": []}
+def describe(text: str) -> dict[str, list[str]]:
+    """Returns a compiled program's large copies and passes, and the kernels that have one place for two results."""
+    found: dict[str, list[str]] = {"copies": [], "passes": [], "shared": []}
     entry = text[text.index("\nENTRY") :]
     for line in filter(None, map(LINE.match, text.splitlines())):
         places = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", line["rest"])
@@ -97,7 +97,6 @@ def describe(text: str) -> dict[str, Any]:
         if len(set(taken)) < len(taken):
             found["shared"].append(line["name"])
     for line in filter(None, map(LINE.match, entry.splitlines())):
-        found["kernels"] += "mosaic_gpu" in line["rest"] or "dynamic_slice_fusion" in line["rest"]
         if line["what"] in ("copy", "fusion") and size(line["kind"]) > LARGE and "__custom_fusion" not in line["rest"]:
             found["copies" if line["what"] == "copy" else "passes"].append(f"{line['name']} {line['kind']}")
     return found

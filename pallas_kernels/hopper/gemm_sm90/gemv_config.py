@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.checks import WHOLE_ROWS
+
 WARPS, VECTOR = 4, 8
 CHUNK = 32  # vectors of 8 columns of w that a warp loads at once: one to a lane
-ROW = 64  # a norm's kernel takes rows of a multiple of this
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ SHORT = 1024  # columns that come at once anyway
 LONG = 8192  # a row of more columns takes time to quantize, so fewer blocks do it
 
 
-def fits(config: Config, n: int, k: int, multiple: int = ROW) -> bool:
-    """Returns whether w [n, k], or each half of it, is a whole number of blocks. k is a multiple of ROW, which a norm
-    needs, or of `multiple`, and at least a chunk."""
+def fits(config: Config, n: int, k: int, multiple: int = WHOLE_ROWS) -> bool:
+    """Returns whether w [n, k], or each half of it, is a whole number of blocks. k must be at least a chunk, and a
+    multiple of `multiple`: by default of what a norm needs."""
     return n % config.rows == 0 and k % multiple == 0 and k >= CHUNK * VECTOR
 
 
