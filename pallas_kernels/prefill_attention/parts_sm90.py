@@ -1,9 +1,10 @@
 """Adds up parts of rows that see many keys, in the Hopper kernel of prefill_attention.
 
 A part has the keys from one multiple of Config.part to the next. Its softmax begins afresh, and parts are added from
-left to right. The CTA that has a tile adds them up in global memory, where its registers lack room. Of a tile that is
-cut each part is an item, and a second kernel adds them. Both do the same arithmetic. Factors are powers of two, so that
-products are exact and only the additions round. A row with a single part is never scaled.
+left to right. The CTA that has a tile adds them up. Registers lack room for two sums, so one waits in shared memory, or
+in global memory where that is full. Of a tile that is cut each part is an item, and a second kernel adds them. Both do
+the same arithmetic. Factors are powers of two, so that products are exact and only the additions round. A row with a
+single part is never scaled.
 """
 
 from functools import partial
@@ -75,10 +76,26 @@ def load_sum(refs: Refs, area: jax.Array) -> Sum:
     return Sum(acc, *(plgpu.load(refs.weights.at[area, i], layout=layout, optimized=False) for i in range(2)))
 
 
+def keep_sum(refs: Refs, wg: jax.Array, own: Sum) -> None:
+    """Writes a warpgroup's running sums to shared memory."""
+    refs.kept[wg] = own.acc
+    for i, numbers in enumerate((own.peak, own.total)):
+        refs.kept_weights[wg, i] = numbers
+    plgpu.commit_smem()
+
+
+def kept_sum(refs: Refs, wg: jax.Array) -> Sum:
+    """Reads the running sums that the same warpgroup wrote there."""
+    layout = plgpu.Layout.WGMMA
+    weights = (plgpu.load(refs.kept_weights.at[wg, i], layout=layout.reduce(1), optimized=False) for i in range(2))
+    return Sum(plgpu.load(refs.kept.at[wg], layout=layout), *weights)
+
+
 def areas(plan: Plan, work: Work) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes of Refs.sums and Refs.weights. There is an area for each warpgroup of an item that is a part,
-    and of a CTA."""
-    count = (num_cuts(plan, work) + plan.config.ctas) * plan.config.warpgroups
+    and for those of a CTA unless it keeps its sums."""
+    own = 1 if plan.keeps_sums else plan.config.ctas
+    count = (num_cuts(plan, work) + own) * plan.config.warpgroups
     sizes = (count, WARPGROUP_ROWS, plan.head_dim), (count, 2, WARPGROUP_ROWS)
     return tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes)  # type: ignore[return-value]
 

@@ -57,6 +57,8 @@ class Refs(NamedTuple):
     out: Any
     sums: Any  # f32[areas, 64, D]: unnormalized P V of parts, and running sums of CTAs
     weights: Any  # f32[areas, 2, 64]: their peaks and sums of weights
+    kept: Any  # f32 [warpgroups, 64, D]: running sums of this CTA, if Plan.keeps_sums; else None
+    kept_weights: Any  # f32 [warpgroups, 2, 64]: their peaks and sums of weights
     k: Pool
     v: Pool
     q_raw: Any  # [warpgroups, 64, D], plain rows: tiled copies would have to start at multiples of 8
@@ -177,6 +179,11 @@ class Plan:
         return self.config.warpgroups + 1 + min(converted, self.config.converters)
 
     @property
+    def keeps_sums(self) -> bool:
+        """Returns whether a CTA keeps running sums of parts in shared memory, and not in global memory."""
+        return self.config.part is not None and self.config.warpgroups == 1 and self.head_dim <= 128
+
+    @property
     def clears_late(self) -> bool:
         """Returns whether the one warpgroup that computes clears what no query sees of a tile's last block of V. Else
         the one that fetches waits for that block before it goes on."""
@@ -251,6 +258,8 @@ class Plan:
             "q_ready": plgpu.Barrier(num_arrivals=groups * config.stack),
             "boxes_ready": plgpu.Barrier(num_arrivals=groups * rows * config.stack // BOX) if self.packings else None,
             "q_free": plgpu.Barrier(num_arrivals=groups),
+            "kept": swizzled((groups, rows, dim), jnp.float32) if self.keeps_sums else None,
+            "kept_weights": plgpu.SMEM((groups, 2, rows), jnp.float32) if self.keeps_sums else None,
             "v_raw": plgpu.Barrier(num_arrivals=self.pages),
             "turn": plgpu.Barrier(num_barriers=2) if config.alternate else None,
         }
@@ -320,8 +329,10 @@ def _tile(plan: Plan, refs: Refs, item: jax.Array) -> Tile:
         walked = (refs.count[0] - refs.parts[CUT]) * (plan.num_heads // plan.tile_heads)
         cut = item >= walked
         row = jnp.where(cut, item - walked, item)
-        own = refs.sums.shape[0] // plan.config.warpgroups - plan.config.ctas + lax.axis_index("cta")
-        area = jnp.where(cut, row, own) * plan.config.warpgroups
+        area = row * plan.config.warpgroups
+        if not plan.keeps_sums:
+            own = refs.sums.shape[0] // plan.config.warpgroups - plan.config.ctas + lax.axis_index("cta")
+            area = jnp.where(cut, area, own * plan.config.warpgroups)
     index = quotient(row, plan.sets)
     of_set = row - index * plan.sets
     if cut is not None:

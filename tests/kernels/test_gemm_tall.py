@@ -46,6 +46,8 @@ INTERPRETED = [
     (case_of(130, 192, 128, "float8_e4m3fn", out_dtype="float32", bias=True), Config(128, 64, 3, ctas=2)),
     (case_of(256, 128, 256, zero_rows=True, residual=True, bias=True), Config(128, 64, 3, group=1, ctas=2)),
     (case_of(136, 96, 640), Config(128, 96, 2, ctas=1)),
+    (case_of(104, 96, 160, residual=True, bias=True), Config(128, 96, 2, ctas=1)),  # fewer rows than a tile
+    (case_of(72, 64, 128, "float8_e4m3fn"), Config(256, 64, 2, ctas=1)),  # copies of whole rows
 ]
 
 

@@ -7,6 +7,7 @@ It hands it out through shared memory, a chunk of 64 rows and 128 bytes at a tim
 results are the same bits in every run.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,16 +42,17 @@ def gemm(
     (m, k), n = x.shape, w.shape[0]
     if m == 0:
         return jnp.zeros((0, n), out_dtype)
-    rows = max(config.tile_m, pl.cdiv(m, 8) * 8)  # no copy is larger than its array, and rows are tiled by eight
-    if rows > m:
-        pad = partial(jax.tree.map, lambda a: jnp.pad(a, [(0, rows - m)] + [(0, 0)] * (a.ndim - 1)))
-        x, x_scale, residual = pad((x, x_scale, residual))
+    given = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
+    optional = {name: array for name, array in given.items() if array is not None}
     in_blocks = x_scale is not None and x_scale.ndim == 2
-    if x_scale is not None and in_blocks:
-        x_scale = x_scale.T
-    optional = {"x_scale": x_scale, "w_scale": w_scale, "bias": bias, "residual": residual}
-    names = tuple(name for name, array in optional.items() if array is not None)
-    plan = Plan(x.shape[0], n, k, x.dtype, jnp.dtype(out_dtype), names, config, in_blocks=in_blocks)
+    plan = Plan(m, n, k, x.dtype, jnp.dtype(out_dtype), tuple(optional), config, in_blocks=in_blocks)
+    plan = replace(plan, m=plan.padded_rows)
+    x = _with_rows(x, plan.m)
+    for name, rows in (("x_scale", max(plan.m, plan.copied_scales)), ("residual", plan.m)):
+        if name in optional:
+            optional[name] = _with_rows(optional[name], rows)
+    if in_blocks:
+        optional["x_scale"] = optional["x_scale"].T
     kernel = plgpu.kernel(
         partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.m, n), out_dtype),
@@ -63,7 +65,13 @@ def gemm(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    return kernel(x, w, *(optional[name] for name in names))[:m]
+    return kernel(x, w, *optional.values())[:m]
+
+
+def _with_rows(array: jax.Array, rows: int) -> jax.Array:
+    """Returns the array with zeros as further rows; itself, if it has so many."""
+    more = rows - array.shape[0]
+    return jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1)) if more else array
 
 
 def _kernel(plan: Plan, x: Any, w: Any, *arrays: Any, **scratch: Any) -> None:
@@ -91,20 +99,21 @@ def fetch(plan: Plan, refs: Refs) -> None:
         def _(s: jax.Array) -> None:
             slot = free_slot(n * steps + s, refs.free)
             at = pl.ds(s * plan.step, plan.step)
-            x, w = refs.x.at[pl.ds(tile.row, plan.config.tile_m), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
-            plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot], refs.full.at[slot])
+            x, w = refs.x.at[pl.ds(tile.row, plan.copied), at], refs.w.at[pl.ds(tile.column, plan.tile_n), at]
+            plgpu.copy_gmem_to_smem(x, refs.x_s.at[slot, pl.ds(0, plan.copied)], refs.full.at[slot])
             plgpu.copy_gmem_to_smem(w, refs.w_s.at[slot], refs.full.at[slot])
             if plan.in_blocks:
-                for scale, to, first in (
-                    (refs.x_scale, refs.x_scale_s, tile.row),
-                    (refs.w_scale, refs.w_scale_s, tile.column),
+                for scale, to, first, size in (
+                    (refs.x_scale, refs.x_scale_s, tile.row, plan.copied_scales),
+                    (refs.w_scale, refs.w_scale_s, tile.column, plan.tile_n),
                 ):
-                    source = scale.at[pl.ds(s, 1), pl.ds(first, to.shape[2])]
-                    plgpu.copy_gmem_to_smem(source, to.at[slot], refs.full.at[slot])
+                    source = scale.at[pl.ds(s, 1), pl.ds(first, size)]
+                    plgpu.copy_gmem_to_smem(source, to.at[slot, :, pl.ds(0, size)], refs.full.at[slot])
 
         if plan.vectors:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
         for name, (begin, size) in plan.vectors.items():
+            size = plan.copied_scales if name == "x_scale" else size
             source = getattr(refs, name).at[pl.ds(tile.row if name == "x_scale" else tile.column, size)]
             plgpu.copy_gmem_to_smem(source, refs.vectors_s.at[pl.ds(begin, size)], refs.vectors_full)
 

@@ -57,6 +57,24 @@ class Plan(Sizes):
         return min(self.config.tile_n, self.n)
 
     @property
+    def padded_rows(self) -> int:
+        """Counts the rows that arrays need for M: they are tiled by eight, and each chunk of the first tile begins
+        inside. A copy of whole rows is one run of bytes, which is not cut at the edge. It needs whole tiles."""
+        uncut = self.chunk == self.n or self.step == self.k
+        multiple = self.config.tile_m if uncut else 8
+        return max(self.config.tile_m - ROWS + 8, pl.cdiv(self.m, multiple) * multiple)
+
+    @property
+    def copied(self) -> int:
+        """Counts a tile's rows of x that are copied. Products of the others are not stored."""
+        return min(self.config.tile_m, self.m)
+
+    @property
+    def copied_scales(self) -> int:
+        """Counts the scales of these rows, and more, as a copy moves them."""
+        return min(self.config.tile_m, pl.cdiv(self.m, VECTOR) * VECTOR)
+
+    @property
     def rows(self) -> int:
         return self.config.tile_m // 2
 
