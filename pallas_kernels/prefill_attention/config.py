@@ -89,7 +89,7 @@ def choose_config(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, num_chunk
         few: dict[str, Any] = {"warpgroups": 1, "alternate": False, "stack": stack, "converters": 2}
         return Config(block_kv=64 if converts else 128, pack=pack, **few)
     heads = 2 if group % 2 == 0 else 1
-    return Config(block_kv=64 if converts else 128, heads=heads, pack=pack)
+    return Config(block_kv=64 if converts else 128, heads=heads, converters=2, pack=pack)
 
 
 def check_supported(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, scale: float) -> None:

@@ -65,6 +65,12 @@ def _seen(tile: Tile, begin: jax.Array, first: int, layout: Any) -> jax.Array:
     return (token >= tile.low) & (token < tile.keys)
 
 
+def _at_boundary(plan: Plan, tile: Tile, j: jax.Array) -> jax.Array:
+    """Returns whether KV block j has tokens that the tile's chunk does not see."""
+    block = plan.config.block_kv
+    return (j * block < tile.low) | ((j + 1) * block > tile.keys)
+
+
 def _numbers(plan: Plan, refs: Refs, tile: Tile, j: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the page table's entries of KV block j. Those beyond the visible pages name no page, so the nearest
     visible one takes their place. All are read before any copy is issued, so that their latencies overlap."""
@@ -85,7 +91,7 @@ def _fetch_block(
         pages.copy(plan, refs.v, plan.v_format, n)
     else:
         _wait_until_free(plan, n, refs.v.free)
-        boundary = (j * block < tile.low) | ((j + 1) * block > tile.keys)
+        boundary = _at_boundary(plan, tile, j)
         copy = partial(pages.copy_values, plan, refs.v)
         if plan.clears_late:
             copy(refs.v.blocks.at[slot], refs.v.ready.at[slot])
@@ -196,10 +202,14 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
 
         @pl.loop(tile.first, tile.last)
         def _(j: jax.Array) -> None:
-            n = blocks + j - tile.first
+            boundary = _at_boundary(plan, tile, j)
             for pool, fmt in pools:
-                seen = partial(_seen, tile, j * plan.config.block_kv) if pool is refs.v else None
-                _convert_block(plan, tile.head, pool, fmt, n, seen)
+                whole = partial(_convert_block, plan, tile.head, pool, fmt, blocks + j - tile.first)
+                if pool is refs.k:
+                    whole()
+                    continue
+                pl.when(jnp.logical_not(boundary))(whole)
+                pl.when(boundary)(partial(whole, partial(_seen, tile, j * plan.config.block_kv)))
 
     def convert_pack(pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
         del n
@@ -207,14 +217,19 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
         @pl.loop(0, plan.config.warpgroups)
         def _(w: jax.Array) -> None:
             for pool, fmt in pools:
-                _convert_block(plan, pack.head + w * plan.config.stack, pool, fmt, blocks + w, None)
+                _convert_block(plan, pack.head + w * plan.config.stack, pool, fmt, blocks + w)
 
     _, blocks = for_each_tile(plan, refs, convert_tile, convert_pack)
     drain(blocks, *(pool.free for pool, _ in pools))
 
 
 def _convert_block(
-    plan: Plan, head: jax.Array, pool: Pool, fmt: KVFormat, n: jax.Array, seen: Callable[..., jax.Array] | None
+    plan: Plan,
+    head: jax.Array,
+    pool: Pool,
+    fmt: KVFormat,
+    n: jax.Array,
+    seen: Callable[..., jax.Array] | None = None,
 ) -> None:
     """Converts the n-th KV block of this CTA. Where `seen`, of [first token of it, layout], says that no query sees a
     token, it becomes zero."""
