@@ -119,7 +119,11 @@ CAMPAIGN = (
                " --label deterministic", 90),
     experiment("rollout_bits", "rollout_bits --schemes bf16 w8a8 w4a16-g128 fp8", 300),
     experiment("adapter_steps", "adapter_steps --layers 8", 240),
-    experiment("engine_costs", "engine_costs --threads 16", 240),
+    experiment("engine_costs", "engine_costs --costs adapters steering", 120),
+    experiment("engine_costs_update", "engine_costs --costs update bundled --label update", 120),
+    experiment("engine_costs_7b", "engine_costs --costs determinism --threads 16 --label 7b", 120),
+    experiment("engine_costs_8b", "engine_costs --config configs/llama-3.1-8b.json --costs determinism --threads 16"
+               " --label 8b", 180),
     experiment("engine_costs_1b", "engine_costs --config configs/llama-3.2-1b.json --costs training --label training",
                120),
     experiment("experts", f"{OF_EXPERTS} --batch 1 32 256 --label qwen3-30b", 150),

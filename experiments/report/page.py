@@ -77,10 +77,12 @@ def summary(results: Results) -> Iterator[str]:
         lines.append(f"vLLM's decode step takes {', '.join(theirs)}.")
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
-    rows = _served(results)
-    for one, other in (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8")):
-        if one in rows and other in rows:
-            lines.append(_against(one, rows[one], other, rows[other]))
+    for device in dict.fromkeys((results.device, H200)):
+        rows = _served(results.on(device))
+        pairs = (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8"))
+        parts = [_against(one, rows[one], other, rows[other]) for one, other in pairs if one in rows and other in rows]
+        if parts:
+            lines.append(f"Requests a second on one {device.split()[1]}: {', '.join(parts)}.")
     cost = {name: round(100 * row["added"], 2) + 0.0 for name, row in _accuracy_rows(results).items()}
     shown = {"KV int8-g8": "K and V in `int8-g8`", "weights w8a8-all": "`w8a8-all`"}
     shown |= {"weights w4a16-g128": "`w4a16-g128`"}
@@ -150,8 +152,8 @@ def _against(ours: str, row: Row, theirs: str, other: Row) -> str:
     """Returns a comparison of requests per second. Overlapping intervals count as equal within noise."""
     more = row["qps"] / other["qps"] - 1
     apart = abs(row["qps"] - other["qps"]) > (row["ci"] or 0) + (other["ci"] or 0)
-    said = f"{ours} serves {row['qps']:.1f} requests a second, {theirs} {other['qps']:.1f}"
-    return f"{said}: {more:+.0%}." if apart else f"{said}: equal within noise."
+    said = f"{ours} {row['qps']:.1f} vs. {theirs} {other['qps']:.1f}"
+    return f"{said} ({f'{more:+.0%}' if apart else 'equal within noise'})"
 
 
 # Tables and pictures
@@ -201,10 +203,11 @@ def _both(share: tuple[float, float] | None, sustained: tuple[float, float] | No
 
 
 def requests(results: Results) -> Iterator[str]:
-    """Yields requests per second on the QPS workload: all on the page's device, and those of plain bf16 on H200s."""
+    """Yields requests per second on the QPS workload: all on the page's device, and those without guides on H200s."""
     rows = requests_rows(results)
-    plain = [row for row in requests_rows(results.on(H200)) if "KV bf16" in row["name"] and "guided" not in row["name"]]
-    rows += [row for row in plain if results.device != H200]
+    if results.device != H200:
+        rows += [row for row in requests_rows(results.on(H200)) if "guided" not in row["name"]]
+    rows = [row for row in rows if not row["name"].endswith("triton")]  # told among what is behind
     if not rows:
         return
     yield (

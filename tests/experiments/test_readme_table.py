@@ -10,12 +10,13 @@ from experiments.report.documents import RESULTS, read_result
 from experiments.serving.workload import half_interval
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+H100 = "h100-80gb-hbm3"
 SCHEMES = {"bf16": ("bf16_kv-bf16", "bfloat16"), "w8a8": ("w8a8_kv-int8-g8", "w8a8_kv-int8-g8")}
 
 
-def rows(experiment: str, **wanted: Any) -> list[dict[str, Any]]:
-    """Rows of an H100's newest file that have these values."""
-    path = sorted(RESULTS.glob(f"{experiment}-{'[0-9]' * 8}-h100-80gb-hbm3.json"))[-1]
+def rows(experiment: str, device: str = H100, **wanted: Any) -> list[dict[str, Any]]:
+    """Rows of a device's newest file that have these values."""
+    path = sorted(RESULTS.glob(f"{experiment}-{'[0-9]' * 8}-{device}.json"))[-1]
     return [row for row in read_result(path)["rows"] if wanted.items() <= row.items()]
 
 
@@ -27,9 +28,9 @@ def decode_cells(scheme: str, batch: int) -> str:
     return f"{ours['decode_ms']:.2f} | {100 * ours['floor_fraction']:.0f} % | {theirs['decode_ms']:.2f}"
 
 
-def served_cells(scheme: str) -> str:
+def served_cells(scheme: str, device: str) -> str:
     """Requests a second with half of their 95 % interval: ours (the mean of several runs, or the one), and vLLM's."""
-    found = rows(f"qps_llama-2-7b_{SCHEMES[scheme][1]}")
+    found = rows(f"qps_llama-2-7b_{SCHEMES[scheme][1]}", device)
     ours = [row for row in found if "peer" not in row][-1]
     theirs = [row["qps"] for row in found if row.get("peer") == "vLLM"]
     return f"{ours['qps']:.1f} ± {ours['qps_ci']:.1f} | | {mean(theirs):.1f} ± {half_interval(theirs):.1f}"
@@ -41,5 +42,6 @@ def test_decode_steps(batch):
     assert f"| decode step, batch {batch}, ms | {cells} |" in README
 
 
-def test_requests_a_second():
-    assert f"| requests a second | {' | '.join(map(served_cells, SCHEMES))} |" in README
+@pytest.mark.parametrize(("device", "name"), [(H100, "requests a second"), ("h200", "requests a second, H200")])
+def test_requests_a_second(device, name):
+    assert f"| {name} | {' | '.join(served_cells(scheme, device) for scheme in SCHEMES)} |" in README

@@ -198,12 +198,13 @@ def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tm
     ]  # fmt: skip
     text = page(read(tmp_path))
     assert "| jllm bf16, KV bf16 | H100 | 29.0 | ± 2.5 | [2 runs](results/qps_llama-2-7b_bfloat16-2" in text
-    assert "serves 29.0 requests a second, vLLM 24.1: +20%." in text
+    assert "on one H100: jllm bf16 29.0 vs. vLLM 24.1 (+20%)." in text
+    assert "| jllm bf16, KV bf16, triton |" not in text, "told among what is behind"
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean | {"qps_ci": 9.0}, *vllm])
-    assert "vLLM 24.1: equal within noise." in page(read(tmp_path))
+    assert "vLLM 24.1 (equal within noise)." in page(read(tmp_path))
     faster = [row | {"qps": 2 * row["qps"]} for row in vllm]
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean, *faster])
-    assert "vLLM 48.2: -40%." in page(read(tmp_path)), "a peer that is ahead is no noise"
+    assert "vLLM 48.2 (-40%)." in page(read(tmp_path)), "a peer that is ahead is no noise"
 
 
 def test_a_system_is_held_against_the_other_of_its_own_job(tmp_path):
@@ -279,27 +280,33 @@ def test_promises_have_a_row_each(tmp_path):
     rows.append(step | {"kind": "scored", "kv": "model"})
     updates = [{"cost": "update", "model": "llama-2-7b"} | each for each in ({"update_ms": 0.91}, {"wake_ms": 133.7})]
     long = [step | {"model": "llama-3.1-8b", "kind": "long", "kv": "model", "batch": 1, "context": 8192}]
-    rows.append({"cost": "steering", "batch": 256, "added": 0.004})
+    steered = [{"cost": "steering", "batch": 256, "added": 0.004}]
+    trained = {"cost": "training", "model": "llama-3.2-1b", "trained_tokens_s": 44036, "drawn_tokens_s": 43338}
+    trained |= {"between_ms": 14.4, "peak_gb": 35.36}
     adapters = {"step": "decode", "requests": 64, "rank": 16, "added": 0.1, "bytes": 1.44, "backend": "default"}
     steps = [adapters | {"adapters": use} for use in ("none", "one", "each")]
-    costs = {"engine_costs": rows, "engine_costs-8b": long, "engine_costs-update": updates}
+    costs = {"engine_costs": steered, "engine_costs-7b": rows, "engine_costs-8b": long}
+    costs |= {"engine_costs-update": updates, "engine_costs-training": [trained]}
     for name, of in (costs | {"adapter_steps": steps}).items():
         about = {"command": "python -m x --layers 8", "complete": name != "engine_costs-8b"}
         write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=of, **about)
     share = [{"batch": batch, "floor_fraction": 0.75} for batch in (1, 32)]
-    write(tmp_path, "decode_step-qwen3-30b-20261120-h200", device="NVIDIA H200", rows=share)
+    for name in ("qwen3-30b", "gpt-oss-20b"):
+        write(tmp_path, f"decode_step-{name}-20261120-h200", device="NVIDIA H200", rows=share)
     lines = [line.split(" | ") for line in page(read(tmp_path)).splitlines() if "(results/" in line]
     names, cells, files = zip(*lines)
-    assert names[2] == "| adapters on all linear layers, a model of 8 layers"
-    assert "[file](results/engine_costs-2" in files[0]
+    assert names[2] == "| arrays of a request's own"
+    assert "[file](results/engine_costs-7b-2" in files[0]
     assert "[part of a run](results/engine_costs-8b-" in files[0]
     assert [*cells] == [
         "llama-2-7b: 64 decodes at 1,024 tokens +5.1 %, 64 decodes at 1,024 tokens in int8-g8 +5.1 %, "
         "scoring prompts +5.1 %; llama-3.1-8b: one at 8,192 +5.1 %",
-        "an update 0.91 ms, waking 134 ms",
-        "64 decodes, rank 16, one for all +10.0 %, 64 decodes, rank 16, each its own +10.0 % (1.4 times its bytes)",
-        "256 requests, each its own vector, layer and scale +0.4 %",
-        "75% of the floor at batch 1, 75% of the floor at batch 32",
+        "llama-2-7b: an update 0.91 ms, waking 134 ms; llama-3.2-1b with Adam in float32: "
+        "44,036 tokens a second trained, 43,338 drawn, 14 ms between, 35 GB at most",
+        "adapters on all linear layers, a model of 8 layers: 64 decodes, rank 16, one for all +10.0 %, "
+        "64 decodes, rank 16, each its own +10.0 % (1.4 times its bytes); "
+        "steering 256 requests, each by its own vector +0.4 %",
+        "Qwen3-30B-A3B 75% at batch 1, 75% at batch 32; gpt-oss-20b in mxfp4 75% at batch 1, 75% at batch 32",
     ]
 
 
