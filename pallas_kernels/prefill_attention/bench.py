@@ -1,7 +1,7 @@
 """Measures prefill_attention on the device, next to cuDNN on contiguous K and V and to the xla backend.
 
     python -m pallas_kernels.prefill_attention.bench [--json] [--kv bf16 ...] [--triton] [--triton-stages 2 5]
-        [--peers] [--record]
+        [--parts 1024 2048] [--peers] [--record]
 
 Each figure is over several sets of inputs, so that no cache holds them, in one jit. The work list is made outside, once
 a step as the engine does. FLOPs are those of visible keys. cuDNN does the same work where all chunks start their
@@ -10,7 +10,7 @@ FlashInfer runs first with --peers (pallas_kernels/bench/peers.py).
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,12 @@ from pallas_kernels.bench import peers
 from pallas_kernels.bench.bars import bar
 from pallas_kernels.bench.command import add_triton, make_parser, record, triton_changes, triton_name
 from pallas_kernels.bench.measure import device_us
+from pallas_kernels.bench.numbers import positive
 from pallas_kernels.formats.kv_formats import KVFormat, encode, parse_format
 from pallas_kernels.formats.kv_pages import KVPages, Pages
 from pallas_kernels.prefill_attention import make_work, prefill_attention
 from pallas_kernels.prefill_attention.cases import BENCH_CASES, Case
-from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS, TritonConfig, choose_config, triton_config
+from pallas_kernels.prefill_attention.config import PART, WARPGROUP_ROWS, TritonConfig, choose_config, triton_config
 
 TRITON_RATE = 0.65  # of mosaic's, that backend triton must have
 CUDNN_RATE = 0.8  # of it, for 2048 tokens after 6144
@@ -71,13 +72,13 @@ class Contender:
     sets: int
 
 
-def mosaic(case: Case, pack: bool | None = None) -> Contender:
-    """Returns the kernel; `pack` forces whether short chunks share a warpgroup."""
+def mosaic(case: Case, pack: bool | None = None, part: int | None = None) -> Contender:
+    """Returns the kernel; `pack` forces whether short chunks share a warpgroup, and `part` cuts rows into parts."""
 
     def make(seed: int) -> tuple[Any, ...]:
         q, pages, table, *lengths = inputs(case, seed)
         config = choose_config(q, pages, len(case.kv_lens))
-        config = config if pack is None else replace(config, pack=pack)
+        config = replace(config, pack=config.pack if pack is None else pack, part=part)
         return q, pages, table, *lengths, make_work(q, pages, *lengths, window=case.window, config=config)
 
     def attend(*arguments: Any) -> jax.Array:
@@ -123,13 +124,18 @@ def cudnn(case: Case) -> Contender:
     return Contender(make, attend, flops, sets_for(case))
 
 
-def contenders(case: Case, others: bool, of_triton: list[dict[str, int]]) -> dict[str, Callable[[Case], Contender]]:
+def contenders(
+    case: Case, others: bool, of_triton: list[dict[str, int]], parts: Sequence[int]
+) -> dict[str, Callable[[Case], Contender]]:
     """Yields the implementations that a case has. Peers run in bf16, cuDNN where chunks have one length, XLA where it
-    takes no seconds. Where all sequences are short the kernel also runs without packing."""
+    takes no seconds. Where all sequences are short the kernel also runs without packing, and where all have one row
+    with `parts` of so many keys."""
     found: dict[str, Callable[[Case], Contender]] = {"mosaic": mosaic}
     found |= {triton_name(changes): partial(triton, changes=changes) for changes in of_triton}
     if max(case.kv_lens) <= WARPGROUP_ROWS:
         found["mosaic, unpacked"] = partial(mosaic, pack=False)
+    if max(case.q_lens) == 1:
+        found |= {f"mosaic, parts of {part}": partial(mosaic, part=part) for part in parts}
     if others and case.k_format == "bf16":
         if len({*zip(case.q_lens, case.kv_lens)}) == 1:
             found["cudnn"] = cudnn
@@ -172,11 +178,15 @@ def matmul_ceiling(size: int = 8192) -> float:
     return 2 * size**3 / (device_us(lambda: multiply(x, y)) * 1e-6)
 
 
-def table(cases: list[Case], others: bool, of_triton: list[dict[str, int]]) -> Iterator[dict[str, Any]]:
+def table(
+    cases: list[Case], others: bool, of_triton: list[dict[str, int]], parts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """Yields one row a case and implementation, the run's ceiling first."""
     ceiling = round(matmul_ceiling() / 1e12)
     yield {"kernel": "matmul", "tflop_s": ceiling}
-    runs = [(case, peer, make(case)) for case in cases for peer, make in contenders(case, others, of_triton).items()]
+    runs = [
+        (case, peer, make(case)) for case in cases for peer, make in contenders(case, others, of_triton, parts).items()
+    ]
     with ThreadPoolExecutor(8) as pool:  # compiling takes most of the time
         jobs = [pool.submit(build, contender) for _, _, contender in runs]
         wait(jobs)  # and is over before anything is timed
@@ -219,11 +229,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv", nargs="+", choices=formats, default=formats, help="formats of K and V")
     add_triton(parser, TritonConfig)
     parser.add_argument("--mosaic-only", action="store_true", help="leave out cuDNN and XLA")
+    parser.add_argument("--parts", nargs="+", type=positive, default=[PART], help="keys of a part of a decoded row")
     peers.add_options(parser, "FlashInfer's paged attention", 40)
     args = parser.parse_args(argv)
     beside = list(peers.prefill_attention(args.peers, args.peer_seconds)) if peers.asked(parser, args) else []
     cases = [case for case in BENCH_CASES if case.k_format in args.kv]
-    rows = chain(beside, table(cases, not args.mosaic_only, triton_changes(args, TritonConfig)))
+    rows = chain(beside, table(cases, not args.mosaic_only, triton_changes(args, TritonConfig), args.parts))
     return record("prefill_attention", args, argv, rows, bars)
 
 

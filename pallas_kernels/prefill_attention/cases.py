@@ -93,13 +93,16 @@ _LLAMA_8B = {"heads": (32, 8), "head_dim": 128, "page_size": 16, "dtype": "bfloa
 _CELLS = (((2048,), (2048,)), ((1024,) * 8, (1024,) * 8), ((16384,), (16384,)), ((2048,), (8192,)))
 _MORE_CELLS = (((512,) * 8, (512,) * 8), ((512,), (8192,)), ((1500, 300, 200, 48), (1500, 300, 4096, 2048)))
 _SHORT_CELLS = tuple(((tokens,) * prompts,) * 2 for prompts, tokens in ((512, 8), (128, 8), (256, 32), (64, 114)))
+# Decoded rows that attend as prompts do, for the trainer's bits: just past a part, and long ones.
+ROW_CELLS = (((1,) * 64, (1040,) * 64), ((1,), (8192,)), ((1,), (32768,)))
 BENCH_CASES = tuple(
     Case(q_lens=q_lens, kv_lens=kv_lens, unused=0, k_format=name, v_format=name, **shape)  # type: ignore[arg-type]
     for shape, names, cells in (
         (_LLAMA_7B, ("bf16",), (*_CELLS, *_MORE_CELLS, *_SHORT_CELLS)),
         (_LLAMA_7B, ("int8-g8", "fp8", "int4-g32"), _CELLS[1:]),
         (_LLAMA_7B, ("int8-g8",), _SHORT_CELLS[:1]),
-        (_LLAMA_8B, ("bf16", "int8-g8"), (_CELLS[1], _CELLS[3])),
+        (_LLAMA_7B, ("bf16", "int8-g8"), ROW_CELLS[:1]),
+        (_LLAMA_8B, ("bf16", "int8-g8"), (_CELLS[1], _CELLS[3], *ROW_CELLS)),
     )
     for name in names
     for q_lens, kv_lens in cells
