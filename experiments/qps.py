@@ -312,8 +312,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def serve_peers(requests: list[Request], args: argparse.Namespace) -> list[dict[str, Any]]:
     lengths = [(r.prompt, r.output, r.arrival) for r in requests]
-    quantized = args.quantize is not None
-    return peers.serving(args.peers, lengths, quantized, args.repeats, args.peer_seconds, args.peer_names)
+    how = args.quantize is not None, args.repeats, args.peer_seconds, args.peer_names, peers.of_vllm(args)
+    return [row | {"rate": args.rate} for row in peers.serving(args.peers, lengths, *how)]
 
 
 def name_of(args: argparse.Namespace) -> str:

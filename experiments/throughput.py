@@ -20,7 +20,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -207,7 +207,8 @@ def peers_rows(args: argparse.Namespace) -> list[Table]:
     """Returns peers' steps of the same rows, as far as their scripts can run them."""
     cases = [(c["batch"], c["input"], c["output"]) for c in (map(vars, args.rows) if args.rows else read_table())]
     quantized = not scheme_name(args.scheme).startswith("bf16")
-    runs = {"torch": peers.compiled_steps, "vllm": peers.vllm_steps}
+    by_vllm = partial(peers.vllm_steps, more=peers.of_vllm(args))
+    runs: dict[str, Callable[..., list[Table]]] = {"torch": peers.compiled_steps, "vllm": by_vllm}
     return [
         row
         for name, run in runs.items()

@@ -193,7 +193,8 @@ def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for row in rows:
         if counts(row):
             peer, kv = row["peer"].split("'")[0], row.get("kv", "bf16")
-            found.setdefault(f"{peer} {row.get('weights', 'bf16')}, KV {kv}", []).append(row)
+            name = ", ".join(filter(None, [f"{peer} {row.get('weights', 'bf16')}", f"KV {kv}", row.get("settings")]))
+            found.setdefault(name, []).append(row)
         elif "peer" not in row and row.get("rate") is None and "change" not in row:
             name = f"jllm {row['scheme']}, KV {row['kv']}".replace("bfloat16", "bf16")
             name += f", {row['guided']:.0%} guided" if row.get("guided") is not None else ""

@@ -2,7 +2,7 @@
 (pallas_kernels/bench/peers.py), before JAX takes the device's memory.
 
     peer_torch.py --rows bf16:b1:in8 --budget-s S --out FILE    LLaMA-7B: static cache, torch.compile, CUDA graphs
-    peer_vllm.py --workload FILE --batches B,.. --out FILE      LLaMA-7B: vLLM, decode steps or the workload
+    peer_vllm.py --workload FILE --batches B,.. --out FILE      vLLM on the same --config: decode steps or the workload
     peer_hf.py --parts cb --workload FILE --out FILE            LLaMA-7B: transformers' continuous batching
 
 Every measured variant and repeat is a row; `weights` and `kv` give the bits. The first two have 16 or 8 bits, like the
@@ -17,7 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.peers.peer_vllm import setting
 from experiments.result_file import rounded
+from jllm.files.families import FAMILIES
+from jllm.files.hf_config import load_config
 from pallas_kernels.bench import peers
 from pallas_kernels.bench.command import Parser
 from pallas_kernels.bench.peers import asked, made_by, run_script
@@ -26,28 +29,47 @@ Row = dict[str, Any]
 COMPILED, SERVING, VLLM = "torch.compile and CUDA graphs", "transformers' continuous batching", "vLLM"
 SERVERS = ("transformers", "vllm")  # serve the workload
 MODEL = "llama-2-7b"
+BY_VLLM = ("llama", "mistral", "qwen2", "qwen3")  # model types that vLLM's script also runs
 SHAPES = {(8, 256): "in8", (1024, 1024): "in1024"}  # input and output, by peer_torch's name
 WARM_UP = "warm-up"  # the repeat of a run that compiles as it goes
 START_S = 150  # time for vLLM's engine to start
+OF_RUNS = {"run": "repeat", "wall_s": "seconds", "req_s": "qps", "out_tok_s": "output_tokens_s"}  # our names
 
 
 def counts(row: Row) -> bool:
-    """Returns whether a row is a complete run of the workload, other than a warm-up. A peer's figure is the mean of
-    such runs."""
-    return "peer" in row and "qps" in row and not row.get("cut_off") and row.get("repeat") != WARM_UP
+    """Returns whether a row is a complete run of the workload, all at once and no warm-up. A peer's figure is the mean
+    of such runs."""
+    whole = "peer" in row and "qps" in row and not row.get("cut_off")
+    return whole and row.get("rate") is None and row.get("repeat") != WARM_UP
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], seconds: float) -> None:
     """Adds the options of a command that can also run these peers."""
-    peers.add_options(parser, "peers on LLaMA-2-7B (experiments/steps/peers.py)", seconds)
+    peers.add_options(parser, "peers on LLaMA-2-7B, or vLLM on --config (experiments/steps/peers.py)", seconds)
     parser.add_argument("--peer-names", choices=names, nargs="+", default=names, help="peers to run (default: all)")
+    further = "further arguments of vllm.LLM, such as max_num_batched_tokens=16384; rows name them"
+    parser.add_argument("--peer-settings", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help=further)
 
 
 def check_options(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the command if there are no scripts, or if they would measure another model."""
-    model = Path(getattr(args, "model", None) or args.config).stem
-    if asked(parser, args) and model != MODEL:
-        parser.error(f"--peers measures {MODEL}, not {model}")
+    """Ends the command if there are no scripts, or if one would measure another model."""
+    if not asked(parser, args):
+        return
+    if args.peer_settings and "vllm" not in args.peer_names:
+        parser.error("--peer-settings are vLLM's: add vllm to --peer-names")
+    given = getattr(args, "model", None)
+    if (model := Path(given or args.config).stem) == MODEL:
+        return
+    if given or [*args.peer_names] != ["vllm"]:
+        parser.error(f"--peers measures {MODEL}, not {model}: another takes --config, and --peer-names vllm alone")
+    if (kind := FAMILIES[load_config(args.config).architecture].model_type) not in BY_VLLM:
+        parser.error(f"--peers measures {', '.join(BY_VLLM)} by vLLM, not {model}, whose model_type is {kind}")
+
+
+def of_vllm(args: argparse.Namespace) -> list[str]:
+    """Returns the options of vLLM's script that a command's own decide."""
+    config = [] if getattr(args, "model", None) else ["--config", str(args.config)]
+    return [*config, "--cut", str(getattr(args, "cut", 0)), "--settings", *args.peer_settings]
 
 
 def compiled_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
@@ -83,10 +105,12 @@ def _tokens_s(row: Row) -> float:
     return 1e3 * row["batch"] * row["output_len"] / ms
 
 
-def vllm_steps(folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float) -> list[Row]:
+def vllm_steps(
+    folder: Path, cases: Iterable[tuple[int, int, int]], quantized: bool, seconds: float, more: Sequence[str] = ()
+) -> list[Row]:
     """Returns vLLM's decode steps of cases with 8 tokens in and 256 out, which its script measures."""
     batches = [batch for batch, *shape in cases if shape == [8, 256]]
-    return _vllm(folder, [], batches, 0, quantized, seconds) if batches else []
+    return _vllm(folder, [], batches, 0, quantized, seconds, more) if batches else []
 
 
 def serving(
@@ -96,20 +120,20 @@ def serving(
     repeats: int,
     seconds: float,
     names: Sequence[str] = SERVERS,
+    more: Sequence[str] = (),
 ) -> list[Row]:
     """Returns requests (prompt, output, arrival in seconds) served by vLLM, and by transformers if nothing is
     quantized.
 
-    transformers serves them at least twice, since its first run records graphs and does not count. vLLM's script sends
-    all at once, so later arrivals are an error in its row.
+    transformers serves them at least twice, since its first run records graphs and does not count. `more` are options
+    of vLLM's script (of_vllm).
     """
     found: list[Row] = []
     if "transformers" in names and not quantized:
         found = _transformers(folder, lengths, max(2, repeats), seconds)
-    if "vllm" in names and any(at > 0 for *_, at in lengths):
-        found.append({"peer": VLLM, "error": "its script sends all requests at once"})
-    elif "vllm" in names:
-        found += _vllm(folder, lengths, [], repeats, quantized, seconds * repeats)
+    if "vllm" in names:
+        seconds += max(at for *_, at in lengths)  # the last one cannot end before
+        found += _vllm(folder, lengths, [], repeats, quantized, seconds * repeats, more)
     return found
 
 
@@ -126,31 +150,33 @@ def _vllm(
     repeats: int,
     quantized: bool,
     seconds: float,
+    more: Sequence[str],
 ) -> list[Row]:
     """Returns vLLM's rows. `seconds` starts once its engine runs."""
     bits = "fp8" if quantized else "bf16"
     with tempfile.TemporaryDirectory() as temporary:
         options = ["--modes", bits, "--workload", _workload(temporary, lengths), "--repeats", str(repeats)]
         options += ["--batches", ",".join(map(str, batches)), "--seqs", str(max(512, *batches, 0))]
-        options += ["--budget", str(START_S + seconds)]
+        options += ["--budget", str(START_S + seconds), *more]
         found = run_script(folder / "peer_vllm.py", options, START_S + seconds + 30)
     return [rounded({"peer": VLLM, "weights": bits, "kv": bits} | row) for row in _by_vllm(found, len(lengths))]
 
 
 def _by_vllm(found: Sequence[Row], requests: int) -> Iterator[Row]:
-    """Yields a row for each run of the workload and for each batch that was only decoded."""
+    """Yields a row for each run of the workload and for each batch that was only decoded. Runs also have the seconds
+    until the engine ran."""
+    start = next(({"start_s": row["start_s"]} for row in found if row.get("kind") == "engine"), {})
     for row in found:
+        named = {key: row[key] for key in ("settings",) if key in row} | made_by(row)
         if "error" in row:
-            yield {"error": row["error"], **made_by(row)}
+            yield {"error": row["error"]} | named
         elif row.get("kind") == "qps":
-            yield {
-                "repeat": row["run"], "requests": requests, "seconds": row["wall_s"], "qps": row["req_s"],
-                "output_tokens_s": row["out_tok_s"], **made_by(row),
-            }  # fmt: skip
+            own = {OF_RUNS.get(key, key): value for key, value in row.items() if key not in ("kind", "mode", *named)}
+            yield {"repeat": own.pop("repeat"), "requests": requests} | own | start | named
         elif row.get("kind") == "decode":
             tokens_s = row["tok_s"]
             step = {"batch": row["batch"], "input": 8, "output": 256, "decode_ms": row["ms"], "tokens_s": tokens_s}
-            yield step | made_by(row)
+            yield step | named
 
 
 def _transformers(folder: Path, lengths: Sequence[tuple[int, int, float]], passes: int, seconds: float) -> list[Row]:

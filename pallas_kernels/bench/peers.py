@@ -31,7 +31,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "experiments" / "peers"
 FLASHINFER = "FlashInfer"
-OF_PEERS = ("peer_names", "peer_seconds")  # options that mean something only with --peers
+OF_PEERS = ("peer_names", "peer_settings", "peer_seconds")  # options that mean something only with --peers
 PRODUCTS = {  # peer and variant of each kind of product of peer_kernels.py
     "bf16": ("torch bf16", "mm"),
     "int8": ("torch int8", "_int_mm"),

@@ -56,6 +56,7 @@ def test_counts_are_whole_numbers_from_1_on(text, capsys):
         (throughput.parse_args, ["--peer-seconds", "9"], "--peer-seconds needs --peers"),
         (qps.parse_args, ["--peer-names", "transformers", "vllm"], "--peer-names needs --peers"),  # as default
         (qps.parse_args, ["--peer-seconds", "110"], "--peer-seconds needs --peers"),
+        (qps.parse_args, ["--peer-settings", "x=1"], "--peer-settings needs --peers"),
         (throughput.parse_args, ["--peer-names", "torch", "vllm"], "--peer-names needs --peers"),
         (throughput.parse_args, ["--peer-seconds", "120"], "--peer-seconds needs --peers"),
         (decode_attention.main, ["--peer-seconds", "60"], "--peer-seconds needs --peers"),

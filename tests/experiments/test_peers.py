@@ -2,8 +2,10 @@
 
 import argparse
 import ast
+import itertools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -15,9 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import throughput
+from experiments import qps, throughput
 from experiments.peers import peer_hf, peer_torch, peer_vllm, shared
 from experiments.result_file import ResultFile
+from experiments.serving.workload import Request, Served, served_row
 from experiments.steps import peers
 from pallas_kernels.bench import peers as kernel_peers
 from pallas_kernels.decode_attention import bench as decode_bench
@@ -33,6 +36,9 @@ for name in (
     "attn", "passes",
 ):
     parser.add_argument("--" + name)
+parser.add_argument("--config")
+parser.add_argument("--cut")
+parser.add_argument("--settings", nargs="*")
 args = parser.parse_args()
 rows = {rows}
 print(vars(args), file=open(__file__ + ".asked", "w"))
@@ -73,11 +79,12 @@ def test_every_variant_is_kept(tmp_path):
 @pytest.mark.parametrize(("quantized", "bits"), [(False, "bf16"), (True, "fp8")])
 def test_vllm_decodes_the_cases_that_it_can(tmp_path, quantized, bits):
     script(tmp_path, "peer_vllm.py", [
-        {"kind": "engine", "start_s": 60.0}, {"kind": "decode", "batch": 32, "ms": 4.5, "wall_ms": 5, "tok_s": 70.0},
+        {"kind": "engine", "start_s": 60.0},
+        {"kind": "decode", "batch": 32, "ms": 4.5, "wall_ms": 5, "tok_s": 70.0, "settings": "x=1"},
     ])  # fmt: skip
     (step,) = peers.vllm_steps(tmp_path, CASES, quantized, 5)
     assert (step["peer"], step["weights"], step["kv"], step["batch"]) == (peers.VLLM, bits, bits, 32)
-    assert (step["decode_ms"], step["input"], step["output"]) == (4.5, 8, 256)
+    assert (step["decode_ms"], step["input"], step["output"], step["settings"]) == (4.5, 8, 256, "x=1")
     said = asked(tmp_path, "peer_vllm.py")
     assert (said["modes"], said["batches"], said["repeats"], said["budget"]) == (bits, "1,32", "0", "155")
 
@@ -88,17 +95,22 @@ def test_serving_has_the_workload(tmp_path):
         "ttft_p99_s": 0.7, "latency_p50_s": 0.9, "cut_off": False,
     }  # fmt: skip
     script(tmp_path, "peer_hf.py", [row, row | {"run": 1}, {"part": "cb", "error": "no room"}])
-    script(tmp_path, "peer_vllm.py", [{"kind": "qps", "run": 0, "wall_s": 30.0, "out_tok_s": 8.0}])
+    script(tmp_path, "peer_vllm.py", [
+        {"kind": "engine", "start_s": 60.0}, {"kind": "qps", "run": 0, "wall_s": 30.0, "out_tok_s": 8.0},
+    ])  # fmt: skip
     served, again, failed, all_at_once = found = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.0)], False, 3, 60)
     assert (served["repeat"], again["repeat"]) == (peers.WARM_UP, 0)
     assert [row for row in found if peers.counts(row)] == [again, all_at_once]
     assert (served["qps"], served["ttft_ms_p50"], served["output_tokens_s"]) == (2, 500.0, 9.1235)
     assert (served["attention"], served["weights"]) == ("flash", "bf16")
     assert failed["error"] == "no room"
-    assert (all_at_once["peer"], all_at_once["qps"], all_at_once["seconds"]) == (peers.VLLM, 2, 30.0)
+    assert all_at_once == {
+        "peer": peers.VLLM, "weights": "bf16", "kv": "bf16", "repeat": 0, "requests": 2, "seconds": 30.0,
+        "output_tokens_s": 8.0, "qps": 2, "start_s": 60.0,
+    }  # fmt: skip
     assert (asked(tmp_path, "peer_hf.py")["passes"], asked(tmp_path, "peer_vllm.py")["repeats"]) == ("3", "3")
-    *_, late = peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], False, 1, 60)
-    assert late == {"peer": peers.VLLM, "error": "its script sends all requests at once"}
+    peers.serving(tmp_path, [(3, 4, 0.0), (5, 6, 0.5)], False, 2, 60, ["vllm"])
+    assert asked(tmp_path, "peer_vllm.py")["budget"] == "271.0", "each run waits for the last arrival"
     assert [row["peer"] for row in peers.serving(tmp_path, [(3, 4, 0.0)], False, 1, 60, ["vllm"])] == [peers.VLLM]
     alone = peers.serving(tmp_path, [(3, 4, 0.0)], False, 1, 60, ["transformers"])
     assert {row["peer"] for row in alone} == {peers.SERVING}
@@ -195,6 +207,33 @@ def test_a_missing_script_or_another_model_is_said(tmp_path, capsys):
         with pytest.raises(SystemExit):
             throughput.parse_args(["--peers", *options])
         assert says in capsys.readouterr().err
+
+
+def test_vllm_measures_another_model_where_the_rest_cannot(tmp_path, capsys):
+    def of(name, *options, parse=qps.parse_args):
+        return parse(["--peers", str(tmp_path), "--config", str(shared.LLAMA_2_7B.with_name(name)), *options])
+
+    alone = "--peer-names", "vllm"
+    for wrong, says in (
+        (lambda: of("llama-3.1-8b.json"), "measures llama-2-7b, not llama-3.1-8b: another takes --config, and --peer-"),
+        (lambda: of("qwen3-8b.json", *alone, "torch", parse=throughput.parse_args), "and --peer-names vllm alone"),
+        (lambda: of("qwen3-8b.json", *alone, "--model", "a/b"), "not b: another takes --config"),
+        (lambda: of("gemma-2-2b.json", *alone), "qwen3 by vLLM, not gemma-2-2b, whose model_type is gemma2"),
+        (lambda: of("llama-2-7b.json", *alone, "--peer-settings", "x"), "'x' is not NAME=VALUE, such as max_num"),
+        (lambda: of("llama-2-7b.json", "--peer-names", "transformers", "--peer-settings", "x=1"), "add vllm to --peer"),
+    ):
+        with pytest.raises(SystemExit):
+            wrong()
+        assert says in capsys.readouterr().err
+    script(tmp_path, "peer_vllm.py", [{"kind": "qps", "run": 0, "wall_s": 30.0, "out_tok_s": 8.0}])
+    args = of("qwen3-8b.json", *alone, "--rate", "4", "--cut", "1", "--peer-settings", "x=1", "y=b")
+    (row,) = qps.serve_peers([Request(3, 4, 0.0), Request(3, 4, 0.5)], args)
+    said = asked(tmp_path, "peer_vllm.py")
+    assert (said["config"], said["cut"], said["settings"]) == (args.config, "1", ["x=1", "y=b"])
+    assert (row["rate"], peers.counts(row), peers.counts(row | {"rate": None})) == (4, False, True)
+    steps = of("mistral-7b-v0.3.json", "--rows", "1x8x256", *alone, parse=throughput.parse_args)
+    throughput.peers_rows(steps)
+    assert asked(tmp_path, "peer_vllm.py")["config"] == steps.config
 
 
 def test_they_are_beside_ours_and_decide_nothing(tmp_path):
@@ -308,23 +347,98 @@ def test_rows_of_steps_are_read_and_wrong_ones_refused():
 
 
 class Engine:
-    """Stands in for vLLM's: a token takes a millisecond a step, and a prompt none."""
+    """Stands in for vLLM's, and for its clock. A step has the seconds and each request's tokens of `steps`; a prompt
+    takes none."""
 
-    clock = 0.0
+    def __init__(self):
+        self.clock, self.steps, self.left = 100.0, itertools.repeat((1e-3, 1)), {}
+        self.llm_engine = self
 
     def generate(self, prompts, params, use_tqdm):
-        Engine.clock += max(each.max_tokens for each in params) / 1e3
+        self.clock += max(each.max_tokens for each in params) / 1e3
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(each.max_tokens))]) for each in params]
 
+    def add_request(self, request_id, prompt, params):
+        assert (params.output_kind, params.ignore_eos) == ("delta", True)
+        assert prompt["prompt_token_ids"]
+        self.left[request_id] = params.max_tokens
 
-def test_vllms_rows_have_the_shape_that_is_read(tmp_path, monkeypatch, capsys):
-    params = SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
-    monkeypatch.setitem(sys.modules, "vllm", params)
-    monkeypatch.setattr(peer_vllm.time, "perf_counter", lambda: Engine.clock)
-    (tmp_path / "w.json").write_text('[{"prompt_len": 3, "output_len": 4}, {"prompt_len": 5, "output_len": 10}]')
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        seconds, tokens = next(self.steps)
+        self.clock += seconds
+        made = {each: min(tokens, left) for each, left in self.left.items()}
+        self.left = {each: left - made[each] for each, left in self.left.items() if left > made[each]}
+        return [
+            SimpleNamespace(request_id=i, finished=i not in self.left, outputs=[SimpleNamespace(token_ids=[7] * count)])
+            for i, count in made.items()
+        ]
+
+    def sleep(self, seconds):
+        assert not self.left
+        self.clock += seconds
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = Engine()
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace, LLM=dict))
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    monkeypatch.setattr(peer_vllm, "time", SimpleNamespace(perf_counter=lambda: made.clock, sleep=made.sleep))
+    return made
+
+
+def test_vllms_latencies_are_those_of_a_known_schedule(engine):
+    """The steps end at 10, 40, 140 and 150 ms, then at 1010 and 1510. The second arrival waits for a step."""
+    requests = [
+        {"prompt_len": 5, "output_len": 4, "arrival": 0.0},  # tokens at 10, 25, 40 and 140 ms
+        {"prompt_len": 3, "output_len": 2, "arrival": 0.02},  # 140, 150
+        {"prompt_len": 2, "output_len": 2, "arrival": 1.0},  # 1010, 1510: too slow to be good
+    ]
+    engine.steps = iter([(0.01, 1), (0.03, 2), (0.1, 1), (0.01, 1), (0.01, 1), (0.5, 1)])
+    seconds, came = peer_vllm.serve(engine, requests, random.Random(0))
+    assert seconds == pytest.approx(1.51)
+    row = peer_vllm.latencies(requests, came, seconds, 0)
+    assert row == pytest.approx({
+        "ttft_ms_p50": 10, "ttft_ms_p90": 120, "ttft_ms_p99": 120,  # 10, 120, 10
+        "itl_ms_p50": 15, "itl_ms_p90": 500, "itl_ms_p99": 500,  # 15, 15, 100, 10, 500
+        "e2e_ms_p50": 140, "e2e_ms_p90": 510, "e2e_ms_p99": 510,  # 140, 130, 510
+        "good_share": 2 / 3, "goodput": 2 / 1.51,
+    })  # fmt: skip
+    for cut in (0, 1):
+        served = [
+            Served(Request(*each.values()), times[0] - each["arrival"], times[-1] - each["arrival"])
+            for each, times in zip(requests, came, strict=True)
+        ]
+        row = peer_vllm.latencies(requests, came, seconds, cut)
+        ours = served_row(served, seconds, {p: row[f"itl_ms_p{p}"] / 1e3 for p in (50, 90, 99)}, cut)
+        assert {name: ours[name] for name in row} == pytest.approx(row)
+    assert peer_vllm.latencies(requests[:1], [[0.5]], 1.0, 0)["itl_ms_p99"] is None
+    with pytest.raises(ValueError, match="made 7 tokens where 8 were asked for"):
+        peer_vllm.check(7, [(5, 4), (5, 4)])
+
+
+def test_vllm_takes_further_settings(tmp_path, monkeypatch, engine):
+    for name in (*peer_vllm.ENVIRONMENT, "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, "")  # which the engine sets
+    args = peer_vllm.options().parse_args(["--settings", "max_num_seqs=64", "enforce_eager=true", "kv_cache_dtype=fp8"])
+    made = peer_vllm.engine("bf16", shared.LLAMA_2_7B, 512, 8192, args.settings, str(tmp_path))
+    assert (made["max_num_seqs"], made["max_num_batched_tokens"], made["kv_cache_dtype"]) == (64, 8192, "fp8")
+    assert made["enforce_eager"] is True
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_vllms_rows_have_the_shape_that_is_read(tmp_path, engine, late):
+    requests = [{"prompt_len": 3, "output_len": 4}, {"prompt_len": 5, "output_len": 10, "arrival": late}]
+    (tmp_path / "w.json").write_text(json.dumps(requests))
     args = argparse.Namespace(batches=["1", "32"], workload=tmp_path / "w.json", repeats=2, budget_s=600)
+    args.settings, args.cut = ["x=1", "y=a"], 0
     output = shared.Output(tmp_path / "out.json", "vllm 9")
-    peer_vllm.measure(Engine(), "bf16", args, output)
+    peer_vllm.measure(engine, "bf16", args, output)
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["rows"] == output.rows
     assert [(row["kind"], row.get("batch"), row.get("ms")) for row in output.rows] == [
@@ -334,12 +448,14 @@ def test_vllms_rows_have_the_shape_that_is_read(tmp_path, monkeypatch, capsys):
     (tmp_path / "peer_vllm.py").write_text(f"import sys\nopen(sys.argv[-1], 'w').write({json.dumps(document)!r})")
     steps, (served, again) = (
         peers.vllm_steps(tmp_path, CASES, False, 5)[:2],
-        peers.serving(tmp_path, [(3, 4, 0.0), (5, 10, 0.0)], False, 2, 60, ["vllm"])[2:],
+        peers.serving(tmp_path, [(3, 4, 0.0), (5, 10, late)], False, 2, 60, ["vllm"])[2:],
     )
     assert [(row["batch"], row["tokens_s"]) for row in steps] == [(1, pytest.approx(1e3)), (32, pytest.approx(32e3))]
-    assert (served["qps"], served["output_tokens_s"]) == (pytest.approx(200), pytest.approx(1400))
+    seconds = late + 0.01
+    assert (served["qps"], served["output_tokens_s"]) == pytest.approx((2 / seconds, 14 / seconds), rel=1e-4)
+    assert (served.get("ttft_ms_p99"), served.get("e2e_ms_p50")) == ((1.0, 4.0) if late else (None, None))
     for row in (*steps, served, again):
-        assert (row["script"], row["version"]) == ("peer_vllm.py", "vllm 9")
+        assert (row["script"], row["version"], row["settings"]) == ("peer_vllm.py", "vllm 9", "x=1 y=a")
 
 
 def test_transformers_rows_have_the_shape_that_is_read(tmp_path):

@@ -190,11 +190,13 @@ def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tm
     arrivals = row | {"repeat": 0, "qps": 5.0, "rate": 5.0}
     vllm = [{"peer": "vLLM", "weights": "bf16", "kv": "bf16", "qps": qps} for qps in (24.0, 24.2)]
     cut = {"peer": "transformers' continuous batching", "qps": 99.0, "cut_off": True}
+    vllm += [vllm[0] | {"qps": 5.0, "rate": 5.0}, vllm[0] | {"qps": 19.0, "rate": None, "settings": "x=1"}]
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean, triton, arrivals, *vllm, cut])
     write(tmp_path, "qps_llama-2-7b_x-20261121-h100", date="2026-11-21", rows=[runs[0] | {"qps": 50.0}])
     found = requests_rows(read(tmp_path))
     assert [(row["name"], row["qps"], row["runs"]) for row in found] == [
         ("jllm bf16, KV bf16", 29.0, 2), ("vLLM bf16, KV bf16", 24.1, 2), ("jllm bf16, KV bf16, triton", 20.0, 1),
+        ("vLLM bf16, KV bf16, x=1", 19.0, 1),
     ]  # fmt: skip
     text = page(read(tmp_path))
     assert "| jllm bf16, KV bf16 | H100 | 29.0 | ± 2.5 | [2 runs](results/qps_llama-2-7b_bfloat16-2" in text
