@@ -193,7 +193,8 @@ FOUR_GPUS = (
 )
 TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # too large for 2 x 80 GB
 OF_SERVERS = "--peer-seconds 50 --peer-names vllm"
-ON_8B = "--config configs/llama-3-8b.json"
+ON_8B, ON_NEWER_8B = "--config configs/llama-3-8b.json", "--config configs/llama-3.1-8b.json"
+IN_8_BITS = "--quantize w8a8 --kv-cache int8-g8"
 TABLES = tuple(
     experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds, of_peers="--peer-seconds 60")
     for name, options, seconds, peer_seconds in (
@@ -204,11 +205,14 @@ TABLES = tuple(
         ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 100, 0),
     )
 ) + tuple(
-    experiment(name, f"qps {options} --repeats 2".replace("  ", " "), seconds, peer_seconds=320, of_peers=OF_SERVERS)
+    experiment(name, f"qps {options}", seconds, peer_seconds=320, of_peers=OF_SERVERS)
     for name, options, seconds in (
-        ("qps", "", 240),
-        ("qps_w8a8", "--quantize w8a8 --kv-cache int8-g8", 240),
-        ("qps_kv", "--kv-cache int8-g8", 240),
+        ("qps", "--repeats 3", 240),
+        ("qps_w8a8", f"{IN_8_BITS} --repeats 3", 240),
+        ("qps_kv", "--kv-cache int8-g8 --repeats 2", 240),
+        ("qps_8b", f"{ON_NEWER_8B} --repeats 3", 240),
+        ("qps_8b_w8a8", f"{ON_NEWER_8B} {IN_8_BITS} --repeats 3", 240),
+        ("qps_8b_steady", f"{ON_NEWER_8B} --rate 30 --cut 100 --repeats 1", 160),
     )
 )
 TOPICS = {
