@@ -51,7 +51,7 @@ FEW_BITS = "w4a16-g128 nf4 w8a16 fp8-weight"
 # three runs.
 FEW = "1x8x256 16x8x256 64x8x256 128x8x256 256x8x256 1x1024x1024 16x1024x1024"
 FEWEST = "1x8x256 16x8x256 128x8x256"
-TIMED = "--seconds 0.3 --repeats 3 --threads 16"
+TIMED = "--engine --seconds 0.3 --repeats 3 --threads 16"
 # The model that train_small --size subject writes to ./subject, with schemes that all backends have. Mosaic refuses
 # MLPs of 704 (as in the bundled model), fp4 and block floats, and a named backend has no fallback.
 SERVED = (

@@ -10,6 +10,9 @@ the time includes the first dispatch. Decoding takes at most as many steps as th
 with their median and the longest beside it. Tokens per second are those of the output over the time of prefill and all
 decode steps. Memory is weights, the KV of all tokens of the batch at their end, and the temporaries of the larger step.
 
+With --engine, rows of 8 tokens in and 256 out also have the step of a whole engine: a batch is served twice, with 16
+and with 256 tokens a request, and the step is the slope between them. peer_vllm.py measures vLLM's like that.
+
 All rows share one page pool, as large as the largest needs, so all rows with one step share its compiled form. All
 steps compile, in threads, before the first is timed. Floors are those of floors.py; prefill's adds up its steps. The
 published values, `h800_*`, come from workloads/ppl_llm_h800.json, which names their source.
@@ -20,6 +23,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -28,6 +32,7 @@ from typing import Any
 
 import jax
 
+import jllm
 from experiments.arguments import (
     add_model_options,
     add_timing_options,
@@ -54,9 +59,11 @@ from experiments.steps.timer import (
 )
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
+from jllm.model.model import Model
 from jllm.model.params import Params, tree_bytes
 from jllm.parallel.memory import free_memory, is_host
 from jllm.programs.packed_step import pack_chunks
+from jllm.step.buckets import Bucket
 from pallas_kernels.backends import OF_MODELS, on_hopper
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.numbers import positive, positive_number
@@ -64,6 +71,7 @@ from pallas_kernels.bench.numbers import positive, positive_number
 Table = dict[str, Any]
 H800 = Path(__file__).parent / "workloads" / "ppl_llm_h800.json"
 GIB = 1 << 30
+SLOPE = 8, 16, 256  # tokens of a prompt, and of the shorter and the longer outputs, that engines' steps are found by
 STEP_BYTES = 2 * GIB  # room for a step's memory beside weights and pages
 
 
@@ -133,6 +141,41 @@ class Bench:
         self.timer.place(context, case.batch, pages_each(case, self.args))
 
 
+def engine_steps(
+    params: Params, config: LlamaConfig, cases: Sequence[WholeBatch], args: argparse.Namespace
+) -> dict[int, float]:
+    """Returns the seconds of an engine's decode step, by the batches of rows of 8 tokens in and 256 out."""
+    prompt, few, many = SLOPE
+    batches = sorted({case.batch for case in cases if (case.input, case.output) == (prompt, many)})
+    if not batches:
+        return {}
+    slots = batches[-1]
+    sizes = (*(Bucket(batch, 0, 0) for batch in batches), Bucket(slots, prompt * slots, slots))
+    limits = {"max_slots": slots, "max_step_tokens": (prompt + 1) * slots, "page_size": args.page_size}
+    pages = slots * -(-(prompt + many) // args.page_size)
+    engine = jllm.Engine(
+        Model(config, params, None), buckets=sizes, num_pages=pages, kv_cache=args.kv_cache, backend=args.backend,
+        prefix_cache=False, executables=None, **limits,
+    )  # fmt: skip
+
+    def seconds(batch: int, tokens: int) -> float:
+        sampling = jllm.SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+        for i in range(batch):
+            engine.submit([3 + (i + j) % 89 for j in range(prompt)], sampling)
+        begin = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        return time.perf_counter() - begin
+
+    found = {}
+    for batch in batches:
+        seconds(batch, few)  # the first time takes longer
+        short, long = (min(seconds(batch, tokens) for _ in range(args.repeats)) for tokens in (few, many))
+        found[batch] = (long - short) / (many - few)
+    engine.close()
+    return found
+
+
 def milliseconds(name: str, seconds: Sequence[float]) -> Table:
     """Returns the best of the repeats, and their spread."""
     times = {name: min(seconds), f"{name}_median": statistics.median(seconds), f"{name}_most": max(seconds)}
@@ -175,11 +218,18 @@ def rows(args: argparse.Namespace) -> Iterator[Table]:
         cases.remove(case)
     if not cases:
         return
+    of_engine = engine_steps(params, config, cases, args) if args.engine else {}
+    if of_engine:
+        note("timed the engine")
     bench = Bench(params, config, cases, args)
     note(f"compiled {len(bench.steps)} steps")
     for case in cases:
         try:
-            row = rounded(bench.row(case))
+            row = bench.row(case)
+            if case.batch in of_engine and (case.input, case.output) == (SLOPE[0], SLOPE[-1]):
+                ms = 1e3 * of_engine[case.batch]
+                row |= {"engine_ms": ms, "engine_fraction": row["decode_floor_ms"] / ms}
+            row = rounded(row)
         except jax.errors.JaxRuntimeError as error:  # of a kernel or of memory: other rows go on
             yield {**about, **vars(case), "error": str(error).partition("\n")[0][:200]}
             bench.timer.renew()
@@ -250,6 +300,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=0.6,
         help="least seconds of steps timed together; at least --steps run",
     )
+    parser.add_argument("--engine", action="store_true", help="also time whole engines' decode steps, as vLLM's are")
     parser.add_argument("--threads", type=positive, default=12, help="number of threads that compile")
     peers.add_options(parser, ("torch", "vllm"), 120)
     add_result_options(parser)

@@ -62,21 +62,32 @@ class Series:
 STEP_FILES = {"bf16": "bf16_kv-bf16", "bf16, int8-g8 KV": "bf16_kv-int8-g8", "w8a8, int8-g8 KV": "w8a8_kv-int8-g8"}
 
 
+def own_steps(results: Results, name: str) -> list[Row]:
+    """Returns jllm's rows of decode steps with 8 tokens in, by the name of their formats."""
+    rows = results.rows(f"throughput_llama-2-7b_{STEP_FILES[name]}", input=8)
+    return [row for row in rows if "peer" not in row]
+
+
+def of_engines(results: Results) -> bool:
+    """Returns whether whole engines were timed in all rows of decode steps."""
+    rows = [row for name in STEP_FILES for row in own_steps(results, name)]
+    return bool(rows) and all("engine_ms" in row for row in rows)
+
+
 def decode_series(results: Results) -> dict[str, list[Series]]:
     """Returns the steps of jllm, of its floor and of peers, by the formats of weights and KV. Peers have as many
-    bits."""
+    bits. jllm's are its engine's where these were timed."""
     peers = {
         "bf16": [("PyTorch", "torch.compile and CUDA graphs", "bf16"), ("vLLM", "vLLM", "bf16")],
         "w8a8, int8-g8 KV": [("vLLM fp8", "vLLM", "fp8")],
     }
-    found = {}
-    for name, file in STEP_FILES.items():
-        rows = results.rows(f"throughput_llama-2-7b_{file}", input=8)
-        own = [row for row in rows if "peer" not in row]
+    found, step = {}, "engine_ms" if of_engines(results) else "decode_ms"
+    for name in STEP_FILES:
+        own = own_steps(results, name)
         series = [Series(f"floor, {name}", "floor", _by_batch(own, "decode_floor_ms"))]
-        series.append(Series(f"jllm {name}", "jllm", _by_batch(own)))
+        series.append(Series(f"jllm {name}", "jllm", _by_batch(own, step)))
         for peer in peers.get(name, ()):
-            series += _peer_steps(results, *peer)
+            series += _peer_steps(results, *peer, step if peer[1] == "vLLM" else "decode_ms")
         if name == "bf16, int8-g8 KV" and (scaled := _scaled(results, own)):
             series.append(Series("PPL.LLM, H800 scaled by bandwidth", "peer", scaled, series[1].ms))
         found[name] = [each for each in series if each.ms]
@@ -87,17 +98,18 @@ def _by_batch(rows: Iterable[Row], key: str = "decode_ms") -> dict[int, float]:
     return {row["batch"]: row[key] for row in rows if key in row}
 
 
-def _peer_steps(results: Results, name: str, peer: str, weights: str) -> list[Series]:
-    """Returns a peer's steps in the newest job that timed them beside ours. Each batch has its fastest variant."""
+def _peer_steps(results: Results, name: str, peer: str, weights: str, step: str) -> list[Series]:
+    """Returns a peer's steps in the newest job that timed them beside ours, `step` of our rows. Each batch has its
+    fastest variant."""
     for entry in results.named("throughput_llama-2-7b.*"):
         found: dict[int, float] = {}
         for row in sorted(entry.rows, key=lambda row: row["batch"]):
-            step = row.get("peer"), row.get("weights", "bf16"), row.get("input", 8)
-            if step == (peer, weights, 8) and "decode_ms" in row:
+            kind = row.get("peer"), row.get("weights", "bf16"), row.get("input", 8)
+            if kind == (peer, weights, 8) and "decode_ms" in row:
                 found[row["batch"]] = min(row["decode_ms"], found.get(row["batch"], row["decode_ms"]))
         if found:
             own = [row for row in entry.rows if "peer" not in row and row.get("input") == 8]
-            return [Series(name, "peer", found, _by_batch(own), entry.path)]
+            return [Series(name, "peer", found, _by_batch(own, step), entry.path)]
     return []
 
 

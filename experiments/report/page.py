@@ -14,6 +14,7 @@ from experiments.report.figures import (
     accuracy_rows,
     decode_series,
     floor_shares,
+    of_engines,
     over,
     requests_rows,
     times_as_many,
@@ -178,11 +179,13 @@ def decode(results: Results) -> Iterator[str]:
     cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
     yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
     sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
+    apart = "jllm's and PyTorch's steps follow each other without an engine. vLLM's are its engine's"
+    if of_engines(results):
+        apart = "PyTorch's steps follow each other without an engine. jllm's and vLLM's are their engines'"
     yield (
         f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "
-        "its fastest variant's. jllm's and PyTorch's steps follow each other without an engine. vLLM's are its "
-        "engine's, with a few more tokens of K and V. PPL.LLM published its steps on an H800. They are scaled by the "
-        "bandwidths of both data sheets."
+        f"its fastest variant's. {apart}, with a few more tokens of K and V. PPL.LLM published its steps on an H800. "
+        "They are scaled by the bandwidths of both data sheets."
     )
     shares = [
         [

@@ -170,6 +170,13 @@ def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):
     assert "vLLM's decode step takes 1.25 to 1.25 times ours in bf16." in text
     assert "| 16 | 3.20 | 4.00 | 5.00 |" in text
     assert ") | 80% | 90% | 70% |" in text, "shares are those of the file"
+    assert "vLLM's are its engine's" in text
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=[rows[0] | {"engine_ms": 4.5}, *rows[1:]])
+    assert "| 16 | 3.20 | 4.00 |" in page(read(tmp_path)), "engines' steps stand there for all formats or none"
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-int8-g8-20261120-h100", rows=[steps(engine_ms=4.4)])
+    text = page(read(tmp_path))
+    assert "| 16 | 3.20 | 4.50 | 5.00 |" in text
+    assert "jllm's and vLLM's are their engines'" in text
 
 
 def test_a_picture_holds_a_peer_against_the_steps_of_its_own_job(tmp_path):

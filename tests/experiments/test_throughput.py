@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jllm
+from experiments import throughput
 from experiments.steps.batches import WholeBatch
 from experiments.steps.devices import device_sheet
 from experiments.steps.floors import Work, make_floor, step_work
 from experiments.steps.timer import StepTimer, page_bytes
-from experiments.throughput import Bench, bars, main, milliseconds, parse_args, parse_case, read_table
+from experiments.throughput import Bench, bars, engine_steps, main, milliseconds, parse_args, parse_case, read_table
 from jllm.files.hf_config import load_config
 from jllm.model.param_specs import init_params
 from jllm.model.params import tree_bytes
@@ -159,6 +161,24 @@ def test_a_run_writes_the_table(tiny, tmp_path, capsys):
             assert row[name] == row[f"{name}_median"] == row[f"{name}_most"], "of one repeat"
     assert not document["bars"], "toy sizes decide nothing"
     assert json.loads((tmp_path / next(p.name for p in tmp_path.glob("throughput_*"))).read_text()) == document
+
+
+def test_an_engines_step_is_the_slope_between_two_outputs(tiny, monkeypatch):
+    """Counts steps as seconds: the longer outputs take 240 steps more, and prompts cancel."""
+    args = parse_args(["--config", str(tiny), "--dtype", "float32", "--page-size", "8", "--engine", "--repeats", "1"])
+    config = replace(load_config(tiny), context=512)
+    done = []
+
+    def stepped(engine, step=jllm.Engine.step):
+        done.append(engine)
+        return step(engine)
+
+    monkeypatch.setattr(jllm.Engine, "step", stepped)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: float(len(done)))
+    cases = [WholeBatch(1, 8, 256), WholeBatch(3, 8, 256), WholeBatch(2, 40, 8)]
+    found = engine_steps(init_params(config, jax.random.key(0), jnp.float32), config, cases, args)
+    assert found == {1: pytest.approx(1.0), 3: pytest.approx(1.0)}
+    assert engine_steps({}, config, cases[2:], args) == {}
 
 
 def test_steps_are_timed_for_long_about_the_middle_of_the_output(tiny, monkeypatch):
