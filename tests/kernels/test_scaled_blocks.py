@@ -116,7 +116,7 @@ def test_the_chosen_configurations_fit_and_lower_for_cuda():
                 plan = skinny.Plan(m, n, k, dtype, out, extra, config, in_blocks=True)
             else:
                 names = ("x_scale", "w_scale", "bias", "residual")
-                plan = tall.Plan(max(m, config.tile_m), n, k, dtype, out, names, config, in_blocks=True)
+                plan = tall.Plan(m, n, k, dtype, out, names, config, in_blocks=True)
             assert shared_bytes(plan.scratch()) <= SHARED_MEMORY
             if config in lowered:
                 continue

@@ -113,8 +113,8 @@ def fetch(plan: Plan, refs: Refs) -> None:
         if plan.vectors:
             pl.when(n > 0)(lambda: plgpu.barrier_wait(refs.vectors_free))
         for name, (begin, size) in plan.vectors.items():
-            size = plan.copied_scales if name == "x_scale" else size
-            source = getattr(refs, name).at[pl.ds(tile.row if name == "x_scale" else tile.column, size)]
+            first, size = (tile.row, plan.copied_scales) if name == "x_scale" else (tile.column, size)
+            source = getattr(refs, name).at[pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, refs.vectors_s.at[pl.ds(begin, size)], refs.vectors_full)
 
     tiles = for_each_tile(plan, fetch_tile)

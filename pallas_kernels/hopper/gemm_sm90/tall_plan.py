@@ -58,11 +58,10 @@ class Plan(Sizes):
 
     @property
     def padded_rows(self) -> int:
-        """Counts the rows that arrays need for M: they are tiled by eight, and each chunk of the first tile begins
-        inside. A copy of whole rows is one run of bytes, which is not cut at the edge. It needs whole tiles."""
-        uncut = self.chunk == self.n or self.step == self.k
-        multiple = self.config.tile_m if uncut else 8
-        return max(self.config.tile_m - ROWS + 8, pl.cdiv(self.m, multiple) * multiple)
+        """Counts the rows that arrays need for M: as many as a chunk, and a multiple of eight, as copies tile rows.
+        Chunks as wide as the result need whole tiles: GPUs cut them at the edge, but the interpreter refuses to."""
+        multiple = self.config.tile_m if self.chunk == self.n else 8
+        return max(ROWS, pl.cdiv(self.m, multiple) * multiple)
 
     @property
     def copied(self) -> int:
@@ -71,7 +70,7 @@ class Plan(Sizes):
 
     @property
     def copied_scales(self) -> int:
-        """Counts the scales of these rows, and more, as a copy moves them."""
+        """Counts the scales that are copied for these rows: a multiple of VECTOR."""
         return min(self.config.tile_m, pl.cdiv(self.m, VECTOR) * VECTOR)
 
     @property
