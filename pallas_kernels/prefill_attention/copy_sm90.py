@@ -204,12 +204,12 @@ def convert(plan: Plan, refs: Refs, pools: Sequence[tuple[Pool, KVFormat]]) -> N
         def _(j: jax.Array) -> None:
             boundary = _at_boundary(plan, tile, j)
             for pool, fmt in pools:
-                whole = partial(_convert_block, plan, tile.head, pool, fmt, blocks + j - tile.first)
+                convert_block = partial(_convert_block, plan, tile.head, pool, fmt, blocks + j - tile.first)
                 if pool is refs.k:
-                    whole()
+                    convert_block()
                     continue
-                pl.when(jnp.logical_not(boundary))(whole)
-                pl.when(boundary)(partial(whole, partial(_seen, tile, j * plan.config.block_kv)))
+                pl.when(jnp.logical_not(boundary))(convert_block)
+                pl.when(boundary)(partial(convert_block, partial(_seen, tile, j * plan.config.block_kv)))
 
     def convert_pack(pack: Pack, n: jax.Array, blocks: jax.Array) -> None:
         del n

@@ -94,7 +94,7 @@ def kept_sum(refs: Refs, wg: jax.Array) -> Sum:
 def areas(plan: Plan, work: Work) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes of Refs.sums and Refs.weights. There is an area for each warpgroup of an item that is a part,
     and for those of a CTA unless it keeps its sums."""
-    own = 1 if plan.keeps_sums else plan.config.ctas
+    own = 1 if plan.keeps_sums else plan.config.ctas  # one, unused, as no array is empty
     count = (num_cuts(plan, work) + own) * plan.config.warpgroups
     sizes = (count, WARPGROUP_ROWS, plan.head_dim), (count, 2, WARPGROUP_ROWS)
     return tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes)  # type: ignore[return-value]

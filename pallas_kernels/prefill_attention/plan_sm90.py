@@ -55,7 +55,7 @@ class Refs(NamedTuple):
     parts: Any  # Work.parts; None as config.part is
     sinks: Any  # [H]; None: there are none
     out: Any
-    sums: Any  # f32[areas, 64, D]: unnormalized P V of parts, and running sums of CTAs
+    sums: Any  # f32[areas, 64, D]: unnormalized P V of parts, and running sums of CTAs unless Plan.keeps_sums
     weights: Any  # f32[areas, 2, 64]: their peaks and sums of weights
     kept: Any  # f32 [warpgroups, 64, D]: running sums of this CTA, if Plan.keeps_sums; else None
     kept_weights: Any  # f32 [warpgroups, 2, 64]: their peaks and sums of weights
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """Counts the computing warpgroups, the one that fetches, and the one that converts."""
+        """Counts the computing warpgroups, the one that fetches, and those that convert."""
         converted = self.converts(self.k_format) + self.converts(self.v_format)
         return self.config.warpgroups + 1 + min(converted, self.config.converters)
 

@@ -392,9 +392,9 @@ def test_every_supported_call_fits_shared_memory(head_dim):
                                        k_format=k_format, v_format=v_format)  # fmt: skip
             q, pages, *_ = shapes(case)
             formats_of = pages.k.format, pages.v.format
-            for config in (choose_config(q, pages), choose_config(q, pages, len(q))):
+            for config, part in product((choose_config(q, pages), choose_config(q, pages, len(q))), (None, 1024)):
                 sizes = *heads, head_dim, page_size, 4, q.dtype, *formats_of, case.scale, None, None
-                plan = Plan(*sizes, config)
+                plan = Plan(*sizes, dataclasses.replace(config, part=part))
                 plan.check()
                 assert shared_bytes(plan.scratch(), reductions=1024) <= SHARED_MEMORY
 
