@@ -284,8 +284,7 @@ def test_a_snapshot_goes_on_where_requests_decode(model):
 
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(which=st.integers(0, 1), step=st.integers(0, 10), order=st.permutations(range(len(JOBS))))
-def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step, order):
-    model = tiny_model("float64")
+def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(model, wanted, which, step, order):
     engine = apart(model)
     failing = engine._all[which].engine
     advance, left = failing._loop.advance, [step]
@@ -304,7 +303,7 @@ def test_what_ran_on_a_device_that_failed_begins_again_on_the_other(which, step,
         later = engine.submit(*SEEDED[0])
         again = finish(engine)[later, 0]
     by_job = {(names[name], sample): completion for (name, sample), completion in ends.items()}
-    same(samples(by_job), alone(model, SEEDED))
+    same(samples(by_job), wanted)
     assert again.token_ids == by_job[0, 0].token_ids
     assert sum("begins again elsewhere" in str(each.message) for each in told) == (left[0] < 0)
     engine.close()
@@ -552,9 +551,9 @@ SERVER = """
     jax.config.update("jax_enable_x64", True)
     from jllm.distributed.handover import PrefillEngine
     from jllm.distributed.remote import serve_prefills
-    from tests.tiny import tiny_model
+    from tests.tiny import one_size, tiny_model
 
-    engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), max_slots=2, page_size=16, num_pages=30)
+    engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), num_pages=30, **one_size(2, 16))
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     serve_prefills(engine, listener)
