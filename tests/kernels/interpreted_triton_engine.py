@@ -43,9 +43,11 @@ def model(scheme: str) -> Model:
     return Model(config, params if scheme == "bf16" else quantize(params, scheme), None)
 
 
-def jobs() -> list[Job]:
+def jobs(tokens: int) -> list[Job]:
     """Returns a prompt of two chunks, and one that comes later and is drawn."""
-    params = [SamplingParams(max_new_tokens=5, ignore_eos=True, seed=3, logprobs=2, temperature=t) for t in (0.0, 0.8)]
+    params = [
+        SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=3, logprobs=2, temperature=t) for t in (0.0, 0.8)
+    ]
     return [Job(tuple(range(3, 33)), params[0]), Job((5, 7, 11), params[1], 1)]
 
 
@@ -54,8 +56,8 @@ def test_company_changes_no_bit_and_xla_says_about_the_same(scheme, kv):
     def completions(jobs, backend="triton"):
         return play(Engine(model(scheme), **OPTIONS, **ONE_SIZE, kv_cache=kv, backend=backend), jobs)
 
-    together = completions(jobs())
-    for job, got, other in zip(jobs(), together, completions(jobs(), "xla"), strict=True):
+    together = completions(jobs(3))
+    for job, got, other in zip(jobs(3), together, completions(jobs(3), "xla"), strict=True):
         (want,) = completions([Job(job.prompt, job.params)])
         assert got.token_ids == want.token_ids
         assert got.logprobs == want.logprobs
@@ -67,5 +69,5 @@ def test_drafts_in_a_tree_are_accepted_and_moved():
     target = model("bf16")
     drafter = QuantizedCopy(target.params, TREE)
     engine = Engine(target, **OPTIONS | {"max_step_tokens": 40}, speculate=drafter, drafts=3, backend="triton")
-    assert [len(each.token_ids) for each in play(engine, jobs())] == [5, 5]
+    assert [len(each.token_ids) for each in play(engine, jobs(5))] == [5, 5]
     assert engine.metrics()["draft_acceptance"][1] > 0.5

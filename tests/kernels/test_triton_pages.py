@@ -103,11 +103,13 @@ COMPILED_DECODE = [  # head dim, heads, rows, window, trees, softcap, with which
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_decode_attention_compiles(capability, tmp_path, monkeypatch):
+    """Takes half of the cases for 9.0, for which no configuration is another; each head dim and feature is in them."""
     from pallas_kernels.decode_attention import triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(pages_triton, "reads_float8", lambda: capability >= 89)
-    for D, kv, heads, Q, window, trees, cap in cases_of(capability, COMPILED_DECODE):
+    cases = COMPILED_DECODE[::2] if capability == 90 else cases_of(capability, COMPILED_DECODE)
+    for D, kv, heads, Q, window, trees, cap in cases:
         q, pages = jax.ShapeDtypeStruct((4 * Q, heads[0], D), jnp.bfloat16), shapes_of(D, kv, heads)
         table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (4,)))
         pools = *pages_triton.arrays(pages.k), *pages_triton.arrays(pages.v), LAYER
