@@ -4,7 +4,8 @@ What orders accesses decides whether they race, not when threads happen to run. 
 learns of the arrivals of that phase, and not of later ones that came before it woke up. Each asynchronous copy and
 product has a place of its own in the clocks. A race raises at once. A product (wgmma) is asynchronous: until it is
 waited for, it reads its operands in shared memory, and its accumulator holds NaN. Its left operand may be in registers.
-What is inlined runs, too (inlined/), copies by lanes among it. Written for JAX 0.11.2.
+What is inlined runs, too (inlined/), copies by lanes among it. Threads are not compiled (evaluate.py). Written for JAX
+0.11.2.
 """
 
 import math
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from jax._src import callback, source_info_util
 from jax._src import core as jax_core
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic.interpret.utils import Access, JaxprEnv
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, race_detection_state, shared_memory
@@ -27,12 +29,14 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import lanes_sm90
+from tests.kernels import evaluate
 from tests.kernels.inlined.function import WARPGROUP, Array, Function, Reference
 from tests.kernels.inlined.memory import Memory as Bytes
 from tests.kernels.inlined.memory import Run, view
 
 INTERPRET = plgpu.InterpretGPUParams()
 FIND_RACES = plgpu.InterpretGPUParams(detect_races=True)
+COMPILED = thread_map._run_jaxpr  # what runs a thread in JAX
 ASYNCHRONOUS = 512  # places in the clocks: each copy and product takes the next one
 
 
@@ -411,4 +415,5 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = gpu_callbacks.AsyncCopySmemToGmemTask
     monkeypatch.setattr(stores, "pre_read", _refuse_runs_past_an_edge(stores.pre_read))
     monkeypatch.setattr(callback, "io_callback_impl", _call_back)
+    monkeypatch.setattr(thread_map, "_run_jaxpr", evaluate.run)
     monkeypatch.setattr(shared_memory, "_to_int", lambda x: x if isinstance(x, jax.core.Tracer) else int(x))

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.smem_sm90 import swizzled
+from tests.kernels.evaluate import evaluate
+from tests.kernels.helpers import same_bits
 from tests.kernels.inlined.memory import swizzled_order
 from tests.kernels.interpreter import FIND_RACES, Accesses, Barrier
 
@@ -43,6 +45,28 @@ def test_accesses_race_where_they_overlap_and_none_knows_of_the_other():
     assert accesses.racing(late, np.array([11, 1])) == ["row 12"]  # it knows of those up to 11
     assert accesses.racing(late, np.array([12, 1])) == []
     assert accesses.racing(np.array([1, 1, 10, 8, 13, 9]), np.array([0, 1])) == []
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "float32", "bfloat16"])
+def test_threads_are_evaluated_to_the_bits_that_xla_computes(dtype):
+    """Tries numbers of both signs, sums that wrap around, loops, branches, and slices past an end."""
+
+    def program(x, y, i):
+        z = lax.select(x < y, x + y * x, lax.max(x, y) - lax.min(x, -y))
+        if jnp.issubdtype(dtype, jnp.integer):
+            z = lax.rem(z, y) + lax.div(x, y) + lax.clamp(jnp.asarray(1, dtype), x, y) + jnp.sum(x, dtype=dtype)
+        z = lax.fori_loop(0, 3, lambda _, z: lax.cond(i > 1, lambda: z + y, lambda: z * y), z)
+        z, rows = lax.scan(lambda z, row: (z + row, z.astype("float32")), z, jnp.stack([x, y]), reverse=True)
+        picked = lax.dynamic_slice(jnp.broadcast_to(z[:, None], (*z.shape, 2)), (i, i), (5, 1))
+        return z, rows, picked, lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), jnp.max(z), z == x
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-(2**31), 2**31, 8).astype("int32") for _ in range(2))
+    x, y = (each.view(dtype) if "int" in dtype else (each / 2**28).astype(dtype) for each in (x, y))
+    for i in (-3, 0, 7):
+        given = jnp.asarray(x), jnp.asarray(y), jnp.int32(i)
+        closed = jax.make_jaxpr(program)(*given)
+        assert same_bits(evaluate(closed.jaxpr, closed.consts, *given), list(program(*given)))
 
 
 def product(body, threads: int = 1, **scratch):

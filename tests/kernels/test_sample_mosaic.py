@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import thread_map
 
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
@@ -26,6 +27,13 @@ from tests.kernels import interpreter
 from tests.kernels.helpers import same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.sample_helpers import extreme_rows, jax_arguments, misses, mixed_rows, odd_rows
+
+
+@pytest.fixture(autouse=True)
+def compiled_threads(monkeypatch, strict_interpreter):
+    """Lets XLA compile threads: each of twenty blocks takes thousands of operations, which takes longer than that."""
+    monkeypatch.setattr(thread_map, "_run_jaxpr", interpreter.COMPILED)
+
 
 INTERPRETED = [  # one chunk and more, with and without a rest, held and not; what parts keep, enough and not
     (516, Config(1, 1)),
