@@ -304,7 +304,7 @@ BENCHMARKED = [
 ]
 
 
-@pytest.mark.parametrize("case", BENCHMARKED, ids=str)
+@pytest.mark.parametrize("case", [*BENCHMARKED[::4], BENCHMARKED[-1]], ids=str)  # heads x formats, and each width
 def test_what_is_benchmarked_lowers_for_cuda(case):
     run = bench_runs.paged(case, "mosaic")
     arguments = jax.eval_shape(run.make, bench_runs.random_key())

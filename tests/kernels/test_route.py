@@ -238,17 +238,18 @@ def test_faults_of_the_kernels_are_caught(monkeypatch, fault):
 
 
 def test_shapes_of_models_lower_for_cuda():
-    """A prompt of any length fits in a block's shared memory."""
-    for tokens, experts, chosen, width in (
-        (1, 128, 8, 2048),
-        (256, 128, 8, 2048),
-        (9, 8, 2, 4096),
-        (32, 60, 4, 2880),
-        (1024, 512, 10, 2048),
-        (65536, 512, 10, 2048),
+    """A prompt of any length fits in a block's shared memory. Routes that a hook changes take other kernels."""
+    for tokens, experts, chosen, width, changes in (
+        (1, 128, 8, 2048, (0, 1)),
+        (256, 128, 8, 2048, (1,)),
+        (9, 8, 2, 4096, (0,)),
+        (32, 60, 4, 2880, (1,)),
+        (1024, 512, 10, 2048, (0,)),
+        (65536, 512, 10, 2048, (0, 1)),
     ):
         scores, x = (jax.ShapeDtypeStruct((tokens, n), "bfloat16") for n in (experts, width))
-        for seen in (lambda routes: routes, lambda routes: routes + 1):
+        for change in changes:
+            seen = (lambda routes: routes + 1) if change else (lambda routes: routes)
             run = partial(
                 mosaic_sm90.sort_tokens, chosen=chosen, normalize=True, here=Here(experts), seen=seen, block=64
             )

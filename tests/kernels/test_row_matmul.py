@@ -168,7 +168,9 @@ def test_no_rows_launch_nothing():
 
 
 def test_every_size_lowers_for_cuda():
-    for case in dict.fromkeys(replace(case, used=1) for case in BENCH_CASES):
+    """Takes every other pair of a target and a number of rows, so that each has two of the other."""
+    cases = list(dict.fromkeys(replace(case, used=1) for case in BENCH_CASES))
+    for case in (case for i, case in enumerate(cases) if (i // 8 + i // 2) % 2 == 0):
         text = (
             jax.jit(subject(case, "mosaic").run).trace(case.x, case.w()).lower(lowering_platforms=("cuda",)).as_text()
         )
