@@ -303,7 +303,7 @@ def test_a_worker_that_is_killed_loses_no_row_and_none_is_there_twice(checkpoint
         "--input",
         write(tmp_path / "in.jsonl", rows),
     ]
-    command += ["--output", out, "--workers", "local", "--actors", 3, "--shard-rows", 2, "--max-slots", 2]
+    command += ["--output", out, "--workers", "local", "--actors", 2, "--shard-rows", 2, "--max-slots", 2]
     command += ["--page-size", 8, "--num-pages", 16, "--max-step-tokens", 16, "--compile-cache", tmp_path / "steps"]
     env = {**os.environ, **dict([mark.split("=")]), "JAX_PLATFORMS": "cpu"}
     command = [str(each) for each in command]
@@ -358,6 +358,7 @@ def test_a_cluster_is_reached_through_rays_client(checkpoint, tmp_path):
     command = [sys.executable, "-m", "jllm.serve.batch", "--model", checkpoint]
     command += ["--input", write(tmp_path / "in.jsonl", rows), "--output", tmp_path / "out", "--shard-rows", 2]
     command += ["--workers", f"ray://127.0.0.1:{port}", "--actors", 1, "--max-slots", 2, "--num-pages", 16]
+    command += ["--page-size", 8, "--max-step-tokens", 16]
     try:
         for _ in range(1200):
             assert head.poll() is None, (tmp_path / "head.log").read_text()
