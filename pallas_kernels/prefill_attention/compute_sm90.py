@@ -15,15 +15,7 @@ from pallas_kernels.hopper.logits_sm90 import LOWEST
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
 from pallas_kernels.prefill_attention.copy_sm90 import clear_unseen
 from pallas_kernels.prefill_attention.pack_sm90 import attend_pack
-from pallas_kernels.prefill_attention.parts_sm90 import (
-    Sum,
-    added,
-    keep_sum,
-    kept_sum,
-    load_sum,
-    store_sum,
-    with_whole_peaks,
-)
+from pallas_kernels.prefill_attention.parts_sm90 import Sum, added, load_sum, store_sum, with_whole_peaks
 from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, Tile, for_each_tile, lowest_key, quotient
 from pallas_kernels.prefill_attention.rows_sm90 import (
     bounded,
@@ -72,19 +64,25 @@ def compute(plan: Plan, refs: Refs, wg: jax.Array) -> None:
 def _attend_parts(rows: "_Rows", store: Callable[[jax.Array], None]) -> None:
     """Attends one part of the tile's keys after the other, and adds them up."""
     plan, refs, tile = rows.plan, rows.refs, rows.tile
-    blocks, area = plan.blocks_of_part(jnp.int32(0))[1], tile.area + rows.wg
+    blocks = plan.blocks_of_part(jnp.int32(0))[1]
     first, end = lax.div(tile.first, blocks), lax.div(tile.last + (blocks - 1), blocks)
-    load = partial(kept_sum, refs, rows.wg) if plan.keeps_sums else partial(load_sum, refs, area)
+    area, keeps = (refs.sums, refs.weights, tile.area + rows.wg), plan.keeps_sums
+    running: tuple[Any, Any, jax.Array] = (refs.kept, refs.kept_weights, rows.wg) if keeps else area
 
     def attend(part: jax.Array, _: Sum) -> Sum:
         own = rows.of_part(part)
         low, high = own.parts_of_rows()
         summed = with_whole_peaks(own.attend(), high > low)
-        total = lax.cond(part > first, lambda: added(load(), summed), lambda: summed)
+        total = lax.cond(part > first, lambda: added(load_sum(*running, shared=keeps), summed), lambda: summed)
         more = part < end - 1
-        if plan.keeps_sums:
-            pl.when(more)(lambda: keep_sum(refs, rows.wg, total))
-        pl.when(tile.cut if plan.keeps_sums else tile.cut | more)(lambda: store_sum(refs, area, total))
+        if keeps:
+
+            @pl.when(more)
+            def _() -> None:
+                store_sum(*running, total)
+                plgpu.commit_smem()
+
+        pl.when(tile.cut if keeps else tile.cut | more)(lambda: store_sum(*area, total))
         return total
 
     # The last total leaves the loop, so that the addresses of its rows are not held in registers meanwhile.

@@ -20,7 +20,7 @@ from pallas_kernels.hopper.hadamard_sm90 import turn
 from pallas_kernels.hopper.logits_sm90 import LOWEST
 from pallas_kernels.hopper.row_pieces_sm90 import tiled
 from pallas_kernels.prefill_attention.config import WARPGROUP_ROWS
-from pallas_kernels.prefill_attention.plan_sm90 import Plan, Refs, quotient
+from pallas_kernels.prefill_attention.plan_sm90 import Plan, quotient
 from pallas_kernels.prefill_attention.work import CUT, ROW, ROWS, Work
 
 LOADED = 8  # parts of a row that are read at once
@@ -62,33 +62,18 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def store_sum(refs: Refs, area: jax.Array, own: Sum) -> None:
-    """Writes a warpgroup's sums to an area of global memory."""
-    refs.sums[area] = own.acc
+def store_sum(sums: Any, weights: Any, at: jax.Array, own: Sum) -> None:
+    """Writes a warpgroup's sums to a place of global or shared memory."""
+    sums[at] = own.acc
     for i, numbers in enumerate((own.peak, own.total)):
-        refs.weights[area, i] = numbers
+        weights[at, i] = numbers
 
 
-def load_sum(refs: Refs, area: jax.Array) -> Sum:
+def load_sum(sums: Any, weights: Any, at: jax.Array, shared: bool) -> Sum:
     """Reads the sums that the same threads wrote there."""
-    acc = plgpu.load(refs.sums.at[area], layout=plgpu.Layout.WGMMA, optimized=False)
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    return Sum(acc, *(plgpu.load(refs.weights.at[area, i], layout=layout, optimized=False) for i in range(2)))
-
-
-def keep_sum(refs: Refs, wg: jax.Array, own: Sum) -> None:
-    """Writes a warpgroup's running sums to shared memory."""
-    refs.kept[wg] = own.acc
-    for i, numbers in enumerate((own.peak, own.total)):
-        refs.kept_weights[wg, i] = numbers
-    plgpu.commit_smem()
-
-
-def kept_sum(refs: Refs, wg: jax.Array) -> Sum:
-    """Reads the running sums that the same warpgroup wrote there."""
     layout = plgpu.Layout.WGMMA
-    weights = (plgpu.load(refs.kept_weights.at[wg, i], layout=layout.reduce(1), optimized=False) for i in range(2))
-    return Sum(plgpu.load(refs.kept.at[wg], layout=layout), *weights)
+    acc = plgpu.load(sums.at[at], layout=layout, optimized=shared)
+    return Sum(acc, *(plgpu.load(weights.at[at, i], layout=layout.reduce(1), optimized=False) for i in range(2)))
 
 
 def areas(plan: Plan, work: Work) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
