@@ -158,6 +158,8 @@ def engine_steps(
         prefix_cache=False, executables=None, **limits,
     )  # fmt: skip
 
+    engine.compile_ahead()
+
     def seconds(batch: int, tokens: int) -> float:
         sampling = jllm.SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
         for i in range(batch):

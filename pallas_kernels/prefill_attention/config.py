@@ -18,7 +18,7 @@ FORMATS = (*STORED, *(f"{name}-h" for name in STORED))
 TRITON_FORMATS = STORED
 AHEAD = 5  # stages of the Triton kernel with which it loads K and V two steps ahead: see pages_triton.py
 FEW = 16  # rows of a chunk, on average, up to which a warpgroup has all query heads of a KV head: decode rows
-PART = 1024  # keys of a part, from an absolute multiple to the next: it decides deterministic mode's order of sums
+PART = 2048  # keys of a part, from an absolute multiple to the next: it decides deterministic mode's order of sums
 LONG = 512  # rows of a chunk, on average, from which keys are read for long enough that loading ahead pays
 
 
