@@ -168,12 +168,14 @@ def with_sustained(rows: list[Row], ceilings: Ceilings) -> list[Row]:
 
 # Requests per second
 
+SERVED = {"llama-2-7b": "LLaMA-2-7B", "llama-3.1-8b": "LLaMA-3.1-8B"}  # models on the QPS workload
 
-def requests_rows(results: Results) -> list[Row]:
+
+def requests_rows(results: Results, model: str = "llama-2-7b") -> list[Row]:
     """Returns each system's row on the QPS workload, the fastest first. The job with most runs counts, then one with
     peers, then the newest."""
     found: dict[str, Row] = {}
-    for entry in reversed(results.named("qps_llama-2-7b_.*")):
+    for entry in reversed(results.named(rf"qps_{re.escape(model)}_.*")):
         beside = any(map(counts, entry.rows))
         for name, rows in _systems(entry.rows).items():
             runs = [row["qps"] for row in rows if row.get("repeat") != "mean"]
@@ -181,9 +183,20 @@ def requests_rows(results: Results) -> list[Row]:
             row = {"name": name, "device": short(entry.device), "file": entry.path, "runs": len(runs), "beside": beside}
             row["qps"] = mean["qps"] if mean else statistics.fmean(runs)
             row["ci"] = mean.get("qps_ci") if mean else half_interval(runs)
+            row["start_s"] = None if rows[0].get("loaded") else rows[0].get("start_s")
             if name not in found or (len(runs), beside) >= (found[name]["runs"], found[name]["beside"]):
                 found[name] = row
     return sorted(found.values(), key=lambda row: -row["qps"])
+
+
+def steady_rows(results: Results, model: str) -> Iterator[Row]:
+    """Yields each system's row at a steady load, in the newest job of each name."""
+    for entry in results.named(rf"qps_{re.escape(model)}_.*_rate[\d.]+"):
+        last = {row.get("peer", f"jllm {row.get('scheme', '')}").split("'")[0]: row for row in entry.rows}
+        for name, row in last.items():
+            if row.get("rate") is not None:
+                said = f"{name} {row.get('weights', 'bf16')}" if "peer" in row else name.replace("bfloat16", "bf16")
+                yield row | {"name": said, "device": short(entry.device), "file": entry.path}
 
 
 def times_as_many(results: Results, name: str, other: str) -> float | None:

@@ -9,6 +9,7 @@ from experiments.report.costs import costs
 from experiments.report.documents import Row, short
 from experiments.report.figures import (
     H200,
+    SERVED,
     Results,
     Series,
     accuracy_rows,
@@ -17,6 +18,7 @@ from experiments.report.figures import (
     of_engines,
     over,
     requests_rows,
+    steady_rows,
     times_as_many,
 )
 from experiments.report.markdown import markdown
@@ -29,8 +31,9 @@ SCHEMES = ("w8a8-all", "q6_k", "fp8", "q4_k", "nf4", "w4a16-g128")
 FORMATS = ("int8-g8", "fp8", "int4-g32")
 TEXTS = {"quant_accuracy": "its own text", "quant_accuracy_oz": "a book"}  # labels of files
 BF16, CODES = "bf16", "w8a8, int8-g8 KV"  # formats of decode steps
-SERVED = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
-SERVED |= {"jllm w8a8": "jllm w8a8, KV int8-g8", "vLLM fp8": "vLLM fp8, KV fp8"}
+SYSTEMS = {"jllm bf16": "jllm bf16, KV bf16", "vLLM": "vLLM bf16, KV bf16"}
+SYSTEMS |= {"jllm w8a8": "jllm w8a8, KV int8-g8", "vLLM fp8": "vLLM fp8, KV fp8"}
+PAIRS = (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8"))  # that have as many bits
 
 
 def page(results: Results) -> str:
@@ -78,12 +81,15 @@ def summary(results: Results) -> Iterator[str]:
         lines.append(f"vLLM's decode step takes {', '.join(theirs)}.")
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
-    for device in dict.fromkeys((results.device, H200)):
-        rows = _served(results.on(device))
-        pairs = (("jllm bf16", "vLLM"), ("jllm w8a8", "vLLM fp8"))
-        parts = [_against(one, rows[one], other, rows[other]) for one, other in pairs if one in rows and other in rows]
+    for on, (model, named) in _served(results):
+        rows = _systems(on, model)
+        parts = [
+            f"{one} {rows[one]['qps']:.1f} vs. {other} {rows[other]['qps']:.1f} ({_more(rows[one], rows[other])})"
+            for one, other in PAIRS
+            if one in rows and other in rows
+        ]
         if parts:
-            lines.append(f"Requests a second on one {device.split()[1]}: {', '.join(parts)}.")
+            lines.append(f"{named}, requests a second on one {on.device.split()[1]}: {', '.join(parts)}.")
     cost = {name: round(100 * row["added"], 2) + 0.0 for name, row in _accuracy_rows(results).items()}
     shown = {"KV int8-g8": "K and V in `int8-g8`", "weights w8a8-all": "`w8a8-all`"}
     shown |= {"weights w4a16-g128": "`w4a16-g128`"}
@@ -129,7 +135,7 @@ def behind(results: Results) -> Iterator[str]:
     if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
         low, high = min(low for low, _ in prefill), max(high for _, high in prefill)
         lines.append(f"Prefill of 1,024 tokens or more reaches {low:.0%} to {high:.0%} of the limit.")
-    one = SERVED["jllm bf16"]
+    one = SYSTEMS["jllm bf16"]
     if more := times_as_many(results.on(H200), f"{one}, 4 replicas", one):
         lines.append(f"Four engines in one process serve {more:.2f} times the requests of one, not 4 times, on H200s.")
     if share := times_as_many(results, f"{one}, triton", one):
@@ -144,17 +150,23 @@ def _of(decode: dict[str, list[Series]], formats: str, name: str) -> Series | No
     return next((each for each in decode.get(formats, ()) if each.name == name), None)
 
 
-def _served(results: Results) -> dict[str, Row]:
-    rows = {row["name"]: row for row in requests_rows(results)}
-    return {short_name: rows[name] for short_name, name in SERVED.items() if name in rows}
+def _served(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
+    """Yields each device with requests served, and the name of a model, in files and in words."""
+    for device in dict.fromkeys((results.device, H200)):
+        for model in SERVED.items():
+            yield results.on(device), model
 
 
-def _against(ours: str, row: Row, theirs: str, other: Row) -> str:
-    """Returns a comparison of requests per second. Overlapping intervals count as equal within noise."""
+def _systems(results: Results, model: str) -> dict[str, Row]:
+    rows = {row["name"]: row for row in requests_rows(results, model)}
+    return {short_name: rows[name] for short_name, name in SYSTEMS.items() if name in rows}
+
+
+def _more(row: Row, other: Row) -> str:
+    """Returns how many more requests a second are served. Overlapping intervals count as equal within noise."""
     more = row["qps"] / other["qps"] - 1
     apart = abs(row["qps"] - other["qps"]) > (row["ci"] or 0) + (other["ci"] or 0)
-    said = f"{ours} {row['qps']:.1f} vs. {theirs} {other['qps']:.1f}"
-    return f"{said} ({f'{more:+.0%}' if apart else 'equal within noise'})"
+    return f"{more:+.0%}" if apart else "equal within noise"
 
 
 # Tables and pictures
@@ -206,29 +218,60 @@ def _both(share: tuple[float, float] | None, sustained: tuple[float, float] | No
 
 
 def requests(results: Results) -> Iterator[str]:
-    """Yields requests per second on the QPS workload: all on the page's device, and those without guides on H200s."""
-    rows = requests_rows(results)
-    if results.device != H200:
-        rows += [row for row in requests_rows(results.on(H200)) if "guided" not in row["name"]]
-    rows = [row for row in rows if not row["name"].endswith("triton")]  # told among what is behind
-    if not rows:
+    """Yields requests per second on the QPS workload beside vLLM's, those of other systems, and a steady load."""
+    cells, others, steady = [], [], []
+    for on, (model, named) in _served(results):
+        rows = _systems(on, model)
+        for one, other in PAIRS:
+            if one in rows:
+                vllm = rows[other] if other in rows and rows[other]["file"] == rows[one]["file"] else None
+                cells.append([f"{named}, {_gpu(rows[one])}", one.removeprefix("jllm "), *_beside(rows[one], vllm)])
+        told = {*SYSTEMS.values(), f"{SYSTEMS['jllm bf16']}, triton"}  # triton is told among what is behind
+        rest = [row for row in requests_rows(on, model) if row["name"] not in told and "guided" not in row["name"]]
+        others += [f"[{row['name']}](results/{row['file'].name}) on {_gpu(row)}s {_rate(row)}" for row in rest]
+        steady += [_steady(row, named) for row in steady_rows(on, model)]
+    if not cells:
         return
     yield (
-        "LLaMA-2-7B serves 1,024 conversations at once. Each replica has a GPU and 1,024 of its own. A figure is "
-        "the mean of one job's runs. Its 95 % interval is Student's t. A single run has none.\n"
+        "1,024 conversations arrive at once at one GPU. A figure is the mean of one job's runs, with its 95 % interval "
+        "by Student's t. Both systems ran in one job. vLLM has as many bits, in bf16 or fp8. A start lasts until all "
+        "sizes of steps are compiled, with none stored.\n"
         f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     )
-    cells = [
-        [
-            row["name"],
-            row["device"].partition(" ")[0],
-            f"{row['qps']:.1f}",
-            f"± {row['ci']:.1f}" if row["ci"] else "",
-            f"[{row['runs']} run{'s' * (row['runs'] > 1)}](results/{row['file'].name})",
-        ]
-        for row in rows
+    heads = ["model", "jllm's weights", "jllm, requests a second", "vLLM", "jllm over vLLM", "jllm's start, s"]
+    yield markdown([*heads, "vLLM's", "from"], cells)
+    if others:
+        yield f"LLaMA-2-7B in other ways, each replica with 1,024 of its own: {', '.join(others)}."
+    if steady:
+        heads = ["at a steady load", "requests a second", "first token, ms p50, p99", "between tokens, ms p50, p99"]
+        yield markdown([*heads, "in time", "from"], steady)
+
+
+def _gpu(row: Row) -> str:
+    return row["device"].partition(" ")[0]
+
+
+def _rate(row: Row) -> str:
+    return f"{row['qps']:.1f}" + (f" ± {row['ci']:.1f}" if row["ci"] else "")
+
+
+def _beside(row: Row, other: Row | None) -> list[str]:
+    theirs = ["", ""] if other is None else [_rate(other), _more(row, other)]
+    starts = ["" if each is None or each["start_s"] is None else f"{each['start_s']:.0f}" for each in (row, other)]
+    source = f"[{row['runs']} run{'s' * (row['runs'] > 1)}](results/{row['file'].name})"
+    return [_rate(row), *theirs, *starts, source]
+
+
+def _steady(row: Row, named: str) -> list[str]:
+    times = [f"{row[f'{what}_ms_p50']:.0f}, {row[f'{what}_ms_p99']:.0f}" for what in ("ttft", "itl")]
+    share = f"{row['good_share']:.0%}"
+    return [
+        f"{row['name']}, {named}, {_gpu(row)}",
+        f"{row['rate']:g}",
+        *times,
+        share,
+        f"[file](results/{row['file'].name})",
     ]
-    yield markdown(["system", "GPU", "requests a second", "95 %", "from"], cells)
 
 
 def kernels(results: Results) -> Iterator[str]:

@@ -41,9 +41,9 @@ def test_floors_of_products_follow_what_their_inputs_are_quantized_to():
         scheme: make_floor(quantize(shapes, scheme), config, replace(H200, bandwidth=fast)).of(work, 0.0)
         for scheme in ("bf16", "w8a8-all", "w4a16-g32")
     }
-    assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / 813e12, rel=1e-6)
+    assert seconds["bf16"] == pytest.approx(2 * many * sum(sizes) / H200.peaks[None], rel=1e-6)
     assert seconds["w4a16-g32"] == seconds["bf16"]  # multiplied in 16 bits
-    assert seconds["w8a8-all"] == pytest.approx(seconds["bf16"] * 813 / 1673, rel=1e-6)
+    assert seconds["w8a8-all"] == pytest.approx(seconds["bf16"] * H200.peaks[None] / H200.peaks["int8"], rel=1e-6)
 
 
 def test_the_work_of_a_step_by_hand():

@@ -190,7 +190,7 @@ def test_a_picture_holds_a_peer_against_the_steps_of_its_own_job(tmp_path):
 
 
 def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tmp_path):
-    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None}
+    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None, "start_s": 52.1, "loaded": 0}
     runs = [row | {"repeat": i, "qps": qps} for i, qps in enumerate((26.0, 32.0))]
     mean = row | {"repeat": "mean", "qps": 29.0, "qps_ci": 2.5}
     triton = row | {"repeat": 0, "qps": 20.0, "backend": "triton"}
@@ -206,14 +206,32 @@ def test_requests_have_their_interval_and_are_those_of_the_job_with_most_runs(tm
         ("vLLM bf16, KV bf16, x=1", 19.0, 1),
     ]  # fmt: skip
     text = page(read(tmp_path))
-    assert "| jllm bf16, KV bf16 | H100 | 29.0 | ± 2.5 | [2 runs](results/qps_llama-2-7b_bfloat16-2" in text
-    assert "on one H100: jllm bf16 29.0 vs. vLLM 24.1 (+20%)." in text
-    assert "| jllm bf16, KV bf16, triton |" not in text, "told among what is behind"
+    assert (
+        "| LLaMA-2-7B, H100 | bf16 | 29.0 ± 2.5 | 24.1 ± 1.3 | +20% | 52 |  | [2 runs](results/qps_llama-2-7b_b" in text
+    )
+    assert "LLaMA-2-7B, requests a second on one H100: jllm bf16 29.0 vs. vLLM 24.1 (+20%)." in text
+    assert "[vLLM bf16, KV bf16, x=1](" in text
+    assert "triton](" not in text, "told among what is behind"
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean | {"qps_ci": 9.0}, *vllm])
     assert "vLLM 24.1 (equal within noise)." in page(read(tmp_path))
     faster = [row | {"qps": 2 * row["qps"]} for row in vllm]
     write(tmp_path, "qps_llama-2-7b_bfloat16-20261120-h100", rows=[*runs, mean, *faster])
     assert "vLLM 48.2 (-40%)." in page(read(tmp_path)), "a peer that is ahead is no noise"
+
+
+def test_another_model_and_a_steady_load_have_rows_of_their_own(tmp_path):
+    row = {"scheme": "w8a8", "kv": "int8-g8", "rate": None, "repeat": 0, "start_s": 3.0, "loaded": 17}
+    peer = {"peer": "vLLM", "weights": "fp8", "kv": "fp8", "rate": None, "repeat": 0, "start_s": 99.6}
+    name = "qps_llama-3.1-8b_w8a8_kv-int8-g8"
+    rows = [peer | {"qps": 48.0}, row | {"qps": 72.0}]
+    write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=rows)
+    times = {"rate": 30.0, "ttft_ms_p50": 41.2, "ttft_ms_p99": 95.8, "itl_ms_p50": 12.6, "itl_ms_p99": 33.0}
+    steady = [peer | times | {"good_share": 0.5}, row | times | {"good_share": 1.0}]
+    write(tmp_path, f"{name}_rate30-20261120-h200", device="NVIDIA H200", rows=steady)
+    text = page(read(tmp_path))
+    assert "| LLaMA-3.1-8B, H200 | w8a8 | 72.0 | 48.0 | +50% |  | 100 | [1 run](" in text, "a start from files is none"
+    for said, share in (("vLLM fp8", "50%"), ("jllm w8a8", "100%")):
+        assert f"| {said}, LLaMA-3.1-8B, H200 | 30 | 41, 96 | 13, 33 | {share} | [file](" in text
 
 
 def test_a_system_is_held_against_the_other_of_its_own_job(tmp_path):

@@ -159,7 +159,7 @@ def test_a_run_writes_rows_and_totals(kind, length, tmp_path, monkeypatch):
         ("gemm_tall", "matmul"), ("sample", "sampling"), ("(none)", "gap"),
         *([("(none)", "gap by the clock")] if kind == "serve" else []),
         ("(all)", "matmul"), ("(all)", "sampling"),
-        *([] if kind == "serve" else [("(limit)", "floor")]),
+        *([] if kind == "serve" else [("(limit)", "floor"), ("(limit)", "sustained")]),
     ]  # fmt: skip
     if kind != "serve":
         assert rows[-1]["share"] == pytest.approx(rows[-1]["us"] / 5, abs=2e-3)  # of rounded times
