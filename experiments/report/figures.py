@@ -74,6 +74,13 @@ def of_engines(results: Results) -> bool:
     return bool(rows) and all("engine_ms" in row for row in rows)
 
 
+def of_steps(results: Results) -> Results:
+    """Returns the results of the device whose steps are shown: an H200's, once whole engines were timed in all formats
+    there."""
+    newer = results.on(H200)
+    return newer if of_engines(newer) and all(own_steps(newer, name) for name in STEP_FILES) else results
+
+
 def decode_series(results: Results) -> dict[str, list[Series]]:
     """Returns the steps of jllm, of its floor and of peers, by the formats of weights and KV. Peers have as many
     bits. jllm's are its engine's where these were timed."""
@@ -129,21 +136,31 @@ def over(series: Series, other: dict[int, float]) -> tuple[float, float]:
 
 
 def floor_shares(results: Results) -> Iterator[Row]:
-    """Yields the least and largest share of its floor that each model reaches, in decoding and in prefill. Where the
-    rates that the device holds for seconds are known, the shares at these follow."""
-    for entry in sorted(results.named(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)"), key=lambda e: e.label):
-        rows = [row for row in entry.rows if "peer" not in row]
-        found: Row = {}
-        for kind, own in (("floor", rows), ("sustained", with_sustained(rows, ceilings_of(entry.device)))):
-            shares = {
-                "short": [row[f"{kind}_fraction"] for row in own if row["input"] == 8],
-                "long": [row[f"{kind}_fraction"] for row in own if row["input"] == 1024],
-                "prefill": [row[f"prefill_{kind}_fraction"] for row in own if row["batch"] * row["input"] >= 1024],
-            }
-            ranges = {what: (min(values), max(values)) for what, values in shares.items() if values}
-            found |= ranges if kind == "floor" else {kind: ranges}
-        if rows:
-            yield {"file": entry.path, "name": f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}"} | found
+    """Yields the least and largest share of its floor that each model reaches, in decoding and in prefill. Decode steps
+    after 8 tokens are an engine's where these were timed. Shares of the rates that the device holds for seconds follow,
+    where those are known. Models that were timed on the page's device alone come last."""
+    seen = set()
+    for on in dict.fromkeys((of_steps(results).device, results.device)):
+        found = results.on(on).named(r"throughput_[^_]*_[^_]*_[^_-]*-(bf16|int8-g8)")
+        for entry in sorted(found, key=lambda entry: entry.label):
+            rows = [row for row in entry.rows if "peer" not in row]
+            if rows and entry.label not in seen:
+                seen.add(entry.label)
+                name = f"{rows[0]['model']} {rows[0]['scheme']}, KV {rows[0]['kv']}, {short(entry.device).split()[0]}"
+                held = _shares(with_sustained(rows, ceilings_of(entry.device)), "sustained")
+                yield {"file": entry.path, "name": name, "sustained": held} | _shares(rows, "floor")
+
+
+def _shares(rows: list[Row], kind: str) -> dict[str, tuple[float, float]]:
+    """Returns the least and largest share of the `kind` of limit, by what is computed."""
+    step = f"{kind}_fraction"
+    found = {
+        "short": [row[step] * row.get("engine_fraction", row["floor_fraction"]) / row["floor_fraction"]
+                  for row in rows if row["input"] == 8],
+        "long": [row[step] for row in rows if row["input"] == 1024],
+        "prefill": [row[f"prefill_{step}"] for row in rows if row["batch"] * row["input"] >= 1024],
+    }  # fmt: skip
+    return {what: (min(values), max(values)) for what, values in found.items() if values}
 
 
 def with_sustained(rows: list[Row], ceilings: Ceilings) -> list[Row]:

@@ -16,6 +16,7 @@ from experiments.report.figures import (
     decode_series,
     floor_shares,
     of_engines,
+    of_steps,
     over,
     requests_rows,
     steady_rows,
@@ -48,7 +49,7 @@ def page(results: Results) -> str:
     ]
     sections = (
         ("In short", summary(results)),
-        (f"Decode steps, {short(results.device)}", decode(results)),
+        (f"Decode steps, {short(of_steps(results).device)}", decode(results)),
         ("Requests a second", requests(results)),
         ("What promises cost", costs(results)),
         ("Kernels against peers", kernels(results)),
@@ -67,8 +68,7 @@ def page(results: Results) -> str:
 
 def summary(results: Results) -> Iterator[str]:
     """Yields the sentences of the summary."""
-    decode = decode_series(results)
-    lines = []
+    decode, lines = decode_series(of_steps(results)), []
     theirs, limits = [], []
     for formats, peer, said in ((BF16, "vLLM", "in bf16"), (CODES, "vLLM fp8", "in 8 bits")):
         found, ours, floor = (_of(decode, formats, name) for name in (peer, f"jllm {formats}", f"floor, {formats}"))
@@ -78,7 +78,8 @@ def summary(results: Results) -> Iterator[str]:
         if ours and floor:
             limits.append(f"{_range(over(floor, ours.ms))} {said}")
     if theirs:
-        lines.append(f"vLLM's decode step takes {', '.join(theirs)}.")
+        on = short(of_steps(results).device).split()[0]
+        lines.append(f"vLLM's decode step on one {on} takes {', '.join(theirs)}.")
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
     for on, (model, named) in _served(results):
@@ -121,7 +122,7 @@ def rewards(results: Results) -> Iterator[str]:
 
 def behind(results: Results) -> Iterator[str]:
     """Yields sentences about peers or hardware limits that are ahead."""
-    lines, decode = [], decode_series(results)
+    lines, decode = [], decode_series(of_steps(results))
     for strip in strips(results):
         if strip.peer == "FlashInfer" and strip.kernel in ("prefill attention", "decode attention, 32/8"):
             times = [1 / each for cell in strip.cells.values() for each in cell]
@@ -173,14 +174,16 @@ def _more(row: Row, other: Row) -> str:
 
 
 def decode(results: Results) -> Iterator[str]:
-    columns = [each for series in decode_series(results).values() for each in series]
+    on = of_steps(results)
+    columns = [each for series in decode_series(on).values() for each in series]
     if not any(each.kind == "jllm" for each in columns):
         return
-    rates, held = ceilings_of(results.device), ""
+    rates, held = ceilings_of(on.device), ""
     if rates.sustained is not None:
         held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
         held = f" Shares in brackets are of what it holds for seconds:{held}."
-        held += " The rates of 8 bits and of attention stay the best ones there."
+        best = [kind for kind, peak in rates.sustained.peaks.items() if kind and peak == rates.peaks[kind]]
+        held += f" The rates of {'8 bits and of ' if best else ''}attention stay the best ones there."
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         "best "
@@ -192,7 +195,7 @@ def decode(results: Results) -> Iterator[str]:
     yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
     sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
     apart = "jllm's and PyTorch's steps follow each other without an engine. vLLM's are its engine's"
-    if of_engines(results):
+    if of_engines(on):
         apart = "PyTorch's steps follow each other without an engine. jllm's and vLLM's are their engines'"
     yield (
         f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "

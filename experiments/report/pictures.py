@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.accuracy.rows import PLAIN_KV
 from experiments.report.documents import Row, short
-from experiments.report.figures import Results, Series, accuracy_rows, decode_series, requests_rows
+from experiments.report.figures import Results, Series, accuracy_rows, decode_series, of_steps, requests_rows
 from experiments.report.strips import Strip, strips
 from experiments.report.svg import svg
 from jllm.quant.schemes import PLAIN
@@ -30,7 +30,7 @@ RANGE = 1.6  # cells are fully coloured from this ratio on, and below its invers
 def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has data. Raises ImportError without matplotlib."""
     drawn = [
-        ("decode", draw_decode, (8.6, 4.1), any(decode_series(results).values())),
+        ("decode", draw_decode, (8.6, 4.1), any(decode_series(of_steps(results)).values())),
         ("requests", draw_requests, (8.6, 3.4), requests_rows(results)),
         ("kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 1.1), strips(results)),
         ("accuracy", draw_accuracy, (10, 4.2), accuracy_rows(results)),
@@ -46,11 +46,11 @@ def draw_all(results: Results, directory: Path) -> list[Path]:
 
 def draw_decode(figure: Any, results: Results) -> None:
     """Draws decode steps by batch, with a panel for each pair of formats."""
-    panels = figure.subplots(1, len(TITLES))
-    for axes, (formats, series) in zip(panels, decode_series(results).items()):
+    panels, on = figure.subplots(1, len(TITLES)), of_steps(results)
+    for axes, (formats, series) in zip(panels, decode_series(on).items()):
         _step_panel(axes, series)
         axes.set_title(TITLES[formats], fontsize=9)
-    figure.suptitle(f"LLaMA-2-7B on one {short(results.device)}", fontsize=10)
+    figure.suptitle(f"LLaMA-2-7B on one {short(on.device)}", fontsize=10)
     panels[0].set_ylabel("ms a decode step")
     for axes in panels[1:]:
         axes.set_yticklabels([])

@@ -167,16 +167,33 @@ def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):
     assert (floor.ms, ours.ms, vllm.ms, vllm.ours) == ({16: 3.2}, {16: 4.0}, {16: 5}, {16: 4.0})
     assert decode["bf16, int8-g8 KV"][2].ms == {16: pytest.approx(7.0 * 4800 / 4800, rel=0.5)}
     text = page(read(tmp_path))
-    assert "vLLM's decode step takes 1.25 to 1.25 times ours in bf16." in text
+    assert "vLLM's decode step on one H100 takes 1.25 to 1.25 times ours in bf16." in text
     assert "| 16 | 3.20 | 4.00 | 5.00 |" in text
     assert ") | 80% | 90% | 70% |" in text, "shares are those of the file"
     assert "vLLM's are its engine's" in text
-    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=[rows[0] | {"engine_ms": 4.5}, *rows[1:]])
+    timed = {"engine_ms": 4.5, "engine_fraction": 0.71}
+    write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=[rows[0] | timed, *rows[1:]])
     assert "| 16 | 3.20 | 4.00 |" in page(read(tmp_path)), "engines' steps stand there for all formats or none"
     write(tmp_path, "throughput_llama-2-7b_bf16_kv-int8-g8-20261120-h100", rows=[steps(engine_ms=4.4)])
     text = page(read(tmp_path))
     assert "| 16 | 3.20 | 4.50 | 5.00 |" in text
     assert "jllm's and vLLM's are their engines'" in text
+    assert ", H100](results/throughput_llama-2-7b_bf16_kv-bf16-20261120-h100.json) | 71% | 90% | 70% |" in text
+
+
+def test_an_h200s_steps_are_shown_once_its_engines_were_timed_in_all_formats(tmp_path):
+    formats = ("bf16_kv-bf16", "bf16_kv-int8-g8", "w8a8_kv-int8-g8")
+    for name in formats:
+        write(tmp_path, f"throughput_llama-2-7b_{name}-20261120-h100", rows=[steps()])
+    for i, name in enumerate(formats):
+        assert "## Decode steps, H100" in page(read(tmp_path))
+        rows = [steps(engine_ms=2.5 + i, engine_fraction=0.75)]
+        write(tmp_path, f"throughput_llama-2-7b_{name}-20261120-h200", device="NVIDIA H200", rows=rows)
+    text = page(read(tmp_path))
+    assert "## Decode steps, H200" in text
+    assert "| 16 | 3.20 | 2.50 |" in text
+    assert text.count("kv-bf16-20261120-h200.json) | 75% |") == 1
+    assert "kv-bf16-20261120-h100.json) |" not in text, "each model has one row"
 
 
 def test_a_picture_holds_a_peer_against_the_steps_of_its_own_job(tmp_path):
