@@ -78,8 +78,8 @@ def summary(results: Results) -> Iterator[str]:
         if ours and floor:
             limits.append(f"{_range(over(floor, ours.ms))} {said}")
     if theirs:
-        on = short(of_steps(results).device).split()[0]
-        lines.append(f"vLLM's decode step on one {on} takes {', '.join(theirs)}.")
+        gpu = short(of_steps(results).device).split()[0]
+        lines.append(f"vLLM's decode step on one {gpu} takes {', '.join(theirs)}.")
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
     for on, (model, named) in _served(results):
