@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if case.adapters is not None:
             timers[case].params = replace(timers[case].params, adapters=places[case.requests, case.rank])
     steps = {case: step_of(case.kind, case.requests, args.prompt, case.adapters) for case in timers}
-    compiled = compile_ahead({case: partial(timers[case].lower, steps[case][0]) for case in timers}, args.threads)
+    compiled = compile_ahead({case: timers[case].recipe(steps[case][0]) for case in timers}, args.threads)
     note("compiled")
     plain: dict[tuple[str, str | None], float] = {}
     for case, timer in timers.items():

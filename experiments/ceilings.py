@@ -31,6 +31,7 @@ from experiments.result_file import Row, command_line, record, refusing
 from experiments.steps.devices import KINDS, SHEETS, device_sheets
 from experiments.steps.timer import compile_ahead
 from jllm.errors import ConfigError
+from jllm.programs.compiler import Recipe
 from pallas_kernels.bench.command import Parser, add_result_options
 from pallas_kernels.bench.measure import device_us
 from pallas_kernels.bench.numbers import positive, positive_number
@@ -105,8 +106,8 @@ def subjects(sizes: Sizes, attention: str = "cudnn") -> Iterator[Subject]:
 def measure(subjects: list[Subject], threads: int, seconds: float) -> Iterator[Row]:
     """Yields a row per function, with its rate or its error. Then yields the rate that the best of each quantity holds
     for `seconds`. Everything is compiled before the first is timed, as XLA tries candidates on the device."""
-    lower = {subject: partial(jax.jit(subject.run).lower, *subject.operands) for subject in subjects}
-    steps, fastest = compile_ahead(lower, threads), dict[str, tuple[float, Subject]]()
+    recipes = {subject: Recipe(partial(jax.jit(subject.run).lower, *subject.operands)) for subject in subjects}
+    steps, fastest = compile_ahead(recipes, threads), dict[str, tuple[float, Subject]]()
     for subject, compiled in steps.items():
         row: Row = {"quantity": subject.quantity, "what": subject.what}
         try:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +144,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     def timers[T: StepTimer](kind: type[T], cases: list[Case]) -> dict[Case, tuple[T, Future[jax.stages.Compiled]]]:
         made = {case: case.timer(kind, params[case.devices], configs[case.devices], args) for case in cases}
-        lower = {case: partial(timer.lower, step_of("decode", case.batch)[0]) for case, timer in made.items()}
-        steps = compile_ahead(lower, args.threads)
+        recipes = {case: timer.recipe(step_of("decode", case.batch)[0]) for case, timer in made.items()}
+        steps = compile_ahead(recipes, args.threads)
         return {case: (timer, steps[case]) for case, timer in made.items()}
 
     timed = timers(StepTimer, cases)

@@ -97,8 +97,7 @@ def determinism(params: Params, config: LlamaConfig, args: argparse.Namespace) -
         pool = pool_for(batch, tokens + (1 if kind == "prefill" else args.steps), PAGE, kv)
         timers[case, backend] = StepTimer(params, config, pool, backend)
         layouts[case, backend] = step_of("prefill" if kind == "prefill" else "decode", batch, tokens)
-    lower = {key: partial(timer.lower, layouts[key][0]) for key, timer in timers.items()}
-    steps = compile_ahead(lower, args.threads)
+    steps = compile_ahead({key: timer.recipe(layouts[key][0]) for key, timer in timers.items()}, args.threads)
     found: dict[Any, float] = {}
     for key, timer in timers.items():
         (kind, batch, tokens, kv), backend = key

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +132,7 @@ def rows(config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
         cases = stage.cases(args.schemes)
         timers = {case: case.timer(models[case.scheme], config, args) for case in cases}
         layouts = {case: step_of(case.kind, case.batch, args.input)[0] for case in cases}
-        lower = {case: partial(timer.lower, layouts[case]) for case, timer in timers.items()}
-        steps = compile_ahead(lower, args.threads)
+        steps = compile_ahead({case: timer.recipe(layouts[case]) for case, timer in timers.items()}, args.threads)
         note(f"compiled {stage.kind} {stage.kv}")
         for batch in stage.batches:
             of_batch = {case: timer for case, timer in timers.items() if case.batch == batch}

@@ -90,7 +90,7 @@ class Bench:
         layouts = {layout_of(case.batch) for case in cases}
         layouts |= {case.prefill(args.step_tokens).layout for case in cases}
         ordered = sorted(layouts, key=lambda layout: layout.bucket)
-        jobs = compile_ahead({layout: partial(self.timer.lower, layout) for layout in ordered}, args.threads)
+        jobs = compile_ahead({layout: self.timer.recipe(layout) for layout in ordered}, args.threads)
         self.steps = {layout: job.result() for layout, job in jobs.items()}
 
     def row(self, case: WholeBatch) -> Table:

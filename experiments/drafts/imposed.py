@@ -12,7 +12,7 @@ from experiments.steps.timer import Pool, StepTimer
 from jllm.config import LlamaConfig
 from jllm.model.params import Params
 from jllm.model.sampling import Sampling, sample
-from jllm.programs.packed_step import Layout, packed_step
+from jllm.programs.packed_step import Layout
 from jllm.speculative.drafter import Advance, Drafter, Drafts, Proposal
 from jllm.speculative.tree import Tree
 from jllm.step.buckets import Bucket
@@ -93,11 +93,11 @@ class VerifyingTimer(StepTimer):
         assert self.state is not None
         self.state = self._with_drafts(self.state)
 
-    def lower(self, layout: Layout) -> jax.stages.Lowered:
+    def call(self, layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
         state = jax.eval_shape(lambda: self._with_drafts(self.pool.state(self.config, self.params.dtype)))
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        static: dict[str, Any] = {"config": self.config, "layout": layout, "backend": self.backend, "draw": draw}
-        return packed_step.lower(self.params, state, buffer, self.drafter, **static)
+        static = {"config": self.config, "layout": layout, "backend": self.backend, "draw": draw}
+        return (self.params, state, buffer, self.drafter), static
 
     def run(self, step: Callable[..., Any], buffers: Sequence[jax.Array]) -> jax.Array:
         for buffer in buffers:

@@ -3,7 +3,6 @@ how often drafts must be accepted. Weights are random and acceptance is imposed,
 
 import argparse
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from experiments.arguments import config_of
@@ -13,6 +12,7 @@ from experiments.steps.timer import StepTimer, compile_ahead, pool_for, random_p
 from jllm.config import LlamaConfig
 from jllm.errors import ConfigError
 from jllm.model.params import Params
+from jllm.programs.compiler import Recipe
 from jllm.quant.quantize import quantize
 from jllm.speculative.quantized_copy import QuantizedCopy
 from jllm.speculative.tree import MOST_NODES, chain
@@ -66,10 +66,10 @@ def timed(params: Params, config: LlamaConfig, batch: int, context: int, args: a
         for copy in [quantize(params, scheme)]
         for q in args.rows
     }
-    lower: dict[Any, Any] = {1: partial(plain.lower, step_of("decode", batch)[0])}
-    lower |= {q: partial(timer.lower, verifying_step(batch, chain(q - 1))[0]) for q, timer in timers.items()}
-    lower |= {key: partial(timer.lower, verifying_step(batch, chain(key[1] - 1))[0]) for key, timer in copies.items()}
-    steps = compile_ahead(lower, args.threads)
+    recipes: dict[Any, Recipe] = {1: plain.recipe(step_of("decode", batch)[0])}
+    recipes |= {q: timer.recipe(verifying_step(batch, chain(q - 1))[0]) for q, timer in timers.items()}
+    recipes |= {key: timer.recipe(verifying_step(batch, chain(key[1] - 1))[0]) for key, timer in copies.items()}
+    steps = compile_ahead(recipes, args.threads)
 
     def milliseconds(timer: StepTimer, q: int, tokens: int, scheme: str | None = None) -> float:
         _, buffer = step_of("decode", batch) if q == 1 else verifying_step(batch, chain(q - 1))

@@ -8,8 +8,9 @@ other: each takes the state that the previous one left. They are timed together 
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from jllm.model.param_specs import init_params, param_specs
 from jllm.model.params import EMBED, HEAD, Params, layer_prefix
 from jllm.model.sampling import Draws
 from jllm.model.shards import random_share
+from jllm.parallel.memory import is_host
 from jllm.parallel.ranks import REPLICATED, place, placed_shapes
+from jllm.programs.compiler import Compiled, Compiler, Recipe
 from jllm.programs.packed_step import Layout, jitted, pack_chunks
+from jllm.programs.tracing import usual_processes
 from jllm.quant.quantize import check_shapes, formats_by_weight, quantize
 from jllm.quant.schemes import PLAIN, Formats, Scheme
 from jllm.step.batch import PromptChunk
@@ -184,14 +188,23 @@ class StepTimer:
         self.state = None
         self.state = self.pool.state(self.config, self.params.dtype)
 
-    def lower(self, layout: Layout) -> jax.stages.Lowered:
+    def call(self, layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns packed_step's arguments and static ones. Of state and buffer they are the shapes."""
         state = jax.eval_shape(lambda: self.pool.state(self.config, self.params.dtype))
         state = placed_shapes(state, self.config, SPREAD)
         buffer = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        static = {"config": self.config, "layout": layout, "backend": self.backend}
-        step = jitted(layout, self.backend)
         variant = Variant(draws=Draws.GREEDY, adapters=self.params.adapters is not None, taps=self.taps)
-        return step.lower(self.params, state, buffer, **static, variant=variant)
+        static = {"config": self.config, "layout": layout, "backend": self.backend, "variant": variant}
+        return (self.params, state, buffer), static
+
+    def lower(self, layout: Layout) -> jax.stages.Lowered:
+        arguments, static = self.call(layout)
+        return jitted(layout, self.backend).lower(*arguments, **static)
+
+    def recipe(self, layout: Layout) -> Recipe:
+        """Returns how a step is traced here, and unless it is a mesh's, in another process."""
+        elsewhere = partial(self.call, layout) if self.config.mesh is None else None
+        return Recipe(partial(self.lower, layout), step=elsewhere)
 
     def place(self, context: int, slots: int | None = None, pages_each: int | None = None) -> None:
         """Gives the first slots `context` tokens in their own pages; the others are empty. The defaults are all slots,
@@ -245,19 +258,16 @@ class StepTimer:
         return min(self.runs(step, buffers, tokens, repeats)) / steps
 
 
-def compile_ahead[K: Hashable](
-    lower: Mapping[K, Callable[[], jax.stages.Lowered]], threads: int
-) -> dict[K, Future[jax.stages.Compiled]]:
-    """Compiles each in threads. Tracing happens in this thread, to which JAX's settings belong. Its errors raise when
-    the result is read."""
-    found: dict[K, Future[jax.stages.Compiled]] = {}
-    with ThreadPoolExecutor(threads) as executor:
-        for key, make in lower.items():
-            try:
-                found[key] = executor.submit(make().compile)
-            except Exception as error:
-                found[key] = Future()
-                found[key].set_exception(error)
+def compile_ahead[K: Hashable](recipes: Mapping[K, Recipe], threads: int) -> dict[K, Future[jax.stages.Compiled]]:
+    """Compiles programs in threads, and waits for all. For a GPU other processes trace steps, as when an engine starts.
+    A program's error raises when its result is read."""
+    steps = sum(recipe.step is not None for recipe in recipes.values())
+    compiler = Compiler(Compiled(), False, 0 if is_host() else min(usual_processes(), steps), False, threads)
+    try:
+        found = {key: compiler.add(recipe) for key, recipe in recipes.items()}
+        wait(found.values())
+    finally:
+        compiler.close()
     return found
 
 

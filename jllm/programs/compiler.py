@@ -78,7 +78,8 @@ def own_settings() -> Callable[[], AbstractContextManager[None]]:
 
 
 class Compiler:
-    """Compiles programs in its own threads, in the order in which they are added, and counts them in `compiled`.
+    """Compiles programs in its own `threads` (None: one a core), in the order in which they are added, and counts them
+    in `compiled`.
 
     Tracing holds Python's lock, so only one program is traced at a time. Then the others don't slow the first one.
     `processes` is the number of other processes that trace steps (tracing.py). Steps that they cannot trace are traced
@@ -87,14 +88,21 @@ class Compiler:
     `progress` decides whether standard error shows progress; None means only on a terminal.
     """
 
-    def __init__(self, compiled: Compiled, progress: bool | None = None, processes: int = 0, tells: bool = True):
+    def __init__(
+        self,
+        compiled: Compiled,
+        progress: bool | None = None,
+        processes: int = 0,
+        tells: bool = True,
+        threads: int | None = None,
+    ):
         self._compiled, self._closed, self._progress = compiled, threading.Event(), progress
         self._lock, self._tracing = threading.Lock(), threading.Lock()
         self._turns = threading.Semaphore(max(1, processes))  # to trace
         self._busy: dict[int, str] = {}  # by thread, the name of the program that it compiles
         self._since = 0.0  # the time up to which compiled.seconds counts
         self._gate, self._ended, self._compiling = threading.Lock(), threading.Condition(), 0
-        self._pool = ThreadPoolExecutor(os.cpu_count(), "compile")
+        self._pool = ThreadPoolExecutor(threads or os.cpu_count(), "compile")
         self._tracers = Tracers(processes) if processes else None
         self._tells, self._reasons = tells, set[str]()  # why steps were traced here; each gives one warning
 

@@ -1,7 +1,6 @@
 """The one timer of whole steps: what a step is given, what it leaves, and what it says where it goes wrong."""
 
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from experiments.steps.timer import (
     step_of,
 )
 from jllm.errors import QuantizationError
+from jllm.programs.compiler import Recipe
 from jllm.quant.quantize import quantize, weight_formats
 from tests.tiny import tiny_model
 
@@ -96,7 +96,7 @@ def test_fewer_slots_than_the_pool_has_are_placed_in_pages_of_their_own():
 @pytest.mark.parametrize("kv_cache", [None, "kivi2-g8-r16"])
 def test_a_timed_step_leaves_the_slots_and_says_how_many_tokens_it_made(kv_cache):
     timer, (layout, buffer) = timer_of(pool_for(2, 30, 16, kv_cache)), step_of("decode", 2)
-    step = compile_ahead({layout: partial(timer.lower, layout)}, 1)[layout].result()
+    step = compile_ahead({layout: timer.recipe(layout)}, 1)[layout].result()
     timer.renew()
     timer.place(9)
     assert timer.one(step, buffer, 2, 3, 1) > 0
@@ -105,12 +105,24 @@ def test_a_timed_step_leaves_the_slots_and_says_how_many_tokens_it_made(kv_cache
         timer.one(step, buffer, 3, 3, 1)
 
 
+def test_steps_for_a_gpu_are_traced_in_other_processes(monkeypatch):
+    """On a CPU it stands in for that: the timer itself traces nothing."""
+    made, (layout, buffer) = timer_of(pool_for(2, 30, 16, None)), step_of("decode", 2)
+    monkeypatch.setattr(timer, "is_host", lambda: False)
+    monkeypatch.setattr(timer, "usual_processes", lambda: 2)
+    monkeypatch.setattr(made, "lower", lambda layout: pytest.fail("traced in the timer's own process"))
+    step = compile_ahead({layout: made.recipe(layout)}, 1)[layout].result()
+    made.renew()
+    made.place(9)
+    assert made.one(step, buffer, 2, 3, 1) > 0
+
+
 def test_a_step_that_cannot_be_traced_fails_alone():
     def broken():
         raise NotImplementedError("no such shape")
 
     timer, layout = timer_of(pool_for(1, 30, 16, None)), layout_of(1)
-    jobs = compile_ahead({"broken": broken, "good": partial(timer.lower, layout)}, 2)
+    jobs = compile_ahead({"broken": Recipe(broken), "good": timer.recipe(layout)}, 2)
     assert jobs["good"].result() is not None
     with pytest.raises(NotImplementedError, match="no such shape"):
         jobs["broken"].result()
