@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 from jllm.model.backbone import head, packed_logits
 from jllm.model.cache import COPIES, copy_pages
 from jllm.model.hooks import Hooks
-from jllm.model.norms import rms_norm
+from jllm.model.norms import norm_rows
 from jllm.model.paged import Packed
 from jllm.model.rope import angles
 from jllm.model.sampling import Draws, make_counts
@@ -82,7 +82,7 @@ def main() -> None:
     jax.eval_shape(copy_pages, (state.cache,), pages)
 
     x = jnp.zeros((3, 64))
-    refused(rms_norm, x, x[0, :5], 1e-5)
+    refused(norm_rows, x, x[0, :5], model.config, None)
     refused(head, model.params, model.config, x[0])
     refused(angles, model.config, x[0], "float32")
     refused(copy_pages, (state.cache,), pages[:, 0])

@@ -18,7 +18,7 @@ from jllm.config import LlamaConfig
 from jllm.model.attention_weights import packed_weights, paged_weights
 from jllm.model.fused_linear import norm_linear
 from jllm.model.linear import linear
-from jllm.model.norms import add_linear, rms_norm, times_weight
+from jllm.model.norms import add_linear
 from jllm.model.paged import Packed, Paged, as_chunks
 from jllm.model.params import AttentionParams
 from jllm.model.rope import unturned
@@ -35,6 +35,7 @@ from pallas_kernels.formats.kv_tail import settle, with_row_map
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced, sum_in_order
+from pallas_kernels.rms_norm import HeadNorms, rms_norm, times_weight
 from pallas_kernels.rotary import rotate
 
 
@@ -153,9 +154,8 @@ def attend(
         assert pages is not None, "a Paged batch has a cache"
         pages = with_row_map(pages, batch.row_map)
         if config.rotary_dim is None and (p.q_norm is None or _norms_each_head(config, backend)):
-            if p.q_norm is not None:
-                qkv = fenced(backend, partial(_with_head_norms, p, config), qkv)
-            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, backend=backend)
+            norms = None if p.q_norm is None else HeadNorms(p.q_norm, p.k_norm, config.norm_eps, config.norm_offset)
+            q, pages = cache_update_fused(qkv, cos, sin, pages, batch.page, batch.offset, norms=norms, backend=backend)
         else:
             q, k, v = fenced(backend, partial(_split_qkv, p, config, backend), qkv)
             if config.rotary_dim is not None:  # the update rotates whole heads
@@ -241,18 +241,9 @@ def _split_qkv(
 
 
 def _norms_each_head(config: LlamaConfig, backend: str | None) -> bool:
-    """Returns whether plain jnp computes a norm of each head of q and k, not of a row's heads together."""
+    """Returns whether the cache's update may take norms of q and k along: of each head, not of a row's heads
+    together."""
     return not config.qk_norm_whole and not (backend == DETERMINISTIC and on_hopper())
-
-
-def _with_head_norms(p: Any, config: LlamaConfig, qkv: jax.Array) -> jax.Array:
-    """Returns qkv [T, (H + 2K) D] with q's and k's heads normed, in one pass on a GPU. If they were split, q, k and v
-    would take a pass each."""
-    H, K = config.num_heads, config.num_kv_heads
-    x = qkv.reshape(-1, H + 2 * K, config.head_dim)
-    q, k = (rms_norm(x, weight, config.norm_eps, config.norm_offset) for weight in (p.q_norm, p.k_norm))
-    head = jnp.arange(H + 2 * K, dtype=jnp.int32)[None, :, None]
-    return jnp.where(head < H, q, jnp.where(head < H + K, k, x)).reshape(qkv.shape)
 
 
 def _norms_of_ranks(q: jax.Array, k: jax.Array, p: Any, config: LlamaConfig, backend: str | None) -> list[jax.Array]:

@@ -3,8 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jllm.config import LlamaConfig
 from jllm.model.adapted import Adapted
@@ -16,25 +14,7 @@ from pallas_kernels.backends import where_faster
 from pallas_kernels.formats.numerics import compute_dtype
 from pallas_kernels.norm_quant import norm_quant
 from pallas_kernels.one_order import fenced
-
-
-@shaped
-def rms_norm(
-    x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float, offset: float = 0.0
-) -> Float[Array, "*rows E"]:
-    """Returns the root mean square norm over the last axis (Zhang and Sennrich, arXiv 1910.07467), times weight +
-    offset. Computes in float32 at least. With an offset the product is rounded once, as in Gemma."""
-    y = x.astype(compute_dtype(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, y.dtype))
-    return times_weight(y, weight, offset, x.dtype)
-
-
-def times_weight(y: jax.Array, weight: jax.Array, offset: float, dtype: DTypeLike) -> jax.Array:
-    """Returns normed rows y [.., E] times weight [E] + offset, in `dtype`."""
-    weight = weight.reshape((1,) * (y.ndim - 1) + weight.shape)
-    if offset:
-        return (y * (weight.astype(y.dtype) + offset)).astype(dtype)
-    return y.astype(dtype) * weight.astype(dtype)
+from pallas_kernels.rms_norm import rms_norm
 
 
 @shaped

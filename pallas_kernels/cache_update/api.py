@@ -12,7 +12,8 @@ from pallas_kernels.cache_update import xla
 from pallas_kernels.cache_update.config import check_supported, check_triton
 from pallas_kernels.checks import bind_shapes, check_floats, check_heads, check_int32, check_pages
 from pallas_kernels.formats.kv_pages import KVPages
-from pallas_kernels.one_order import in_tiles
+from pallas_kernels.one_order import fenced, in_tiles
+from pallas_kernels.rms_norm import HeadNorms, norm_heads
 
 
 def cache_update(
@@ -62,17 +63,21 @@ def cache_update_fused(
     page: jax.Array,
     offset: jax.Array,
     *,
+    norms: HeadNorms | None = None,
     backend: str | None = None,
     debug: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """Runs cache_update on one projection's output qkv [T, (H + 2K) D]: Q's heads, then K's, then V's. K and N are the
     pages', D is twice the width of cos, sin [T, D/2], and H is what is left. Kernels read qkv where it is, while slices
-    would be copied first."""
+    would be copied first. With `norms` each head of Q and K is normed before, and rounded to qkv's dtype. Backend
+    "mosaic" does it in the same pass."""
     sizes = bind_shapes(
         qkv=(qkv, "T X"), cos=(cos, "T D/2"), sin=(sin, "T D/2"), page=(page, "T"), offset=(offset, "T")
     )
     check_floats(qkv=qkv)
     check_floats(cos=cos, sin=sin)
+    if norms is not None:
+        bind_shapes(q_norm=(norms.q, "D"), k_norm=(norms.k, "D"), cos=(cos, "T D/2"))
     width, dim, num_kv_heads = sizes["X"], sizes["D"], pages.k.values.shape[1]
     num_heads = width // dim - 2 * num_kv_heads
     if width % dim or num_heads < 1:
@@ -83,7 +88,7 @@ def cache_update_fused(
     if debug:
         _check_slots(page, offset, pages)
     chosen = choose(FUSED, backend, str(qkv.dtype), dim, pages)
-    return chosen.run(qkv.reshape(-1, width // dim, dim), num_heads, cos, sin, pages, page, offset)
+    return chosen.run(qkv.reshape(-1, width // dim, dim), num_heads, norms, cos, sin, pages, page, offset)
 
 
 def _check_slots(page: jax.Array, offset: jax.Array, pages: KVPages) -> None:
@@ -114,15 +119,35 @@ def _triton(*args, **options) -> tuple[jax.Array, KVPages]:
     return triton.cache_update(*args, **options)
 
 
-def _in_place(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num_heads: int, *args):
+def _in_place(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num_heads: int, *args, **more):
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     first = (0, num_heads, num_heads + num_kv_heads)
-    return run(qkv, qkv, qkv, *args, first=first, num_heads=num_heads)
+    return run(qkv, qkv, qkv, *args, first=first, num_heads=num_heads, **more)
+
+
+def _with_norms(qkv: jax.Array, num_heads: int, norms: HeadNorms | None, *args, **more):
+    if norms is not None:
+        more |= {"gains": (norms.q, norms.k), "eps": norms.eps, "gain_offset": norms.offset}
+    return _in_place(_mosaic, qkv, num_heads, *args, **more)
 
 
 def _split(run: Callable[..., tuple[jax.Array, KVPages]], qkv: jax.Array, num_heads: int, *args):
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     return run(*jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1), *args)
+
+
+def _after_norms(
+    update: Callable[..., tuple[jax.Array, KVPages]],
+    qkv: jax.Array,
+    num_heads: int,
+    norms: HeadNorms | None,
+    *args,
+    backend: str | None = None,
+):
+    """Norms heads in a pass of its own."""
+    if norms is not None:
+        qkv = fenced(backend, partial(norm_heads, num_heads=num_heads, norms=norms), qkv)
+    return update(qkv, num_heads, *args)
 
 
 _one_order = partial(xla.cache_update, apart=in_tiles)
@@ -135,8 +160,8 @@ BACKENDS = {
     DETERMINISTIC: Backend(_one_order, for_xla=True),
 }
 FUSED = {
-    "mosaic": Backend(partial(_in_place, _mosaic), check_supported),
-    "triton": Backend(partial(_in_place, _triton), check_triton),
-    "xla": Backend(partial(_split, xla.cache_update)),
-    DETERMINISTIC: Backend(partial(_split, _one_order), for_xla=True),
+    "mosaic": Backend(_with_norms, check_supported),
+    "triton": Backend(partial(_after_norms, partial(_in_place, _triton)), check_triton),
+    "xla": Backend(partial(_after_norms, partial(_split, xla.cache_update))),
+    DETERMINISTIC: Backend(partial(_after_norms, partial(_split, _one_order), backend=DETERMINISTIC), for_xla=True),
 }

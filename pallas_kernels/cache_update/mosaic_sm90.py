@@ -10,7 +10,7 @@ with the reciprocal. A product may be contracted with the sum that takes it. Sum
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ class _Span:
     heads: int
 
 
-@partial(jax.jit, static_argnames=("first", "num_heads", "config", "interpret"))
+@partial(jax.jit, static_argnames=("first", "num_heads", "eps", "gain_offset", "config", "interpret"))
 def cache_update(
     q: jax.Array,
     k: jax.Array,
@@ -88,12 +88,16 @@ def cache_update(
     *,
     first: tuple[int, int, int] = (0, 0, 0),
     num_heads: int | None = None,
+    gains: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    gain_offset: float = 0.0,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """Returns q [T, H, D] rotated, and the pages with k, v [T, K, D]; see api.py. Takes cos, sin [T, D/2] and page,
     offset i32[T]. q, k and v may be one array [T, H + 2K, D] that is passed three times. `first` is the first head of
-    each in its array, `num_heads` is H (default: all heads of q). Donated pages are updated in place."""
+    each in its array, `num_heads` is H (default: all heads of q). `gains` [D] of q's and k's norms, with `eps` and what
+    is added to them: see api.cache_update_fused. Donated pages are updated in place."""
     rows, _, head_dim = q.shape
     check_supported(str(q.dtype), head_dim, pages)
     num_heads = q.shape[1] if num_heads is None else num_heads
@@ -108,12 +112,14 @@ def cache_update(
     )
     sources = [x.reshape(*x.shape[:2], 2, *part.half) for x, part in zip((q, k, v), parts)]
     waves = [wave.astype(jnp.float32).reshape(rows, *part.half) for part in parts[:2] for wave in (cos, sin)]
+    scaled = [] if gains is None else [gain.reshape(2, *part.half) for gain, part in zip(gains, parts)]
+    norm = None if gains is None else partial(_norm, dtype=q.dtype, eps=eps, offset=gain_offset)
     own = apart(pages)
     pools = [jax.new_ref(pool) for pages, part in zip((own.k, own.v), parts[1:]) for pool in _split(pages, part)]
     spans = tuple(_spans(parts, config))
-    units = spans[-1].unit + spans[-1].blocks
+    units, slots = spans[-1].unit + spans[-1].blocks, (pages.k.num_pages, pages.k.page_size)
     out = plgpu.kernel(
-        partial(_body, spans=spans, rows=rows, slots=(pages.k.num_pages, pages.k.page_size), tokens=config.tokens),
+        partial(_body, spans=spans, rows=rows, slots=slots, tokens=config.tokens, norm=norm),
         out_type=jax.ShapeDtypeStruct((rows, num_heads, 2, *parts[0].half), q.dtype),
         grid=(-(-rows // config.tokens) * units,),
         grid_names=("block",),
@@ -123,7 +129,7 @@ def cache_update(
             unsafe_no_auto_barriers=True,  # nothing is both read and written
         ),
         kernel_name="cache_update",
-    )(*sources, *waves, page, offset, pages.k.layer_operand, *pools)
+    )(*sources, *waves, *scaled, page, offset, pages.k.layer_operand, *pools)
     stored = iter([jax.freeze(pool) for pool in pools])
     new = KVPages(*(_join(old, stored) for old in (pages.k, pages.v)))
     return out.reshape(rows, num_heads, head_dim), new
@@ -180,8 +186,12 @@ def _layout(heads: int, part: _Part) -> Any:
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int], tokens: int) -> None:
-    q, k, v, q_cos, q_sin, k_cos, k_sin, page_ref, offset_ref, layer_ref, *pools, out = refs
+def _body(
+    *refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int], tokens: int, norm: Callable[..., Any] | None
+) -> None:
+    q, k, v, q_cos, q_sin, k_cos, k_sin, *more = refs
+    gains = {} if norm is None else dict(zip("qk", more))
+    page_ref, offset_ref, layer_ref, *pools, out = more[len(gains) :]
     k_pools = 1 + any(span.part.name == "k" and span.part.format.group for span in spans)
     sources = {"q": q, "k": k, "v": v}
     waves = {"q": (q_cos, q_sin), "k": (k_cos, k_sin), "v": ()}
@@ -193,7 +203,9 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int],
     def run(span: _Span) -> None:
         name, layout = span.part.name, _layout(span.heads, span.part)
         head = span.head + (unit - span.unit) * span.heads
-        loaded = []
+        loaded, gain = [], None
+        if name in gains:
+            gain = [plgpu.load(gains[name].at[half], layout=layout.reduce(0), optimized=False) for half in range(2)]
         for i in range(tokens):
             row = jnp.minimum(token + i, rows - 1)  # a block may reach past the last row, where it stores nothing
             halves = _load(sources[name].at[row, pl.ds(span.part.first + head, span.heads)], layout)
@@ -205,6 +217,8 @@ def _body(*refs: Any, spans: Sequence[_Span], rows: int, slots: tuple[int, int],
             if name != "q":
                 keep &= (page >= 0) & (page < slots[0]) & (offset >= 0) & (offset < slots[1])
             at = (row, heads) if name == "q" else (first_row + page, heads, offset)
+            if norm is not None and gain is not None:
+                halves = norm(halves, gain, layout=layout)
             values = _rotate(halves, angle, layout) if angle else halves
             if span.part.format.hadamard:
                 values = _turn(values, span.part, span.heads, layout)
@@ -220,9 +234,29 @@ def _load(source: Any, layout: Any) -> list[jax.Array]:
     return [half.astype(jnp.float32) for half in halves]
 
 
+def _norm(
+    halves: Sequence[jax.Array], gains: Sequence[jax.Array], *, dtype: Any, eps: float, offset: float, layout: Any
+) -> list[jax.Array]:
+    """Norms heads as rms_norm does, with the sums of squares in another order. It rounds where that does."""
+    sums = [jnp.sum(jnp.sum(jnp.sum(x * x, axis=3), axis=2), axis=1) for x in halves]
+    mean = (sums[0] + sums[1]) * float(np.float32(0.5 / math.prod(halves[0].shape[1:])))
+    scale = jax.lax.rsqrt(mean + float(np.float32(eps)))
+    spread = plgpu.layout_cast(jax.lax.broadcast_in_dim(scale, halves[0].shape, (0,)), layout)
+    found = []
+    for x, gain in zip(halves, gains):
+        y, gain = x * spread, _over_heads(gain.astype(jnp.float32), x, layout)
+        y = y * (gain + offset) if offset else y.astype(dtype).astype(jnp.float32) * gain
+        found.append(y.astype(dtype).astype(jnp.float32))
+    return found
+
+
+def _over_heads(x: jax.Array, like: jax.Array, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, like.shape, (1, 2, 3)), layout)
+
+
 def _rotate(halves: Sequence[jax.Array], waves: Sequence[jax.Array], layout: Any) -> list[jax.Array]:
     x, y = halves
-    cos, sin = (plgpu.layout_cast(jax.lax.broadcast_in_dim(w, x.shape, (1, 2, 3)), layout) for w in waves)
+    cos, sin = (_over_heads(w, x, layout) for w in waves)
     return [x * cos - y * sin, y * cos + x * sin]
 
 

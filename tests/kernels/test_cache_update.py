@@ -12,6 +12,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import KVPages, allocate
 from pallas_kernels.formats.reference_pages import read_row, to_numpy
+from pallas_kernels.rms_norm import HeadNorms
 from tests.kernels.helpers import TOLERANCE, error, missed, poison, same_bits
 
 
@@ -78,6 +79,25 @@ def test_float64_is_exact(case):
         out, new = cache_update(*arguments)
         assert error(out, expected_q) < TOLERANCE["float64"]
         assert same_bits(new, jax.tree.map(jnp.asarray, expected))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_of_heads_by_the_definition(offset):
+    with jax.enable_x64(True):
+        q, k, v, *rest = dataclasses.replace(CASES[2], dtype="float64").inputs()
+        gains = np.random.default_rng(5).uniform(0.5, 2, (2, q.shape[-1]))
+        norms = HeadNorms(*map(jnp.asarray, gains), 1e-3, offset)
+        qkv = jnp.concatenate([q, k, v], axis=1)
+        out, new = cache_update_fused(qkv.reshape(len(q), -1), *rest, norms=norms)
+        q, k = (
+            np.asarray(x) / np.sqrt((np.asarray(x) ** 2).mean(-1, keepdims=True) + 1e-3) * (gain + offset)
+            for x, gain in ((q, gains[0]), (k, gains[1]))
+        )
+        expected_q, expected = reference.cache_update(q, k, v, *rest)
+        assert error(out, expected_q) < TOLERANCE["float64"]
+        assert error(*(written_rows(pages, *rest[3:])[0] for pages in (new, expected))) < storage_tolerance("int4", "f")
+    with pytest.raises(ValueError, match="k_norm has shape"):
+        cache_update_fused(qkv.reshape(len(q), -1), *rest, norms=norms._replace(k=gains[1][1:]))
 
 
 def test_seeded_faults_are_caught():

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_update import cache_update, cache_update_fused, mosaic_sm90, reference, xla
+from pallas_kernels.cache_update.api import FUSED
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES, Case
 from pallas_kernels.cache_update.config import TUNED, Config, choose_config
 from pallas_kernels.formats.kv_formats import parse_format
 from pallas_kernels.formats.kv_pages import KVPages, allocate
+from pallas_kernels.rms_norm import HeadNorms
 from tests.kernels.helpers import TOLERANCE, error, poison, same_bits
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_cache_update import storage_tolerance, written_rows
@@ -117,6 +119,38 @@ def test_reads_one_fused_array_twice_over_with_the_same_bits():
     outs = [interpreted(qkv, qkv, qkv, *rest, **options) for _ in range(2)]
     assert same_bits(outs[0], xla.cache_update(q, k, v, *rest))
     assert same_bits(*outs)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("case", "config"), [INTERPRETED[i] for i in (0, 2, 3)] + [ROTATED[1]], ids=str)
+def test_norms_of_heads_have_the_bits_of_a_pass_of_their_own(case, config, offset):
+    qkv, rest, norms = normed(case, offset)
+    out = FUSED["mosaic"].run(qkv, case.heads[0], norms, *rest, config=config, interpret=FIND_RACES)
+    assert same_bits(out, cache_update_fused(qkv.reshape(len(qkv), -1), *rest, norms=norms, backend="xla"))
+
+
+@pytest.mark.parametrize("fault", ["sums of one half", "gains exchanged", "no eps"])
+def test_seeded_faults_of_norms_are_caught(monkeypatch, fault):
+    qkv, rest, norms = normed(INTERPRETED[3][0])
+    expected = cache_update_fused(qkv.reshape(len(qkv), -1), *rest, norms=norms, backend="xla")
+
+    def wrong(halves, gains, *, eps, real=mosaic_sm90._norm, **how):
+        if fault == "sums of one half":
+            return real([halves[0], halves[0]], gains, eps=eps, **how)[:1] + real(halves, gains, eps=eps, **how)[1:]
+        return real(halves, gains[::-1] if fault == "gains exchanged" else gains, eps=eps * (fault != "no eps"), **how)
+
+    monkeypatch.setattr(mosaic_sm90, "_norm", wrong)
+    monkeypatch.setattr(mosaic_sm90, "cache_update", mosaic_sm90.cache_update.__wrapped__)  # past the cache of the jit
+    out = FUSED["mosaic"].run(qkv, INTERPRETED[3][0].heads[0], norms, *rest, interpret=INTERPRET)
+    assert not same_bits(out, expected)
+
+
+def normed(case: Case, offset: float = 0.0) -> tuple:
+    """Returns qkv [T, H + 2K, D], whose rows are small, what else an update takes, and norms."""
+    q, k, v, *rest = poisoned(case)
+    rng = np.random.default_rng(7)
+    gains = (jnp.asarray(rng.uniform(0.5, 2, case.head_dim), q.dtype) for _ in range(2))
+    return jnp.concatenate([q, k, v], axis=1) * jnp.asarray(0.01, q.dtype), rest, HeadNorms(*gains, 1e-5, offset)
 
 
 def test_no_rows():
@@ -258,6 +292,16 @@ def test_gpu_matches_the_definition(case):
     assert same_bits(cache_update(*arguments, backend="mosaic"), (q, pages))
     qkv = jnp.concatenate(arguments[:3], axis=1).reshape(case.rows, -1)
     assert same_bits(cache_update_fused(qkv, *arguments[3:], backend="mosaic"), (q, pages))
+    qkv, rest, norms = normed(case)
+    flat = qkv.reshape(case.rows, -1)
+    (q, pages), (same_q, same) = (
+        cache_update_fused(flat, *rest, norms=norms, backend=backend) for backend in ("mosaic", "xla")
+    )
+    assert error(q, same_q) < TOLERANCE[case.dtype]
+    for name, ours, theirs in zip(
+        (case.k_format, case.v_format), *(written_rows(each, page, offset) for each in (pages, same))
+    ):
+        assert error(ours, theirs) < 2 * storage_tolerance(name.removesuffix("-h"), case.dtype)
 
 
 @pytest.mark.gpu

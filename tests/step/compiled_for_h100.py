@@ -45,6 +45,7 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
 BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "pred": 1}
+CONFIGS, DECODES = Path(__file__).parents[2] / "configs", Bucket(64, 0, 0)
 LARGE = 1e6  # bytes of a result that is worth a pass of its own
 LINE = re.compile(
     r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<kind>\(.*?\)|\S+) (?P<what>[a-z-]+)\((?P<operands>.*?)\)(?P<rest>.*)"
@@ -52,7 +53,12 @@ LINE = re.compile(
 
 
 def decodes(config: Any) -> Any:
-    return step(config, "w8a8", "int8-g8", Bucket(64, 0, 0))
+    return step(config, "w8a8", "int8-g8", DECODES)
+
+
+def normed(config: Any) -> Any:
+    """Returns a step whose caches' updates norm heads, with gains that are slices of all layers'."""
+    return step(replace(load_config(CONFIGS / "qwen3-8b.json"), num_layers=config.num_layers), "bf16", None, DECODES)
 
 
 def prompts(config: Any) -> Any:
@@ -106,7 +112,7 @@ def main() -> None:
     of_h100 = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1x1x1", target_config=TARGET
     ).devices[0]
-    whole = load_config(Path(__file__).parents[2] / "configs" / "llama-2-7b.json")
+    whole = load_config(CONFIGS / "llama-2-7b.json")
     config = replace(whole, num_layers=2)
     for case in map(globals().__getitem__, sys.argv[1:]):
         run, arguments, static, options = case(config)

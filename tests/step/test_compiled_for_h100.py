@@ -20,8 +20,9 @@ def compiled(case: str) -> dict:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_decodes_copy_no_pool_and_run_kernels_alone():
-    found = compiled("decodes")
+@pytest.mark.parametrize("case", ["decodes", "normed"])
+def test_decodes_copy_no_pool_and_run_kernels_alone(case):
+    found = compiled(case)
     assert found["copies"] == found["shared"] == []
     assert ["gemm" in name for name in found["passes"]] == [True], "the head's product"
 
