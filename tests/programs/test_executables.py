@@ -20,6 +20,7 @@ from jllm.engine.request import SamplingParams
 from jllm.errors import ConfigError
 from jllm.programs import compiler, executables
 from jllm.programs.executables import DRAFTERS, Executables
+from jllm.programs.packed_step import packed_step
 from jllm.speculative import drafter
 from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import init_eagle
@@ -61,7 +62,7 @@ def tokens(engine: Engine, sampling: SamplingParams = greedy(6)) -> list[tuple[i
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_second_start_traces_nothing(model, folder, monkeypatch, wait):
     wants = tokens(Engine(model, **OPTIONS))
-    jax.clear_caches()
+    packed_step.clear_cache()
     monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing would call it
     engine = Engine(model, **OPTIONS, executables=folder)
     engine.compile_ahead(wait=wait)
@@ -79,7 +80,7 @@ def test_what_comes_without_warning_is_kept_and_found_as_well(model, tmp_path, m
     wants = tokens(engine, PENALTIES)
     assert wants == tokens(Engine(model, **OPTIONS), PENALTIES)
     assert len(list(tmp_path.iterdir())) == len(engine._device.programs.used)
-    jax.clear_caches()
+    packed_step.clear_cache()
     monkeypatch.setattr(step_forward, "tapped_backbone", None)
     assert tokens(Engine(model, **OPTIONS, executables=tmp_path), PENALTIES) == wants
 
@@ -248,7 +249,7 @@ def test_steps_with_a_shipped_drafter_are_kept_and_found(model, tmp_path, monkey
     wants = tokens(Engine(model, **OPTIONS))
     options = OPTIONS | {"speculate": "ngram", "drafts": 2, "executables": tmp_path}
     Engine(model, **options).compile_ahead()
-    jax.clear_caches()
+    packed_step.clear_cache()
     monkeypatch.setattr(step_forward, "tapped_backbone", None)  # tracing would call it
     engine = Engine(model, **options)
     engine.compile_ahead()
