@@ -166,10 +166,10 @@ def teller(tales):
 def test_json_of_a_schema_is_valid(teller, schema, seed):
     """At a temperature at which the model would write anything."""
     jsonschema = pytest.importorskip("jsonschema")
-    params = SamplingParams(temperature=1.3, seed=seed, n=4, max_new_tokens=400, guide=Guide.json(schema))
+    params = SamplingParams(temperature=1.3, seed=seed, n=2, max_new_tokens=400, guide=Guide.json(schema))
     teller.submit("Once upon a time", params)
     done = [event.completion for event in teller.run() if event.completion]
-    assert len(done) == 4
+    assert len(done) == 2
     for completion in done:
         assert completion.finish_reason == "stop"
         jsonschema.validate(json.loads(completion.text), schema)
