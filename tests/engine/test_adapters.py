@@ -163,7 +163,7 @@ class Run:
                 assert got[start:stop] == want, (name, sampling.adapter, start, stop, completion.versions)
 
 
-@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_any_interleaving_gives_each_token_as_its_adapter_alone_does(engine, oracle, rng: random.Random):
     run = Run(engine, oracle)

@@ -124,7 +124,7 @@ def model(request):
     return tiny_model(num_layers=1, tokenizer=Pieces() if request.param == "text" else None)
 
 
-@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(given=st.lists(samplings, min_size=1, max_size=5), rows=st.integers(2, 5))
 def test_any_number_of_tokens_a_step_gives_the_same(model, given, rows):
     if model.tokenizer is None:

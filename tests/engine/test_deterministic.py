@@ -26,7 +26,7 @@ from pallas_kernels import one_order
 from pallas_kernels.decode_attention import api as decode_attention_api
 from pallas_kernels.matmul import config as matmul_config
 from tests.engine.test_oracle import COMPANY, QUANTIZED, TINY, alone, jobs, play
-from tests.tiny import tiny_model
+from tests.tiny import one_size, tiny_model
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -39,11 +39,13 @@ SIZES = {
         "max_slots": 6, "page_size": 16, "max_step_tokens": 16, "buckets": (Bucket(6, 0, 0), Bucket(6, 16, 3)),
     },
 }  # fmt: skip
+MORE = pytest.mark.exhaustive
 CASES = [
-    ("float32", None, None, TINY),
-    ("float32", "w8a8-all", None, TINY),
     ("float32", "w8a8", "fp8", "decodes apart"),
-    ("bfloat16", "fp8", None, "decodes apart"),
+    ("bfloat16", "fp8", None, TINY),
+    pytest.param("float32", None, None, TINY, marks=MORE),
+    pytest.param("float32", "w8a8-all", None, TINY, marks=MORE),
+    pytest.param("bfloat16", "fp8", None, "decodes apart", marks=MORE),
 ]  # of an engine; more schemes and formats are in STEPS
 
 
@@ -110,7 +112,7 @@ def bits(outputs, row):
     return tuple(np.asarray(x[row]).tobytes() for x in (outputs.tokens, outputs.logprobs, outputs.top_logprobs))
 
 
-def differing(steps, sizes=ROWS):
+def differing(steps, sizes):
     """How many of the slots get other bits in steps of each size than alone."""
     alone = [steps.decode([slot])[0] for slot in range(SLOTS)]
     found = {}
@@ -124,8 +126,9 @@ def differing(steps, sizes=ROWS):
 
 FEW = (64,)
 STEPS = [
-    ("float32", None, None, {}, ROWS),
-    ("bfloat16", None, None, {}, (4, 64)),
+    ("float32", None, None, {}, (8, 64)),
+    pytest.param("float32", None, None, {}, ROWS, marks=MORE),
+    pytest.param("bfloat16", None, None, {}, (4, 64), marks=MORE),
     ("float32", "w8a8-groups", "int8-g8", {"tie_embeddings": True}, FEW),
     ("bfloat16", "w4a16-g32", "k=int4-g8-h,v=int4-g16-zp", {"windows": (11,)}, FEW),
     ("float32", "nvfp4", "kivi2-g16-r32", {"hidden_size": 96}, FEW),
@@ -150,7 +153,7 @@ def test_an_operation_without_a_fence_is_noticed(monkeypatch):
     assert all(found.values()), found
 
 
-@pytest.mark.parametrize(("dtype", "kv_cache"), [("float32", None), ("bfloat16", "int8-g8")])
+@pytest.mark.parametrize(("dtype", "kv_cache"), [pytest.param("float32", None, marks=MORE), ("bfloat16", "int8-g8")])
 def test_prompts_have_the_bits_that_they_have_alone(dtype, kv_cache):
     """In one chunk or in two, beside other chunks and decodes."""
     steps = Steps(of_scheme(dtype), kv_cache)
@@ -173,8 +176,13 @@ def test_prompts_have_the_bits_that_they_have_alone(dtype, kv_cache):
     assert scored(([begin, other], (), 50), ([rest, other], range(8), 96)) == alone
 
 
-@pytest.mark.parametrize(("dtype", "kv_cache"), [("float32", None), ("bfloat16", "int4-g8-zp-h")])
-@pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 2, 2, 4))], ids=["chain", "tree"])
+CHAIN, BUSHY = chain(3), Tree((0, 0, 2, 2, 4))
+HALF = ("bfloat16", "int4-g8-zp-h")
+DRAFTS = [(CHAIN, "float32", None), (BUSHY, *HALF)]  # of trees and dtypes, each once
+DRAFTS += [pytest.param(*each, marks=MORE) for each in ((BUSHY, "float32", None), (CHAIN, *HALF))]
+
+
+@pytest.mark.parametrize(("tree", "dtype", "kv_cache"), DRAFTS)
 def test_drafts_are_verified_with_the_bits_of_plain_decoding(tree, dtype, kv_cache):
     """Whatever else was drafted, and however many segments a step has."""
     model, slots = of_scheme(dtype), range(8)
@@ -243,8 +251,8 @@ def test_it_chooses_the_kernels_itself():
         EngineOptions(deterministic=True, backend="xla")
     with pytest.raises(ConfigError, match="deterministic must be True or False, not 1"):
         EngineOptions(deterministic=1)  # type: ignore[arg-type]
-    model = tiny_model()
+    model, options = tiny_model(num_layers=1), {"executables": None, **one_size(1, tokens=3)}
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
-    (found,) = jllm.generate(model, [[5, 6, 7]], greedy, deterministic=True, executables=None)
-    (plain,) = jllm.generate(model, [[5, 6, 7]], greedy, executables=None)
+    (found,) = jllm.generate(model, [[5, 6, 7]], greedy, deterministic=True, **options)
+    (plain,) = jllm.generate(model, [[5, 6, 7]], greedy, **options)
     assert found.token_ids == plain.token_ids

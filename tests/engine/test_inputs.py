@@ -118,7 +118,7 @@ def apart(model, given, hooks=HOOKS) -> list[tuple[int, ...]]:
     return [tokens_of(engine, [(asked, seed, 0)])[0] for asked, seed, _ in given if not engine.reset_metrics()]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=jobs)
 def test_each_request_gets_what_it_gets_alone(model, given):
     """Also after preemption, in chunks, and with prefixes of those that bring the same arrays."""

@@ -110,7 +110,7 @@ def plain(events):
     return [(e.id, e.sample, e.text, e.token_ids, c) for e, c in zip(events, done)]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=jobs, few=st.integers(0, 3), forks=st.sets(st.integers(1, 12), max_size=2))
 def test_the_same_events_in_the_same_order(model, jobs, few, forks):
     want, steps = play(model, jobs, 10**6, forks)

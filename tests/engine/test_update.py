@@ -261,7 +261,7 @@ def interleave(rng: random.Random, engine: Engine, fresh: Fresh, most: int = 22)
     return run
 
 
-@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_any_interleaving_gives_each_token_as_the_weights_of_its_version_do(engine, fresh, rng):
     interleave(rng, engine, fresh)
@@ -299,6 +299,7 @@ def test_versions_preemptions_and_updates_are_told(engine, fresh):
     assert told["prefix_hits"] > 0
 
 
+@pytest.mark.exhaustive
 def test_and_in_float64():
     with jax.enable_x64(True):
         models = [tiny_model("float64", seed=seed, num_layers=1, tokenizer=TOKENIZER) for seed in range(3)]

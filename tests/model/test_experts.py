@@ -113,7 +113,7 @@ def test_the_table_names_each_expert_and_each_layer_has_its_kind(model):
     assert isinstance(eagle_shapes(replace(model.config, unrotated=(False, True)), "float32").layer.mlp, MLPParams)
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16-g32", "fp8-b128"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", pytest.param("w4a16-g32", marks=pytest.mark.exhaustive), "fp8-b128"])
 def test_the_engine_serves_what_a_forward_without_a_cache_gives(model, scheme):
     m = model if scheme is None else replace(model, params=quantize(model.params, scheme))
     if scheme is not None:
