@@ -221,22 +221,22 @@ def test_a_quantized_weight_passes_its_gradient_to_the_original(batch):
 
 
 def test_an_adapters_values_are_the_engines_and_its_gradients_those_of_merged_weights(batch):
-    for scheme in (None, "w8a8"):
-        model = tiny_model("float32", num_layers=1, **WIDE)
-        adapter = init_adapter(model.config, jax.random.key(0), 2, alpha=3, targets=["q_proj", "down_proj"])
-        adapter = {name: replace(each, b=each.a.mean() + jnp.ones_like(each.b) / 20) for name, each in adapter.items()}
-        coded = model if scheme is None else replace(model, params=quantize(model.params, scheme))
-        engine = Engine(coded, **one_size(2, 8, 12), deterministic=True, adapters={"one": adapter}, adapter_rank=3)
-        sampling = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0, seed=1)
-        ids = [engine.submit([5, 6, 7, 8], replace(sampling, adapter=name)) for name in ("one", None)]
-        done = {event.id: event.completion for event in engine.run() if event.completion}
-        options = engine.token_logprobs_options() | {"quantize": scheme}
-        for id, own in zip(ids, ({"adapters": adapter}, {})):
-            tokens = jnp.asarray([[5, 6, 7, 8, *done[id].token_ids]], jnp.int32)
-            got = jllm.token_logprobs(model.params, model.config, tokens, jnp.asarray([13]), **options, **own)
-            assert np.asarray(got)[0, 3:12].tolist() == [each.logprob for each in done[id].logprobs]
+    """Values are of quantized weights: those of plain ones lack a step of these."""
+    model = tiny_model("float32", num_layers=1, **WIDE)
+    adapter = init_adapter(model.config, jax.random.key(0), 2, alpha=3, targets=["q_proj", "down_proj"])
+    adapter = {name: replace(each, b=each.a.mean() + jnp.ones_like(each.b) / 20) for name, each in adapter.items()}
+    coded = replace(model, params=quantize(model.params, "w8a8"))
+    engine = Engine(coded, **one_size(2, 8, 12), deterministic=True, adapters={"one": adapter}, adapter_rank=3)
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0, seed=1)
+    ids = [engine.submit([5, 6, 7, 8], replace(sampling, adapter=name)) for name in ("one", None)]
+    done = {event.id: event.completion for event in engine.run() if event.completion}
+    options = engine.token_logprobs_options() | {"quantize": "w8a8"}
+    for id, own in zip(ids, ({"adapters": adapter}, {})):
+        tokens = jnp.asarray([[5, 6, 7, 8, *done[id].token_ids]], jnp.int32)
+        got = jllm.token_logprobs(model.params, model.config, tokens, jnp.asarray([13]), **options, **own)
+        assert np.asarray(got)[0, 3:12].tolist() == [each.logprob for each in done[id].logprobs]
 
-    model = tiny_model("float64", **WIDE)
+    model = tiny_model("float64", num_layers=1, **WIDE)
 
     def loss(adapter, merged):
         if merged:
@@ -285,8 +285,8 @@ def test_routes_of_an_engine_are_replayed_and_choose_who_gets_a_gradient(batch):
         chosen = jnp.take_along_axis(logp, jnp.roll(tokens, -1, axis=1)[:, :, None], axis=2)[:, :, 0]
         return (jnp.where(jnp.arange(13, dtype=jnp.int32)[None] < lengths[:, None] - 1, chosen, 0) * weights).sum()
 
-    got, gradient = jax.value_and_grad(partial(value, routes={name: others}))(model.params)
-    wanted, reference = jax.value_and_grad(plainly)(model.params)
+    got, gradient = jax.jit(jax.value_and_grad(partial(value, routes={name: others})))(model.params)
+    wanted, reference = jax.jit(jax.value_and_grad(plainly))(model.params)
     assert abs(got - wanted) < 1e-11 < abs(got - value(model.params))
     check_equal(gradient, reference, 1e-12)
     down = gradient.layers[1].mlp.down.reshape(5, -1)
