@@ -13,6 +13,8 @@ from jllm.speculative.draft_model import DraftModel
 from jllm.speculative.eagle import Eagle
 from jllm.speculative.medusa import Medusa
 
+_perturbed = jax.jit(perturbed)
+
 Logits = Callable[[list[int], int], np.ndarray]  # of a path's drafts and their number + 1 -> [V]
 
 
@@ -106,6 +108,6 @@ def tree_of_drafts(tree, logits: Logits, sampling: Sampling, newest: int) -> lis
         depth = tree.depths[node]
         path = [found[n - 1] for n in tree.paths[parent][1:]]
         position = jnp.asarray([newest + depth], jnp.int32)
-        scores = np.asarray(perturbed(jnp.asarray(logits(path, depth))[None], sampling, position))[0]
+        scores = np.asarray(_perturbed(jnp.asarray(logits(path, depth))[None], sampling, position))[0]
         found.append(int(np.argsort(-scores, kind="stable")[tree.ranks[node]]))
     return found

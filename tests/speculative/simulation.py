@@ -68,6 +68,13 @@ class Sequence:
     known: int = 0  # tokens that were read or drawn
 
 
+def propose(drafter, drafts, advance, params, config):
+    return drafter.propose(drafts, advance, params, config=config, backend=None)
+
+
+_propose = jax.jit(propose, static_argnames="config")
+
+
 @dataclass
 class Simulation:
     """Steps as an engine makes them, and what a drafter proposes after each. What nothing may read is NaN."""
@@ -87,8 +94,6 @@ class Simulation:
         cache = jax.tree.map(lambda x: jnp.full_like(x, self.fill), cache)
         none = jnp.zeros((SLOTS, tree.size - 1), jnp.int32)
         self.drafts = Drafts(none, jnp.zeros(SLOTS, jnp.int32), cache, memory, tree)
-        propose = self.drafter.propose
-        self.propose = jax.jit(lambda *args: propose(*args, config=config, backend=None))
         self.hidden = [hidden_states(self.target.params, config, s.tokens) for s in self.sequences]
         self.sampling = neutral_sampling(SLOTS)
         for slot in range(SLOTS):
@@ -133,7 +138,7 @@ class Simulation:
             s.known += n
         sampling = jax.tree.map(lambda x: x[np.minimum(a.slot, SLOTS - 1)], self.sampling)
         advance = jax.tree.map(jnp.asarray, Advance(**vars(a), sampling=sampling, chunks=c))
-        found = self.propose(self.drafts, advance, self.target.params)
+        found = _propose(self.drafter, self.drafts, advance, self.target.params, self.target.config)
         self.drafts = replace(self.drafts, cache=found.cache, memory=found.memory)
         tokens, count = found.tokens, found.count
         assert set(np.asarray(count)[a.count == 0]) <= {0}, "nothing is drafted where nothing was drawn"

@@ -28,8 +28,8 @@ def copies(compiled: jax.stages.Compiled) -> list[str]:
     return re.findall(rf"= \S*\[(?:{sizes}),\S* (?:copy|transpose|concatenate)\(", compiled.as_text())
 
 
-PAIRS = [("ngram", "f32"), ("ngram", "int8-g8"), ("draft", "int8-g8"), ("tree", "f32"), ("copy", "int8-g8")]
-OTHERS = [("draft", "f32"), ("tree", "int8-g8"), ("copy", "f32")]
+PAIRS = [("ngram", "f32"), ("ngram", "int8-g8"), ("tree", "f32"), ("copy", "int8-g8")]
+OTHERS = [("draft", "f32"), ("draft", "int8-g8"), ("tree", "int8-g8"), ("copy", "f32")]
 
 
 @pytest.mark.parametrize(

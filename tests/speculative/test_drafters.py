@@ -19,8 +19,9 @@ from jllm.speculative.drafter import Advance, Drafts
 from jllm.speculative.tree import Tree, chain
 from pallas_kernels.formats.segments import as_numbers
 from tests.kernels_of import kernels_of
+from tests.speculative import simulation as simulated
 from tests.speculative.drafters_reference import hidden_states, logits_of
-from tests.speculative.simulation import SLOTS, TREES, M, N, P, Simulation, make, random_step, sequences
+from tests.speculative.simulation import SLOTS, TREES, M, N, P, Simulation, make, propose, random_step, sequences
 from tests.tiny import tiny_model
 
 pytest.importorskip("hypothesis")
@@ -241,10 +242,15 @@ FAULTS = [
 ]
 
 
+def traced_anew(monkeypatch) -> None:
+    monkeypatch.setattr(simulated, "_propose", jax.jit(lambda *args: propose(*args), static_argnums=4))
+
+
 @pytest.mark.parametrize(("kind", "shape", "module", "name", "fault"), FAULTS)
 def test_faults_are_found(target, monkeypatch, kind, shape, module, name, fault):
     right = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **options: fault(right, *args, **options))
+    traced_anew(monkeypatch)
     tree = TREES[shape]
     with pytest.raises(AssertionError):
         run(Simulation(target, make(kind, target, tree), tree.depth + 1, sequences(np.random.default_rng(0))), 1)
@@ -253,6 +259,7 @@ def test_faults_are_found(target, monkeypatch, kind, shape, module, name, fault)
 def test_a_fault_in_room_is_found(target, monkeypatch):
     right = levels.draft_levels
     monkeypatch.setattr(draft_model, "draft_levels", lambda *args, **o: of_a_place_too_much(right, *args, **o))
+    traced_anew(monkeypatch)
     with pytest.raises(AssertionError):
         run_with_room(target, "draft", "chain")
 

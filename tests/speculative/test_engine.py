@@ -55,7 +55,7 @@ EVERY = {
 
 
 AUTOMATIC = ["draft", "eagle tree", "medusa"]  # with the automatic choice, which takes longer
-OTHERWISE = [*AUTOMATIC, "ngram", "copy"]  # tested in other ways
+OTHERWISE = [*AUTOMATIC, "eagle", "ngram", "copy"]  # tested in other ways
 FIXED = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in OTHERWISE)) for name in EVERY]
 
 

@@ -58,7 +58,7 @@ trees = st.integers(0, 6).flatmap(lambda n: st.tuples(*(st.integers(0, i) for i 
 letters = st.sampled_from([*TOKENIZER.vocabulary.encode('abcdefyesno, "x()[]7'), EOS, -1, CONFIG.vocab_size])
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(data=st.data(), guide=st.sampled_from([*GUIDES, KEYS]), tree=trees)
 def test_a_mask_of_each_node_is_that_of_its_path(guides, data, guide, tree):
     def fits(tokens):
@@ -107,7 +107,7 @@ def _on(path, drafts):
     return [drafts[node - 1] for node in path]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data(), tree=trees.filter(lambda tree: tree.size > 1))
 def test_forced_tokens_take_the_first_path(data, tree):
     few, W = st.integers(0, 2), tree.depth + 1
@@ -208,7 +208,10 @@ def check_forced(model64, shape) -> None:
     assert seen["steps"] < 0.75 * plain["steps"]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+ONE = ["chain", pytest.param("tree", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("shape", ONE)
 def test_forced_tokens_are_drafted(model64, shape):
     check_forced(model64, shape)
 
@@ -226,7 +229,7 @@ def check_what_is_possible(model, shape) -> None:
     assert (got.text, got.finish_reason, got.token_ids) == ("bba", "error", wants[0].token_ids)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ONE)
 def test_a_draft_after_which_nothing_is_possible(model64, shape):
     check_what_is_possible(model64, shape)
 
@@ -240,7 +243,6 @@ def of_one_path(self, matcher, drafts, tree):
 
 
 FAULTS = {
-    "each node has the root's mask": (rows.HeadRows, "of_nodes", of_the_root, "chain"),
     "each node of a tree has the root's mask": (rows.HeadRows, "of_nodes", of_the_root, "tree"),
     "one path has masks": (Guides, "_allowed_paths", of_one_path, "tree"),
 }

@@ -30,7 +30,7 @@ def wide():
 
 @pytest.fixture(scope="module")
 def model(wide):
-    return tiny_model("float64")
+    return tiny_model("float64", num_layers=1)
 
 
 @pytest.fixture(scope="module")
