@@ -131,7 +131,7 @@ def test_windows_are_as_long_as_a_small_pool_has_room_for(lm, directory):
     """By default; a length that is asked for and does not fit is refused."""
     from jllm.analysis.lm_eval import JllmLM
 
-    small = {"num_pages": 4, "page_size": 8, "max_slots": 4}
+    small = OPTIONS | {"num_pages": 4}
     short = JllmLM(directory, **small, dtype="float32")
     assert short.max_length == 4 * 8 + 1 - 2
     text = "the wolf ran in the small house and the girl " * 3

@@ -3,6 +3,7 @@ tests/training/test_other_trainers.py."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("optax")
 import jllm  # noqa: E402
 from experiments import grpo  # noqa: E402
 from experiments.grpo import Objective, reward_of  # noqa: E402
+from jllm.step.buckets import Bucket  # noqa: E402
 from tests.tiny import tiny_model  # noqa: E402
 
 WORDS = ("king", "wolf", "bird")
@@ -23,12 +25,13 @@ def test_a_reward_counts_words_and_the_end():
 
 @pytest.fixture
 def small(monkeypatch):
-    """A model of one layer, whose rewards are there from the first step on."""
+    """A model of one layer, whose rewards are there from the first step on; its engines have one size of step."""
     bundled = jllm.load(dtype="float32")
     made = tiny_model(vocab_size=bundled.config.vocab_size, num_layers=1, context=256, hidden_size=64)
     model = replace(made, tokenizer=bundled.tokenizer)
     monkeypatch.setattr(grpo.jllm, "load", lambda *args, **options: model)
     monkeypatch.setattr(grpo, "reward_of", lambda text, words, ended: len(text) % 7 / 7)
+    monkeypatch.setattr(grpo.jllm, "Engine", partial(jllm.Engine, buckets=(Bucket(4, 4, 4),)))
     return model
 
 

@@ -21,6 +21,7 @@ from jllm.files.safetensors_io import read_header
 from jllm.files.tokenizer import load_tokenizer
 from jllm.model.backbone import Packed, packed_logits
 from jllm.model.param_specs import init_params
+from jllm.step.buckets import Bucket
 
 pytest.importorskip("hypothesis")
 pytest.importorskip("optax")
@@ -99,6 +100,7 @@ def test_a_mixture_learns_and_grpo_goes_on_with_it(corpus, tmp_path, monkeypatch
     (file,) = tmp_path.glob("train_small-*.json")
     assert json.loads(file.read_text())["valid_loss"] < 0.6 * math.log(320)
     monkeypatch.setattr(grpo, "reward_of", lambda text, words, ended: len(text) % 7 / 7)
+    monkeypatch.setattr(grpo.jllm, "Engine", partial(jllm.Engine, buckets=(Bucket(4, 4, 4),)))  # one size of step
     asked = ["--prompts", "2", "--group", "2", "--new-tokens", "6", "--lr", "0.01", "--quantize", "w8a8"]
     args = grpo.parse_arguments(asked)
     recipe = grpo.Recipe(grpo.Objective(**grpo.of(grpo.Objective, args)), **grpo.of(grpo.Recipe, args))

@@ -63,7 +63,7 @@ def test_a_model_that_names_kernels_has_a_norm_before_adapters(operation):
     np.testing.assert_array_equal(named, own, "Mosaic's norm takes no float32")
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "nf4"])
+@pytest.mark.parametrize("scheme", [None, pytest.param("w8a8", marks=pytest.mark.exhaustive), "nf4"])
 def test_rows_without_an_adapter_have_the_bits_of_a_model_without_any(scheme):
     model = tiny_model("bfloat16", num_layers=1, hidden_size=64, intermediate_size=64)
     config, params = model.config, model.params if scheme is None else quantize(model.params, scheme)

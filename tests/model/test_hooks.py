@@ -19,6 +19,7 @@ from jllm.model.paged import Packed
 from jllm.model.taps import LAYER, TOP
 from jllm.speculative.ngram import NGram
 from jllm.step.batch import PromptChunk, ragged_batch
+from jllm.step.buckets import Bucket
 from jllm.step.merge import step
 from jllm.step.state import NOT_FINITE, init_state
 from tests.engine.test_oracle import COMPANY, Job, alone, assert_same, play
@@ -88,8 +89,9 @@ def test_edits_in_any_company_and_with_drafts(model):
         for i, (prompt, t) in enumerate([((5, 6, 7) * 6, 0.0), ((9, 8), 0.8), (tuple(range(30, 50)), 0.8)])
     ]
     wants = list(alone(model, jobs, hooks=hooks))
+    options = COMPANY["pool that forces preemption"] | {"buckets": (Bucket(4, 16, 3),), "hooks": hooks}
     for more in ({}, {"speculate": NGram(3, shortest=1), "drafts": 3}):
-        got = play(model, jobs, COMPANY["pool that forces preemption"] | {"hooks": hooks} | more)
+        got = play(model, jobs, options | more)
         for completion, want in zip(got, wants, strict=True):
             assert_same(completion, want, False)
             np.testing.assert_allclose(completion.prompt_logprobs, want.prompt_logprobs, rtol=1e-10)
@@ -109,7 +111,9 @@ def penalize_seen(logits, rows):
     return jnp.where(seen, jnp.where(logits > 0, logits / 1.6, logits * 1.6), logits)
 
 
-@pytest.mark.parametrize("company", ["pool that forces preemption", "two slots, pages of 16"])
+@pytest.mark.parametrize(
+    "company", ["pool that forces preemption", pytest.param("two slots, pages of 16", marks=pytest.mark.exhaustive)]
+)
 def test_user_state_makes_a_repetition_penalty(model, company):
     """The same tokens as jllm's own, with preemption, chunks of prompts and a prefix cache."""
     prompts = [(5, 6, 7) * 8, (5, 6, 7) * 8 + (9,), (9, 8), tuple(range(30, 50)), (5, 6, 7) * 8]

@@ -137,7 +137,7 @@ def own_story_loss(model):
     return story_loss(model, model.params)
 
 
-@pytest.mark.parametrize("name", ["w8a8", "w4a16-g64", "fp8"])
+@pytest.mark.parametrize("name", ["w8a8", "w4a16-g64", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_stories_are_as_likely_as_the_wide_models_own(model, own_story_loss, name):
     """Fluent, as the model itself judges it: a greedy story of the quantized model, scored in float32, loses at most
     0.35 nats a token to the float32 model's own greedy story. Repeated or random tokens lose more than 3."""
