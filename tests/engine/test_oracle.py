@@ -267,7 +267,7 @@ def test_every_kv_format(kv_cache):
 QUANTIZED = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1}  # groups of 32 fit
 
 
-@pytest.fixture(scope="module", params=["w8a8-all", "w4a16-g32"])
+@pytest.fixture(scope="module", params=["w8a8-all", pytest.param("w4a16-g32", marks=pytest.mark.exhaustive)])
 def quantized64(request):
     with jax.enable_x64(True):
         model = tiny_model("float64", **QUANTIZED)

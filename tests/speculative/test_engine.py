@@ -55,7 +55,7 @@ EVERY = {
 
 
 AUTOMATIC = ["draft", "eagle tree", "medusa"]  # with the automatic choice, which takes longer
-OTHERWISE = [*AUTOMATIC, "eagle", "ngram", "copy"]  # tested in other ways
+OTHERWISE = [*AUTOMATIC, "eagle", "medusa tree", "ngram", "copy"]  # tested in other ways
 FIXED = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in OTHERWISE)) for name in EVERY]
 
 
@@ -185,6 +185,7 @@ def test_forks_and_snapshots(model64):
         assert (*taken.tokens[len(prompt) :], *done[again].token_ids) == want
 
 
+@pytest.mark.exhaustive  # test_requests.py has it for a tree
 def test_steps_with_drafts_end_where_the_context_does(model64):
     """A draft past the last token that may be is not verified, whatever room there is."""
     params = SamplingParams(temperature=0.0, max_new_tokens=1000, ignore_eos=True)

@@ -163,7 +163,10 @@ def check_any_drafts(model64, shape, company, right) -> dict:
     return seen
 
 
-@pytest.mark.parametrize(("shape", "company", "right"), [("tree", POOL, 0.6), ("chain", "two slots, pages of 16", 0.9)])
+@pytest.mark.parametrize(
+    ("shape", "company", "right"),
+    [("tree", POOL, 0.6), pytest.param("chain", "two slots, pages of 16", 0.9, marks=pytest.mark.exhaustive)],
+)
 def test_any_drafts_same_tokens(model64, shape, company, right):
     seen = check_any_drafts(model64, shape, company, right)
     assert seen["draft_tokens_mean"] > 1.2

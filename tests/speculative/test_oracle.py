@@ -28,12 +28,12 @@ BUSHY = Tree((0, 0, 0, 1, 1, 2, 4))
 SHAPES = {"1": chain(1), "3": chain(3), "7": chain(7), "tree": BUSHY, "wide tree": Tree((0, 0, 1, 1, 2, 2))}
 POOL = "pool that forces preemption"
 TIGHT = COMPANY[POOL] | {"buckets": (Bucket(4, 16, 3),)}  # the same with one size beside that of drafts
-RUNS = [  # test_ngrams has two slots
-    ("7", POOL),
+RUNS = [  # test_ngrams has two slots, test_right_drafts_take_fewer_steps whole prompts
+    ("tree", POOL),
     ("3", TINY),
-    ("tree", "pages of 32, whole prompts"),
-    *(pytest.param(name, POOL, marks=pytest.mark.exhaustive) for name in ("1", "tree", "wide tree")),
+    *(pytest.param(name, POOL, marks=pytest.mark.exhaustive) for name in ("1", "7", "wide tree")),
     pytest.param("3", "two slots, pages of 16", marks=pytest.mark.exhaustive),
+    pytest.param("tree", "pages of 32, whole prompts", marks=pytest.mark.exhaustive),
 ]
 
 

@@ -35,7 +35,7 @@ CASES = [
     ("float32", None, None, {"num_kv_heads": 4}),
     ("float32", "w8a8", "fp8", {"num_layers": 1, "tie_embeddings": True}),
     ("bfloat16", "w4a16-g32", "int8-g8", {"num_layers": 1}),
-    ("bfloat16", "fp8", None, {"num_layers": 1, "windows": (9,)}),
+    pytest.param("bfloat16", "fp8", None, {"num_layers": 1, "windows": (9,)}, marks=pytest.mark.exhaustive),
 ]
 options_of = partial(dict, page_size=8)
 
