@@ -1,5 +1,6 @@
 """Notebooks run from top to bottom, and show what they say."""
 
+import inspect
 import re
 import sys
 import tomllib
@@ -7,22 +8,41 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import shallow
+
 nbformat = pytest.importorskip("nbformat")  # device tests are collected without development packages
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+FOLDER = ROOT / "experiments" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SHALLOW = {"rollouts", "adapters"}  # these train, and name no layer
+LOAD = "import jllm\nfrom dataclasses import replace\nfrom jllm.files.load import load\njllm.load = load\n"
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs notebooks one after the other in one process, which imports JAX once. No notebook sees another's names."""
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=300, resources={"metadata": {"path": str(FOLDER)}})
+
+    def run(notebook, code: str, last: bool = False):
+        begin = nbformat.v4.new_code_cell(f"%reset -f\nexec({code!r}, {{}})")
+        for client.nb in (nbformat.v4.new_notebook(cells=[begin]), notebook):
+            client.execute(cleanup_kc=last and client.nb is notebook)
+
+    yield run
+    run(nbformat.v4.new_notebook(), "", last=True)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 @pytest.mark.filterwarnings("ignore")  # those of Jupyter's own machinery
-def test_notebook_runs(path):
+def test_notebook_runs(path, run):
     """In its own folder, as Jupyter runs it, with the packages of the extra that the README names. Cells with the tag
     `exact` print the same on every machine: as committed, or the outputs are stale."""
     assert imported(path) <= {*packages("notebooks"), *sys.stdlib_module_names, "jllm", "pallas_kernels", "experiments"}
     notebook = nbformat.read(path, as_version=4)
     shown = exact(notebook)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    run(notebook, LOAD + (inspect.getsource(shallow) + "jllm.load = shallow" if path.stem in SHALLOW else ""))
     assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     assert exact(notebook) == shown, "run it again"
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
-from tests import run_record
+from tests import conftest, run_record
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,34 +41,36 @@ def test_counts_by_file_and_what_failed(tmp_path):
 
 
 def test_a_recorded_run_says_why_a_test_failed_as_soon_as_it_has(tmp_path):
-    """Each of several workers' too, on a line of its own; of others it says nothing, nor does one without a record."""
+    """The run is cut off after one of two workers is done. Each failure has its line by then, of others nothing is said,
+    and a worker that has nothing left to do records nothing."""
     (tmp_path / "test_it.py").write_text(
-        "import pytest\n\ndef test_skipped():\n    pytest.skip('no GPU')\n\n"
-        "def test_it():\n    assert [1, 2] == [1], 'too many'\n\ndef test_passes():\n    pass\n"
-    )
-    options = ["-q", "--no-summary", f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    for more, said in (["--results", str(tmp_path / "results"), "-n", "1"], 1), ([], 0):
-        command = [sys.executable, "-m", "pytest", *options, *more, "test_it.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert done.stdout.count("\ntest_it.py::test_it: AssertionError: too many\n") == said
-        assert done.stdout.count("test_it.py::") == said
-
-
-def test_a_worker_that_has_nothing_left_to_do_records_nothing(tmp_path):
-    """The run is cut off after one worker is done, so that nothing else writes a file."""
-    (tmp_path / "test_it.py").write_text(
-        "import os, pathlib, signal, time\n\ndef test_passes():\n    pass\n\n"
-        "def test_cuts_the_run_off():\n    until = time.time() + 3\n"
+        "import os, pathlib, pytest, signal, time\n\ndef test_skipped():\n    pytest.skip('no GPU')\n\n"
+        "def test_it():\n    assert [1, 2] == [1], 'too many'\n    \ndef test_cuts_the_run_off():\n"
+        "    until = time.time() + 3\n"
         "    while time.time() < until and not any(pathlib.Path('results').glob('*.json')):\n        time.sleep(0.1)\n"
         "    os.kill(os.getppid(), signal.SIGKILL)\n"
     )
     options = ["-q", f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider", "-n", "2"]
-    command = [sys.executable, "-m", "pytest", *options, "--results", "results", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == -9
+    command = [sys.executable, "-m", "pytest", *options, "--dist", "load", "--results", "results", "test_it.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == -9, done.stdout + done.stderr
+    assert done.stdout.count("\ntest_it.py::test_it: AssertionError: too many\n") == 1
+    assert done.stdout.count("test_it.py::") == 1
     assert not list((tmp_path / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize(("results", "worker", "plugins"), [("here", False, 1), ("here", True, 0), (None, False, 0)])
+def test_reasons_are_those_of_a_recorded_run(results, worker, plugins):
+    """A worker leaves them to the process that started it."""
+    registered = []
+    config = SimpleNamespace(
+        stash={}, getoption=lambda name: results, pluginmanager=SimpleNamespace(register=registered.append)
+    )
+    if worker:
+        config.workerinput = {}
+    conftest.pytest_configure(config)
+    assert len(registered) == plugins
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 
 import jax
@@ -46,7 +46,7 @@ from tests.parallel.spread_replicas import (
     same,
     until,
 )
-from tests.tiny import tiny_model
+from tests.tiny import one_size, tiny_model
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -354,6 +354,14 @@ def rest_of(engine, given):
     return rest(engine)[name, 0]
 
 
+@contextmanager
+def served(engine):
+    """The address of an engine that computes prompts in a thread of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve_prefills, args=(engine, listener), daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 @pytest.fixture(params=["device", "process"])
 def pair(request, model):
     """What lets requests go, on another device or over a socket; the engine that goes on with them; and the one that
@@ -365,9 +373,8 @@ def pair(request, model):
         engine.close()
         return
     first.leaving.room, first.leaving.to = lambda samples: True, None
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve_prefills, args=(first, listener), daemon=True).start()
-        prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
+    with served(first) as address:
+        prefill = RemotePrefill(address)
         yield prefill, second, first
         prefill.close()
 
@@ -546,14 +553,14 @@ def test_wrong_devices_and_options(model):
 # Two processes
 
 SERVER = """
-    import os, socket, sys
+    import socket
     import jax
     jax.config.update("jax_enable_x64", True)
     from jllm.distributed.handover import PrefillEngine
     from jllm.distributed.remote import serve_prefills
     from tests.tiny import one_size, tiny_model
 
-    engine = PrefillEngine(tiny_model("float64", seed=int(sys.argv[1])), num_pages=30, **one_size(2, 16))
+    engine = PrefillEngine(tiny_model("float64"), num_pages=30, **one_size(2, 16))
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     serve_prefills(engine, listener)
@@ -561,12 +568,19 @@ SERVER = """
 
 
 @pytest.fixture
+def prefill_thread(model):
+    """The address of an engine whose pages have another size."""
+    with served(PrefillEngine(model, num_pages=30, **one_size(2, 16))) as address:
+        yield address
+
+
+@pytest.fixture
 def prefill_process():
     """Starts processes that compute prompts; each gives its address, and itself."""
     started = []
 
-    def start(seed=0):
-        command = [sys.executable, "-c", textwrap.dedent(SERVER), str(seed)]
+    def start():
+        command = [sys.executable, "-c", textwrap.dedent(SERVER)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return f"127.0.0.1:{int(started[-1].stdout.readline())}", started[-1]
 
@@ -600,8 +614,10 @@ def test_another_process_computes_prompts_for_pages_of_another_size(model, wante
 
 def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_process):
     address, process = prefill_process()
-    other, _ = prefill_process(1)
-    with pytest.raises(RemoteError, match="has another model than this engine"):
+    with (
+        served(PrefillEngine(tiny_model("float64", seed=1), **SIZES)) as other,
+        pytest.raises(RemoteError, match="has another model than this engine"),
+    ):
         Disaggregated.over(RemotePrefill(other), DecodeEngine(model, **SIZES))
     with pytest.raises(RemoteError, match="an address must be HOST:PORT"):
         RemotePrefill("nowhere")
@@ -618,9 +634,8 @@ def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_pro
     engine.close()
 
 
-def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefill_process):
-    address, _ = prefill_process()
-    engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(model, **SIZES))
+def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefill_thread):
+    engine = Disaggregated.over(RemotePrefill(prefill_thread), DecodeEngine(model, **SIZES))
     place, placed, submitted = engine._place, [], threading.Event()
 
     def count(request):
@@ -645,12 +660,11 @@ def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefil
         engine.submit([5], SamplingParams())
 
 
-def test_a_prompt_of_text(model, prefill_process):
-    address, _ = prefill_process()
+def test_a_prompt_of_text(model, prefill_thread):
     params = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
     text = replace(model, tokenizer=TOKENIZER)
     ids = TOKENIZER.encode("to be")
-    engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(text, **SIZES))
+    engine = Disaggregated.over(RemotePrefill(prefill_thread), DecodeEngine(text, **SIZES))
     assert engine.check("to be", params) == ids
     engine.submit("to be", params)
     (end,) = finish(engine).values()
@@ -745,10 +759,8 @@ def test_numbers_of_numpy_are_sent_and_what_cannot_be_is_told_at_once(other_end)
 
 def test_a_process_that_computes_prompts_outlives_bad_requests_and_bad_clients(model, wanted):
     """What it cannot do is done where it is decoded, and who says nonsense is let go."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        computing = PrefillEngine(model, **SIZES)
-        threading.Thread(target=serve_prefills, args=(computing, listener), daemon=True).start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    computing = PrefillEngine(model, **SIZES)
+    with served(computing) as address:
         bad = RemotePrefill(address)
         bad._outbox.put(encoded({"id": 0, "prompt": [5]}))
         with pytest.raises(RemoteError, match="has gone"):
@@ -772,11 +784,8 @@ def test_prompts_of_a_mesh_go_on_where_there_are_fewer_devices(model, devices):
     here, there = (on_mesh(coded, n) if n > 1 else coded for n in devices)
     prompt, params = list(range(3, 40)), SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
     (wanted,) = (c.token_ids for c in alone(coded, [(prompt, params)]))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        computing = PrefillEngine(here, **SIZES)
-        threading.Thread(target=serve_prefills, args=(computing, listener), daemon=True).start()
-        prefill = RemotePrefill(f"127.0.0.1:{listener.getsockname()[1]}")
-        engine = Disaggregated.over(prefill, DecodeEngine(there, **SIZES))
+    with served(PrefillEngine(here, **SIZES)) as address:
+        engine = Disaggregated.over(RemotePrefill(address), DecodeEngine(there, **SIZES))
         engine.submit(prompt, params)
         found = [event.completion.token_ids for event in engine.run() if event.completion]
         assert (found, engine.metrics()["prefill_tokens"]) == ([wanted], 1)  # of the last one, for its logits

@@ -88,19 +88,18 @@ def test_deterministic_activations_have_a_scale_a_row_on_any_mesh():
 def test_preemption_prefixes_and_speculation():
     model, two = model_of(), on_mesh(model_of(), 2)
     greedy = [replace(ASKED[0], max_new_tokens=20)] * len(PROMPTS)
-    few = {"num_pages": 6, "buckets": (Bucket(3, 5, 3),)}
+    drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
     wanted = tokens(model, greedy, kv_cache=KIVI)
-    engine = Engine(two, **(SIZES | few), kv_cache=KIVI)
+    engine = Engine(two, **(SIZES | drafted), num_pages=6, kv_cache=KIVI)
     ids = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, greedy)]
     done = {event.id: event.completion.token_ids for event in engine.run() if event.completion}
     assert [done[i] for i in ids] == wanted
-    assert engine.metrics()["preemptions"] > 0
     again = engine.submit(PROMPTS[0], greedy[0])
     (last,) = [event.completion for event in engine.run() if event.completion]
     assert (last.token_ids, again) == (wanted[0], 4)
-    assert engine.metrics()["prefix_hit_tokens"] > 0
-    drafted = {"speculate": NGram(drafts=2, shortest=1), "buckets": (Bucket(3, 5, 3), Bucket(2, 0, 0, 3))}
-    assert tokens(two, greedy, **drafted, kv_cache=KIVI) == wanted
+    metrics = engine.metrics()
+    assert metrics["preemptions"] > 0 < metrics["prefix_hit_tokens"]
+    assert metrics["draft_tokens_mean"] > 0
 
 
 def test_adapters():
@@ -273,10 +272,10 @@ def test_the_command(tmp_path, capsys):
     ask = ["Once upon a time", "--max-new-tokens", "8", "--temperature", "0", "--max-slots", "1"]
     try:
         texts, kept = [], ["--devices", "2", "--compile-cache", str(tmp_path)]
-        for more in (["--no-compile-cache"], kept, kept):
-            assert main([*ask, *more]) == 0
+        for _ in range(2):
+            assert main([*ask, *kept]) == 0
             texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1] == texts[2]
+        assert texts[0] == texts[1]
         assert len(texts[0]) > 8
         assert list(tmp_path.iterdir())
         assert main([*ask, "--devices", "9"]) == 2

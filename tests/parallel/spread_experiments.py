@@ -22,6 +22,15 @@ from tests.experiments.test_decode_step import TOY
 from tests.parallel.meshes import model_of
 
 
+@pytest.fixture(autouse=True, scope="module")
+def narrow():
+    """Experiments run as they do by themselves, without the 64 bits of the other files."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
 @pytest.fixture
 def toy(tmp_path):
     path = tmp_path / "toy.json"
