@@ -41,8 +41,8 @@ def test_counts_by_file_and_what_failed(tmp_path):
 
 
 def test_a_recorded_run_says_why_a_test_failed_as_soon_as_it_has(tmp_path):
-    """The run is cut off after one of two workers is done. Each failure has its line by then, of others nothing is said,
-    and a worker that has nothing left to do records nothing."""
+    """The run is cut off after one of two workers is done. Each failure has its line by then, of others nothing is
+    said, and a worker that has nothing left to do records nothing."""
     (tmp_path / "test_it.py").write_text(
         "import os, pathlib, pytest, signal, time\n\ndef test_skipped():\n    pytest.skip('no GPU')\n\n"
         "def test_it():\n    assert [1, 2] == [1], 'too many'\n    \ndef test_cuts_the_run_off():\n"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path.name for path in (ROOT / "tests/parallel").glob("spread_*.py"))
 
 
-@pytest.mark.parametrize("files", (FILES[:4], FILES[4:]), ids=lambda files: f"{files[0]} to {files[-1]}")
+@pytest.mark.parametrize("files", [FILES[:4], FILES[4:]], ids=lambda files: f"{files[0]} to {files[-1]}")
 def test_on_eight_devices(files: list[str]):
     flags = "--xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "16"}
