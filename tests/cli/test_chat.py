@@ -29,7 +29,8 @@ from tests.cli.cases import params
 from tests.tiny import tiny_model
 
 EXACT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}\n{% endfor %}<assistant>"
-SIZES = ("--max-slots", "4", "--max-step-tokens", "32", "--no-compile-cache")
+STEPS = ("--max-slots", "4", "--max-step-tokens", "32")
+SIZES = (*STEPS, "--no-compile-cache")
 FLAGS = ("--max-new-tokens", "8", "--ignore-eos", "--seed", "5")
 SUMMARY = re.compile(
     r"(\d+) turns?: (\d+) tokens?, (\d+) of (\d+) prompt tokens computed, the others were there(, .*)?"
@@ -390,7 +391,7 @@ class Terminal:
 
 def test_a_terminal(folder):
     """Ctrl-C stops the answer, then a line, and not the program; the last turn is edited; Ctrl-D ends."""
-    flags = ["--model", str(folder), *SIZES, "--ignore-eos", "--seed", "5", "--max-new-tokens", "90"]
+    flags = ["--model", str(folder), *STEPS, "--ignore-eos", "--seed", "5", "--max-new-tokens", "90"]
     terminal = Terminal(flags)
     prompt = r"\x1b\[1m> \x1b\[0m"
     terminal.until("Ctrl-D ends")
@@ -424,7 +425,7 @@ def test_a_terminal(folder):
 
 
 def test_ctrl_c_in_a_pipe_ends_it_with_what_there_is(folder):
-    flags = ["--model", str(folder), *SIZES, "--ignore-eos", "--seed", "5", "--max-new-tokens", "90"]
+    flags = ["--model", str(folder), *STEPS, "--ignore-eos", "--seed", "5", "--max-new-tokens", "90"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SLOW.format(args=flags)], **pipes) as process:
         process.stdin.write(b"a king\nthe sea\n")
@@ -438,7 +439,7 @@ def test_ctrl_c_in_a_pipe_ends_it_with_what_there_is(folder):
 
 
 def test_no_escape_codes_where_none_are_wanted(folder):
-    terminal = Terminal(["--model", str(folder), *SIZES, *FLAGS], NO_COLOR="1", TERM="dumb")
+    terminal = Terminal(["--model", str(folder), *STEPS, *FLAGS], NO_COLOR="1", TERM="dumb")
     terminal.until("> ")
     terminal.type("a king\n")
     terminal.until(r"a king\r\n(?s:.)+\r\n(?s:.)*> ")

@@ -25,9 +25,7 @@ def test_the_script_is_this_module():
 
 
 def test_generate(folder, model):
-    done = jllm(
-        "generate", "--model", folder, "--max-slots", 4, "--max-step-tokens", 32, "--no-compile-cache", *FLAGS, "a king"
-    )
+    done = jllm("generate", "--model", folder, "--max-slots", 4, "--max-step-tokens", 32, *FLAGS, "a king")
     assert (done.returncode, done.stdout) == (0, expected(model, "a king", params())[0].text + "\n")
 
 

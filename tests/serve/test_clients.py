@@ -200,9 +200,9 @@ def test_headers_are_limited(address):
         connection.settimeout(60)
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         answered = False
-        for _ in range(40):
+        for _ in range(10):
             if not answered:  # whatever is sent to a closed connection discards its answer
-                connection.sendall(b"X-Long: " + b"a" * 1000 + b"\r\n")
+                connection.sendall(b"X-Long: " + b"a" * 4000 + b"\r\n")
                 answered = bool(select.select([connection], [], [], 0.5)[0])
         assert connection.recv(20).startswith(b"HTTP/1.1 400")
 
@@ -281,7 +281,7 @@ def loglikelihood_ids(tokenizer, context, continuation) -> tuple[list[int], int]
 
 
 def command(checkpoint, *more, **environment):
-    arguments = [sys.executable, "-m", "jllm.serve", "--model", str(checkpoint), "--port", "0", "--no-compile-cache"]
+    arguments = [sys.executable, "-m", "jllm.serve", "--model", str(checkpoint), "--port", "0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     return subprocess.Popen([*arguments, "--max-slots", "2", "--max-step-tokens", "8", *more], **pipes)
