@@ -358,8 +358,11 @@ def rest_of(engine, given):
 def served(engine):
     """The address of an engine that computes prompts in a thread of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve_prefills, args=(engine, listener), daemon=True).start()
+        thread = threading.Thread(target=serve_prefills, args=(engine, listener), daemon=True)
+        thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)  # what it warns of is of this test
 
 
 @pytest.fixture(params=["device", "process"])
@@ -614,11 +617,11 @@ def test_another_process_computes_prompts_for_pages_of_another_size(model, wante
 
 def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_process):
     address, process = prefill_process()
-    with (
-        served(PrefillEngine(tiny_model("float64", seed=1), **SIZES)) as other,
-        pytest.raises(RemoteError, match="has another model than this engine"),
-    ):
-        Disaggregated.over(RemotePrefill(other), DecodeEngine(model, **SIZES))
+    with served(PrefillEngine(tiny_model("float64", seed=1), **SIZES)) as place:
+        other = RemotePrefill(place)
+        with pytest.raises(RemoteError, match="has another model than this engine"):
+            Disaggregated.over(other, DecodeEngine(model, **SIZES))
+        other.close()
     with pytest.raises(RemoteError, match="an address must be HOST:PORT"):
         RemotePrefill("nowhere")
     with pytest.raises(RemoteError, match="nothing listens at 127.0.0.1:1"):
@@ -634,6 +637,7 @@ def test_a_process_that_goes_half_way_or_does_not_fit(model, wanted, prefill_pro
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*its .* requests end")  # of who computes the prompts
 def test_when_the_engine_that_decodes_fails_all_ends_with_an_error(model, prefill_thread):
     engine = Disaggregated.over(RemotePrefill(prefill_thread), DecodeEngine(model, **SIZES))
     place, placed, submitted = engine._place, [], threading.Event()
