@@ -53,6 +53,7 @@ st = hypothesis.strategies
 
 jax.config.update("jax_enable_x64", True)
 SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate(JOBS)]
+FEW = [SEEDED[i] for i in (0, 2, 5)]  # which need one program
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,12 @@ def test_both_engines_take_other_weights_and_what_is_between_them_is_computed_ag
     ids=["same", "little room", "int8 and own sizes", "drafts"],
 )
 def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
-    wanted = wanted if options.get("kv_cache") is None else alone(model, SEEDED, **options)
+    jobs = SEEDED if options.keys().isdisjoint(("kv_cache", "speculate")) else FEW
+    wanted = wanted if jobs is SEEDED else alone(model, jobs, kv_cache=options.get("kv_cache"))
     engine = apart(model, prefill=prefill, **options)
     first, second = (replica.engine for replica in engine._all)
-    engine.compile_ahead([params for _, params in SEEDED])
-    for prompt, params in SEEDED:
+    engine.compile_ahead([params for _, params in jobs])
+    for prompt, params in jobs:
         engine.submit(prompt, params)
     same(samples(finish(engine)), wanted)
     assert not engine.has_work
@@ -120,7 +122,7 @@ def test_tokens_are_those_of_one_engine(model, wanted, options, prefill):
     assert engine._reserved == 0
     assert [replica.load.tokens for replica in engine._all] == [0, 0]
     found = engine.metrics()
-    assert found["requests"] == found["requests_finished"] == len(JOBS)
+    assert found["requests"] == found["requests_finished"] == len(jobs)
     assert found["output_tokens"] == found["inter_token_s"]["count"] + found["first_token_s"]["count"]
     engine.close()
 

@@ -26,6 +26,7 @@ from tests.parallel.spread_replicas import JOBS, SIZES, Failing, Replicas, alone
 
 jax.config.update("jax_enable_x64", True)
 SEEDED = [(prompt, replace(params, seed=i)) for i, (prompt, params) in enumerate(JOBS)]
+FEW = [SEEDED[i] for i in (0, 2, 5)]  # which need one program a mesh
 
 
 def pair(first: int) -> Mesh:
@@ -42,8 +43,13 @@ def wanted(model):
     return alone(model, SEEDED)
 
 
-def run(engine):
-    for prompt, params in SEEDED:
+@pytest.fixture(scope="module")
+def wanted_few(model):
+    return alone(model, FEW)
+
+
+def run(engine, jobs=FEW):
+    for prompt, params in jobs:
         engine.submit(prompt, params)
     ends = finish(engine)
     return [ends[key] for key in sorted(ends)]
@@ -53,7 +59,7 @@ def test_tokens_are_those_of_one_device_and_each_device_has_its_share_alone(mode
     engine = Replicas(on_mesh(model, 2), 2, **SIZES)
     assert engine.slots == 6
     engine.compile_ahead([params for _, params in SEEDED])
-    same(run(engine), wanted)
+    same(run(engine, SEEDED), wanted)
     for first, replica in zip((0, 2), engine._all, strict=True):
         device = replica.engine._device
         assert {x.sharding.mesh for x in jax.tree.leaves((device._state, device._params))} == {pair(first)}
@@ -69,7 +75,7 @@ def test_each_mesh_takes_other_weights(model):
     with pytest.raises(WeightsError, match=r"embed must be float64\[2,49,64\], .* not float64\[97,64\]"):
         engine.update(other.params)
     assert engine.update(on_mesh(other, 2).params) == 1
-    same(run(engine), alone(other, SEEDED))
+    same(run(engine), alone(other, FEW))
     for first, replica in zip((0, 2), engine._all, strict=True):
         assert {x.sharding.mesh for x in jax.tree.leaves(replica.engine._device._params)} == {pair(first)}
     engine.close()
@@ -89,25 +95,25 @@ def test_a_copy_goes_from_each_device_to_the_one_with_the_same_share(model):
     assert all(new is old for new, old in zip(*map(jax.tree.leaves, (again.params, source.params)), strict=True))
 
 
-def test_what_ran_on_a_mesh_that_failed_begins_again_on_another(model, wanted):
+def test_what_ran_on_a_mesh_that_failed_begins_again_on_another(model, wanted_few):
     """With placements of one's own, of which the first fails."""
-    make = partial(Failing, fails={4: 6})
-    engine = Replicas(on_mesh(model, 2), [pair(4), pair(0)], make=make, **SIZES)
+    make = partial(Failing, fails={2: 6})
+    engine = Replicas(on_mesh(model, 2), [pair(2), pair(0)], make=make, **SIZES)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        same(run(engine), wanted)
+        same(run(engine), wanted_few)
     said = [str(each.message) for each in told if "begins again elsewhere" in str(each.message)]
     assert len(said) == engine.metrics()["replicas_failed"] == 1
-    assert all(str(device) in said[0] for device in pair(4).devices.flat)
+    assert all(str(device) in said[0] for device in pair(2).devices.flat)
     engine.close()
 
 
-def test_drafters_are_on_each_mesh(model, wanted):
+def test_drafters_are_on_each_mesh(model, wanted_few):
     """Such as a quantized copy, which is made once and then is in shares."""
     mesh = on_mesh(model, 2)
     steps = {"buckets": (Bucket(3, 13, 3), Bucket(3, 0, 0, 3))}
     engine = Replicas(mesh, 2, speculate=find_drafter("copy:w8a16", mesh, 2), **(SIZES | steps))
-    same(run(engine), wanted)
+    same(run(engine), wanted_few)
     assert engine.metrics()["draft_segments"] > 0
     for first, replica in zip((0, 2), engine._all, strict=True):
         assert {x.sharding.mesh for x in jax.tree.leaves(replica.engine._device._drafter)} == {pair(first)}
@@ -120,7 +126,7 @@ def test_hooks_have_their_arrays_on_each_mesh(model):
 
     hooks = Hooks(logits_processor=jax.tree_util.Partial(add, jnp.linspace(-2.0, 2.0, model.config.vocab_size)))
     engine = Replicas(on_mesh(model, 2), 2, hooks=hooks, **SIZES)
-    same(run(engine), alone(model, SEEDED, hooks=hooks))
+    same(run(engine), alone(model, FEW, hooks=hooks))
     engine.close()
 
 
@@ -132,8 +138,8 @@ def test_prompts_go_from_one_mesh_to_the_other(model, ranks, kv_cache):
     """Four devices keep each of the two KV heads twice."""
     engine = Disaggregated(on_mesh(model, ranks), kv_cache=kv_cache, **SIZES)
     first, second = (replica.engine for replica in engine._all)
-    engine.compile_ahead([params for _, params in SEEDED])
-    same(run(engine), alone(model, SEEDED, kv_cache=kv_cache))
+    engine.compile_ahead([params for _, params in FEW])
+    same(run(engine), alone(model, FEW, kv_cache=kv_cache))
     assert second.metrics()["prefix_forked_tokens"] > 0, "what was computed elsewhere"
     assert engine.metrics()["compile_first_use"] == 0
     for start, one in ((0, first), (ranks, second)):
@@ -154,8 +160,8 @@ def test_each_device_sends_its_heads_alone(model):
     engine.close()
 
 
-def test_when_the_mesh_that_decodes_fails_the_other_does_all(model, wanted):
-    engine = Disaggregated(on_mesh(model, 2), [pair(4), pair(0)], **SIZES)
+def test_when_the_mesh_that_decodes_fails_the_other_does_all(model, wanted_few):
+    engine = Disaggregated(on_mesh(model, 2), [pair(2), pair(0)], **SIZES)
     second = engine._all[1].engine
     advance, left = second._loop.advance, iter(range(4))
 
@@ -166,7 +172,7 @@ def test_when_the_mesh_that_decodes_fails_the_other_does_all(model, wanted):
 
     second._loop.advance = advance_or_fail
     with pytest.warns(RuntimeWarning, match="begins again elsewhere"):
-        same(run(engine), wanted)
+        same(run(engine), wanted_few)
     engine.close()
 
 
