@@ -1,16 +1,25 @@
 """Computes errors, poison and seeded faults for the kernels' tests."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.formats.kv_pages import KVPages, Pages
 
 # Of a row's norm: what rounding the result costs, with little to spare. float64 only leaves the order of sums.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 3e-3}
+
+
+def thinned(cases: Sequence[Any], kept: Collection[int]) -> list[Any]:
+    """Returns the cases as parameters. All but those at these places are exhaustive."""
+    assert set(kept) <= set(range(len(cases)))
+    marks = [() if i in kept else pytest.mark.exhaustive for i in range(len(cases))]
+    return [pytest.param(*(x if type(x) is tuple else (x,)), marks=mark) for x, mark in zip(cases, marks, strict=True)]
 
 
 def error(out, expected) -> float:

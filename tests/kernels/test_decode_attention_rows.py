@@ -27,7 +27,7 @@ from pallas_kernels.decode_attention.shape_sm90 import REDUCTIONS
 from pallas_kernels.decode_attention.work import max_slots, query_chunks
 from pallas_kernels.hopper.hopper import SHARED_MEMORY
 from pallas_kernels.hopper.smem_sm90 import shared_bytes
-from tests.kernels.helpers import TOLERANCE, error, logits_of, missed, poison, same_bits, visible_slots
+from tests.kernels.helpers import TOLERANCE, error, logits_of, missed, poison, same_bits, thinned, visible_slots
 from tests.kernels.interpreter import FIND_RACES
 from tests.kernels.test_decode_attention_mosaic import NARROW, TINY, items_of, partial_results, shapes, small
 from tests.kernels.test_segments import queries, random_trees, words
@@ -56,9 +56,8 @@ def poisoned(case: Case, segments: Segments, width: int):
     return q, pages, jnp.asarray(np.where(hidden, -1, table), jnp.int32), lengths
 
 
-def interpreted(case: Case, arguments, segments, config=TINY, **logits):
+def interpreted(case: Case, arguments, segments, config=TINY, call=mosaic_sm90.decode_attention, **logits):
     """Runs the kernel under the GPU interpreter; a race fails."""
-    call = mosaic_sm90.decode_attention.__wrapped__  # nothing is cached: faults are planted in the kernel
     options = {"config": config, "interpret": FIND_RACES} | logits
     return jax.block_until_ready(call(*arguments, case.scale, case.window, None, segments, **options))
 
@@ -93,7 +92,7 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(INTERPRETED)))
+@pytest.mark.parametrize("number", thinned(range(len(INTERPRETED)), (0, 3, 5, 7, 8, 10, 11, 12)))
 def test_matches_the_formula_and_reads_nothing_else(number):
     case, width, tree, rows, config = INTERPRETED[number]
     segments, logits = segments_of(rows, width, tree), logits_of(number, case.heads[0], case.dtype)
@@ -112,7 +111,7 @@ def test_rows_of_a_chain_are_plain_decoding_bit_for_bit(kv, window):
     q, run = queries(case, width), partial(interpreted, case, **logits_of(0, 1, case.dtype))
     _, pages, table, lengths = case.inputs()
     together = run((q, pages, table, lengths), None, dataclasses.replace(NARROW, sms=3))
-    for i in range(width):
+    for i in (0, width - 1):
         alone = run((q[i : i + 1], pages, table, lengths - width + i + 1), None, NARROW)
         assert same_bits(together[i : i + 1], alone)
 
@@ -148,11 +147,12 @@ def test_faults_of_the_kernel_are_caught(monkeypatch):
     with_sinks, sum_of_sinks = compute_sm90.with_sinks, compute_sm90.sum_of_sinks
 
     def wrong(name=None, fault=None, module=compute_sm90, tree=False, segments=None):
+        kind, call = segments or (trees if tree else chains), mosaic_sm90.decode_attention
         with monkeypatch.context() as patch:
             if name is not None:
                 patch.setattr(module, name, fault)
-            kind = segments or (trees if tree else chains)
-            return error(interpreted(case, arguments[tree], kind, NARROW, **logits), expected[tree])
+                call = call.__wrapped__  # past the cache of the jit
+            return error(interpreted(case, arguments[tree], kind, NARROW, call, **logits), expected[tree])
 
     def moved(low: int, high: int):
         def fault(*of):
@@ -237,18 +237,21 @@ def lower(case: Case, width: int, tree: bool) -> str:
 
 @pytest.mark.parametrize(
     ("heads", "width", "kv", "window"),
-    [
-        ((32, 32), 4, "bf16", None), ((32, 32), 8, "int8-g8", 40), ((32, 32), 4, "fp8", 3),
-        ((32, 8), 2, "int4-g32", None), ((32, 8), 4, "fp8", 3), ((32, 8), 2, "bf16", None),
-        ((71, 1), 5, "int8-g8", 40), ((71, 1), 5, "int4-g32", None),
-    ],
+    thinned(
+        [
+            ((32, 32), 4, "bf16", None), ((32, 32), 8, "int8-g8", 40), ((32, 32), 4, "fp8", 3),
+            ((32, 8), 2, "int4-g32", None), ((32, 8), 4, "fp8", 3), ((32, 8), 2, "bf16", None),
+            ((71, 1), 5, "int8-g8", 40), ((71, 1), 5, "int4-g32", None),
+        ],
+        (1, 4, 5, 7),
+    ),
 )  # fmt: skip
 def test_lowers_for_cuda(heads, width, kv, window):
     case = small(lengths=(1300, 5), heads=heads, head_dim=128, k_format=kv, v_format=kv, window=window)
     assert "mosaic_gpu" in lower(case, width, tree=(width + len(kv)) % 2 == 0)
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 64), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "width"), thinned([(64, 64), (128, 64), (256, 16)], (0, 2)))
 def test_the_widest_trees_lower_for_cuda(head_dim, width):
     assert "mosaic_gpu" in lower(small(lengths=(1300, 5), head_dim=head_dim, window=9), width, tree=True)
 

@@ -19,7 +19,7 @@ from pallas_kernels.ragged_matmul import mosaic_sm90, ragged_matmul, reference, 
 from pallas_kernels.ragged_matmul.config import CodesConfig, RowConfig, block_rows, choose_codes_config
 from pallas_kernels.route import Here
 from pallas_kernels.route import mosaic_sm90 as route_sm90
-from tests.kernels.helpers import TOLERANCE, error, same_bits
+from tests.kernels.helpers import TOLERANCE, error, same_bits, thinned
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.ragged_cases import CODES, arguments, operands, sizes_of
 from tests.kernels_of import kernels_of
@@ -182,7 +182,10 @@ KERNEL = [  # kind, sizes, M, N, K, gated, and how it is cut
 ]
 
 
-@pytest.mark.parametrize(("kind", "sizes", "m", "n", "k", "gated", "config"), KERNEL, ids=str)
+KEPT = 0, 2, 3, 4, 5, 6, 7, 9, 10, 12, 13, 16, 17, 19, 20, 22  # each kind, by each way, gated and not
+
+
+@pytest.mark.parametrize(("kind", "sizes", "m", "n", "k", "gated", "config"), thinned(KERNEL, KEPT), ids=str)
 def test_the_kernel_is_the_formula_without_races(kind, sizes, m, n, k, gated, config):
     given, expected = arguments(kind, sizes, m, n, k, gated)
     for got, most in (
@@ -228,7 +231,8 @@ def test_bits_of_the_kernel_do_not_depend_on_a_rows_company(config, other):
 @pytest.mark.parametrize("m", [24, 256, 2048, 32768])
 def test_products_by_warp_are_never_in_one_order(m):
     """Few rows are by warp else. A layer's second product has the blocks of its first."""
-    shapes = jax.eval_shape(partial(encode, fmt=parse_weight_format("mxfp4-weight")), jnp.zeros((32 * 5760, 2880)))
+    weight = jax.ShapeDtypeStruct((32 * 5760, 2880), "float32")
+    shapes = jax.eval_shape(partial(encode, fmt=parse_weight_format("mxfp4-weight")), weight)
     chosen = [choose_codes_config(m, 32, 5760, 2880, False, one_order=one_order) for one_order in (False, True)]
     assert [config.by_warp for config in chosen] == [m <= 256, False]
     for config, one_order in zip(chosen, (False, True)):
@@ -264,6 +268,7 @@ def test_pairs_are_blocks_of_groups(block, apart):
 )
 def test_a_schedule_made_before_is_used_where_its_blocks_fit(monkeypatch, block, kind, used, config):
     """It has the bits of one that the product makes."""
+    monkeypatch.setattr(route_sm90, "SMS", 4)
     rng = np.random.default_rng(0)
     scores, rows = (jnp.asarray(rng.normal(size=(9, n)), "bfloat16") for n in (12, 128))
     route = partial(route_sm90.sort_tokens, scores, rows, 3, True, Here(12), lambda routes: routes)

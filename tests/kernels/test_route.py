@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import row_groups
 from pallas_kernels.route import Here, Sorted, mosaic_sm90, reference, route, xla
 from pallas_kernels.route.api import BACKENDS
-from tests.kernels.helpers import same_bits
+from tests.kernels.helpers import same_bits, thinned
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 
 pytest.importorskip("hypothesis")
@@ -144,8 +144,11 @@ def interpreted(scores, x, chosen, normalize, block, seen=lambda routes: routes,
     return mosaic_sm90.sort_tokens(scores, x, chosen, normalize, here, seen, block, None, FIND_RACES, apart)
 
 
-@pytest.mark.parametrize("case", KERNEL, ids=str)
-@pytest.mark.parametrize("processors", [132, 4])
+@pytest.mark.parametrize(
+    ("processors", "case"),
+    thinned([(processors, case) for processors in (132, 4) for case in KERNEL], (0, 1, 2, 6, 11, 12, 13, 14, 15)),
+    ids=str,
+)
 def test_the_kernels_are_the_definition_without_races(monkeypatch, case, processors):
     """Also where a block has several tokens."""
     tokens, experts, chosen, width, normalize, block, apart = case
@@ -237,24 +240,19 @@ def test_faults_of_the_kernels_are_caught(monkeypatch, fault):
         checked()
 
 
-def test_shapes_of_models_lower_for_cuda():
+SHAPES = [  # tokens, experts, chosen, width, and whether a hook changes routes
+    (1, 128, 8, 2048, False), (1, 128, 8, 2048, True), (256, 128, 8, 2048, True), (9, 8, 2, 4096, False),
+    (32, 60, 4, 2880, True), (1024, 512, 10, 2048, False), (65536, 512, 10, 2048, False), (65536, 512, 10, 2048, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "width", "changes"), thinned(SHAPES, (0, 3, 4, 6)))
+def test_shapes_of_models_lower_for_cuda(tokens, experts, chosen, width, changes):
     """A prompt of any length fits in a block's shared memory. Routes that a hook changes take other kernels."""
-    for tokens, experts, chosen, width, changes in (
-        (1, 128, 8, 2048, (0, 1)),
-        (256, 128, 8, 2048, (1,)),
-        (9, 8, 2, 4096, (0,)),
-        (32, 60, 4, 2880, (1,)),
-        (1024, 512, 10, 2048, (0,)),
-        (65536, 512, 10, 2048, (0, 1)),
-    ):
-        scores, x = (jax.ShapeDtypeStruct((tokens, n), "bfloat16") for n in (experts, width))
-        for change in changes:
-            seen = (lambda routes: routes + 1) if change else (lambda routes: routes)
-            run = partial(
-                mosaic_sm90.sort_tokens, chosen=chosen, normalize=True, here=Here(experts), seen=seen, block=64
-            )
-            lowered = jax.jit(run).trace(scores, x).lower(lowering_platforms=("cuda",))
-            assert "mosaic_gpu" in lowered.as_text()
+    scores, x = (jax.ShapeDtypeStruct((tokens, n), "bfloat16") for n in (experts, width))
+    seen = (lambda routes: routes + 1) if changes else (lambda routes: routes)
+    run = partial(mosaic_sm90.sort_tokens, chosen=chosen, normalize=True, here=Here(experts), seen=seen, block=64)
+    assert "mosaic_gpu" in jax.jit(run).trace(scores, x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.gpu

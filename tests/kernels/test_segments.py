@@ -49,7 +49,7 @@ def run(case, q, pages, table, lengths, segments, **options):
     return out, reference.decode_attention(q, pages, table, lengths, case.scale, case.window, *parts)
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(st.data())
 def test_trees_match_the_formula_and_read_nothing_else(data):
     width = data.draw(st.integers(1, 6) | st.sampled_from([31, 32, 33, 64]))

@@ -1,11 +1,8 @@
 """Checks Triton kernels: interpreted against the references, compiled for GPUs of four kinds, and run on a GPU."""
 
-import os
-import subprocess
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -27,11 +24,10 @@ from pallas_kernels.triton.triton_call import typed_call
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.row_helpers import units_apart
 from tests.kernels.test_norm_quant import exact, numbers, tolerance
-from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
+from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, cases_of, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
-ROOT = Path(__file__).parents[2]
 NORMS = [case for case in norm_cases.CASES if case.dtype != "float32"]
 SILUS = [case for case in silu_cases.CASES if case.dtype != "float32"]
 WIDEST_NORMS = [norm_cases.Case(1, 16384, "bfloat16", kind) for kind in norm_cases.KINDS]
@@ -39,16 +35,7 @@ BACKENDS = ("triton", "xla")
 WIDEST_SILUS = [silu_cases.Case(1, 32768, "bfloat16", kind) for kind in silu_cases.KINDS]
 
 
-def test_interpreted():
-    """Runs interpreted_triton.py in a process of its own: the interpreter has to be chosen before Triton is
-    imported."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton.py"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-
-
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_case_compiles(capability, tmp_path, monkeypatch):
     """Compiles for compute capability 8.0, 8.6, 8.9 and 9.0: within a block's shared memory, and nothing spilled."""
     from pallas_kernels.norm_quant import triton as norm
@@ -63,7 +50,7 @@ def test_every_case_compiles(capability, tmp_path, monkeypatch):
         gate_up = jax.ShapeDtypeStruct((case.rows, 2 * case.width), case.dtype)
         launches[case] = silu.launch(gate_up, case.kind), [gate_up.dtype]
     for case, (launch, inputs) in launches.items():
-        made = compile_for(launch, inputs, capability, tmp_path)
+        made = compile_for(launch, inputs, capability)
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], case
         assert made.spilled == 0, case

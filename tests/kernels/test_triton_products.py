@@ -1,11 +1,7 @@
 """Checks Triton matmuls: interpreted against the formula, compiled for GPUs of four kinds, and run on a GPU."""
 
 import itertools
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +16,12 @@ from pallas_kernels.scaled_matmul.config import triton_config
 from tests.kernels.helpers import TOLERANCE, error, same_bits
 from tests.kernels.ragged_cases import CODES, operands
 from tests.kernels.test_gemm_tall import FP8_TOLERANCE
-from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
+from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, cases_of, compile_for
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_interpreted():
-    """Runs the file in a process of its own: the interpreter has to be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_products.py"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-
-
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles(capability, tmp_path, monkeypatch):
     """Expects it within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.scaled_matmul import triton
@@ -53,7 +39,7 @@ def test_compiles(capability, tmp_path, monkeypatch):
         config = triton_config(m, capability == 90, in_blocks)
         launch = triton.launch(x, w, added, added, out, config, in_blocks)
         addends = ["bfloat16" if added else "float32"] * 2
-        made = compile_for(launch, [operand, operand, "float32", "float32", *addends], capability, tmp_path)
+        made = compile_for(launch, [operand, operand, "float32", "float32", *addends], capability)
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], launch
         assert made.spilled == 0, launch
@@ -73,7 +59,7 @@ OF_GROUPS = (  # kind, M, X, N, K, gated: of Qwen3-30B-A3B and gpt-oss-20b
 )
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products_of_groups_compile(capability, tmp_path, monkeypatch):
     from pallas_kernels.ragged_matmul import triton
     from pallas_kernels.ragged_matmul.config import triton_config
@@ -90,7 +76,7 @@ def test_products_of_groups_compile(capability, tmp_path, monkeypatch):
         if kind not in ("bfloat16", *CODES):
             zeros, table = (w.scales if w.zeros is None else w.zeros), "bfloat16"
             scales = [w.scales.dtype, zeros.dtype, table if launch.constants["TABLE"] else w.scales.dtype]
-        made = compile_for(launch, [rows.dtype, weights.dtype, *scales, *["int32"] * 4], capability, tmp_path)
+        made = compile_for(launch, [rows.dtype, weights.dtype, *scales, *["int32"] * 4], capability)
         assert made.shared <= SHARED_MEMORY[capability], (kind, m, made)
         assert made.spilled == 0, (kind, m, made)
         assert made.registers * 32 * launch.num_warps <= 65536, (kind, m, made)

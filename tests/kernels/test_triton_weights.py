@@ -1,10 +1,5 @@
 """Checks Triton matmuls by weights alone quantized: interpreted, compiled for GPUs of four kinds, and run on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +12,11 @@ from pallas_kernels.weight_only_matmul import api
 from pallas_kernels.weight_only_matmul.cases import CASES, Case
 from pallas_kernels.weight_only_matmul.config import triton_config
 from tests.kernels.helpers import same_bits
-from tests.kernels.triton_tools import SHARED_MEMORY, cases_of, compile_for
+from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, cases_of, compile_for
 from tests.kernels.triton_weights_cases import run, within
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
 
-ROOT = Path(__file__).parents[2]
 HALVES = [case for case in CASES if case.dtype != "float32"]
 LARGE = [  # configurations of all rows, loops that do not end at once
     Case((m,), 4096, 11008, fmt, residual=True)
@@ -30,15 +24,7 @@ LARGE = [  # configurations of all rows, loops that do not end at once
 ]
 
 
-def test_interpreted():
-    """Runs the file in a process of its own: the interpreter has to be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "tests/kernels/interpreted_triton_weights.py"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-
-
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles(capability, tmp_path, monkeypatch):
     """Expects it within the shared memory and the registers of a block, and nothing spilled."""
     from pallas_kernels.weight_only_matmul import triton
@@ -60,7 +46,6 @@ def test_compiles(capability, tmp_path, monkeypatch):
             launch,
             [x.dtype, "uint8" if name == "fp8-weight" else w.values.dtype, scales, zeros, *[x.dtype] * 3],
             capability,
-            tmp_path,
         )
         assert f".target sm_{capability}" in made.ptx
         assert made.shared <= SHARED_MEMORY[capability], name

@@ -24,7 +24,7 @@ from pallas_kernels.weight_only_matmul import (
 )
 from pallas_kernels.weight_only_matmul.cases import Case
 from pallas_kernels.weight_only_matmul.config import ONE_ROW, RowConfig, choose_config, takes_one_row
-from tests.kernels.helpers import same_bits
+from tests.kernels.helpers import same_bits, thinned
 from tests.kernels.interpreter import FIND_RACES, INTERPRET
 from tests.kernels.test_weight_only_matmul_mosaic import FORMATS, TOLERANCE, every_code, lower, row_error, shapes
 
@@ -81,7 +81,7 @@ INTERPRETED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", INTERPRETED, ids=str)
+@pytest.mark.parametrize("call", thinned(INTERPRETED, (0, 2, 3, 4, 5, 6, 7, 9, 10, 11, 14)), ids=str)
 def test_interpreted(call):
     inputs = call.inputs()
     out = call.run(*inputs, interpret=FIND_RACES)

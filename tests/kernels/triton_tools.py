@@ -1,11 +1,12 @@
 """Runs Triton kernels without a GPU, by Triton's interpreter, and compiles them for GPUs that are not there."""
 
+import contextlib
 import inspect
+import io
 import re
-import subprocess
-from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import pytest
 from pallas_kernels.triton.triton_call import Launch
 from tests.kernels.inlined import ptx
 
+ALONE = threading.Lock()  # XLA may call back several times at once
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may take, by capability
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32",
@@ -24,13 +26,26 @@ TYPES = {
 }  # fmt: skip
 
 
+class Every(int):
+    """Names a capability that all cases are compiled for."""
+
+
+EVERY = [
+    pytest.param(Every(capability), marks=pytest.mark.exhaustive, id=f"{capability} all") for capability in (86, 90)
+]
+CAPABILITIES = [*SHARED_MEMORY, *EVERY]
+
+
 def cases_of[T](capability: int, cases: Iterable[T]) -> list[T]:
-    """Returns the cases to compile for a GPU. 8.6 and 9.0 get all: blocks have the least memory on 8.6, and 9.0 has
-    configurations of its own. 8.0 gets the first one, and 8.9 those of float8 too, which 8.6 cannot convert."""
+    """Returns the cases to compile for a GPU. 8.6 and 9.0 get them in turn: blocks have the least memory on 8.6, and
+    9.0 has configurations of its own. 8.0 gets the first one. 8.9 gets half of those of float8 too, which 8.6 cannot
+    convert."""
     found = list(cases)
-    if capability in (86, 90):
+    if isinstance(capability, Every):
         return found
-    return found[:1] + [case for case in found[1:] if capability == 89 and re.search("fp8|float8", str(case))]
+    if capability in (86, 90):
+        return found[capability == 90 :: 2]
+    return found[:1] + [case for case in found[:0:-1] if capability == 89 and re.search("fp8|float8", str(case))][::2]
 
 
 class Compiled(NamedTuple):
@@ -47,8 +62,7 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
     nothing but outputs may change."""
 
     def run(*inputs: np.ndarray) -> list[np.ndarray]:
-        from triton.runtime import interpreter
-        from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+        from triton.runtime.interpreter import GridExecutor
 
         class OnHost(GridExecutor):
             """Holds its arguments where the interpreter reads and writes them."""
@@ -59,7 +73,6 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
             def _restore_args_dev(self, *_: Any) -> None:
                 pass
 
-        assert isinstance(launch.kernel, InterpretedFunction), "TRITON_INTERPRET=1 must be set from the start"
         assert all(launch.grid), "a GPU refuses a launch of no programs"
         held = [np.array(array) for array in inputs]
         outputs = [np.full(out.size * out.dtype.itemsize, 0xFF, np.uint8).view(out.dtype) for out in launch.out]
@@ -68,20 +81,49 @@ def interpret(launch: Launch, *arrays: jax.Array) -> list[jax.Array]:
             outputs[output] = held[position]
         names = launch.kernel.arg_names
         assert names == [*names[: len(held) + len(outputs)], *launch.constants], "arguments in the launch's order"
-        executor = OnHost(launch.kernel.rewrite(), names, launch.grid)
-        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # as GPUs do
-            patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
-            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
-            patch.setattr(interpreter.InterpreterBuilder, "create_fsub", _minus)
-            patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fused)
-            patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _inlined)
-            patch.setattr(interpreter, "_patch_lang_tensor", _with_index(interpreter._patch_lang_tensor))
+        with ALONE, _interpreter():
+            executor = OnHost(_rewritten(launch.kernel.fn), names, launch.grid)
             executor(*(_pointer(array) for array in (*held, *outputs)), **launch.constants)
         for position, (before, after) in enumerate(zip(inputs, held)):
             assert position in launch.aliases or np.asarray(before).tobytes() == after.tobytes(), "an input changed"
         return outputs
 
     return list(jax.pure_callback(run, list(launch.out), *arrays))
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    """Has functions of Triton interpreted, which is else chosen before Triton is imported. Its language is changed
+    once, and not again in each call of a function."""
+    import triton.language as tl
+    from triton import knobs
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    try:
+        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # as GPUs do
+            patch.setattr(knobs.runtime, "interpret", True)
+            patch.setattr(JITFunction, "__call__", lambda self, *args, **kwargs: _rewritten(self.fn)(*args, **kwargs))
+            patch.setattr(interpreter, "_convert_float", _nearest(interpreter._convert_float))
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            patch.setattr(interpreter.InterpreterBuilder, "create_fsub", _minus)
+            patch.setattr(interpreter.InterpreterBuilder, "create_fma", _fused)
+            patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _inlined)
+            # Bounds of loops are arrays of one number, of which NumPy 2.4 makes no int.
+            patch.setattr(tl.tensor, "__index__", lambda self: self.handle.data.item())
+            patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+            yield
+    finally:
+        scope.restore()
+
+
+@cache
+def _rewritten(function: Any) -> Any:
+    """Returns what the interpreter makes of a plain function. That of Triton has a hash of all that it calls."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(function).rewrite()
 
 
 def _nearest(convert: Any) -> Any:
@@ -146,26 +188,15 @@ def run_ptx(text: str, x: np.ndarray, outputs: int) -> list[np.ndarray]:
     return [names[f"${i}"].view(np.float16) for i in range(outputs)]
 
 
-def _with_index(give: Any) -> Any:
-    """Wraps what gives tensors their methods: bounds of loops are arrays of one number, of which NumPy 2.4 makes no
-    int."""
-
-    def run(tensor: Any, scope: Any) -> None:
-        give(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    return run
-
-
 def _pointer(array: np.ndarray) -> Any:
     return SimpleNamespace(data_ptr=lambda: array.ctypes.data, dtype=TYPES[str(array.dtype)])
 
 
-def compile_for(launch: Launch, inputs: list[Any], capability: int, folder: Path) -> Compiled:
+def compile_for(launch: Launch, inputs: list[Any], capability: int) -> Compiled:
     """Compiles the launch with Triton and ptxas for a compute capability (80: 8.0). `inputs`: their dtypes."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     names = list(inspect.signature(launch.kernel.fn).parameters)
@@ -176,13 +207,11 @@ def compile_for(launch: Launch, inputs: list[Any], capability: int, folder: Path
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(dtypes))}
     source = ASTSource(launch.kernel, signature, {(names.index(k),): v for k, v in launch.constants.items()}, aligned)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = folder / "kernel.ptx"
-    ptx.write_text(made.asm["ptx"])
-    architecture = re.search(r"\.target (\w+)", made.asm["ptx"])
-    assert architecture is not None
-    command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", "/dev/null"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+        patch.setattr(knobs.compilation, "always_compile", True)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    said = out.getvalue()
     registers, spilled = (re.search(pattern, said) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
     assert registers is not None, said
     assert spilled is not None, said

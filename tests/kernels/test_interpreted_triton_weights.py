@@ -1,18 +1,19 @@
-"""Checks Triton matmuls by weights alone quantized in Triton's interpreter against the formula. test_triton_weights.py
-runs this file in a process of its own."""
+"""Checks Triton matmuls by weights alone quantized in Triton's interpreter against the formula."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from pallas_kernels.formats.weight_formats import TABLES
-from pallas_kernels.triton import triton_call
-from pallas_kernels.weight_only_matmul import reference, triton
-from pallas_kernels.weight_only_matmul.cases import Case
-from tests.kernels import triton_tools
-from tests.kernels.helpers import missed, same_bits
-from tests.kernels.triton_weights_cases import allowed, run, within
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+from pallas_kernels.formats.weight_formats import TABLES  # noqa: E402
+from pallas_kernels.triton import triton_call  # noqa: E402
+from pallas_kernels.weight_only_matmul import reference, triton  # noqa: E402
+from pallas_kernels.weight_only_matmul.cases import Case  # noqa: E402
+from tests.kernels import triton_tools  # noqa: E402
+from tests.kernels.helpers import missed, same_bits  # noqa: E402
+from tests.kernels.triton_weights_cases import allowed, run, within  # noqa: E402
 
 CASES = (
     Case((1,), 40, 96, "w4a16-g32", shuffled=True),

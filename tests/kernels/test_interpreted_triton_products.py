@@ -1,19 +1,20 @@
-"""Checks Triton matmuls in Triton's interpreter against the formula. test_triton_products.py runs this file in a
-process of its own."""
+"""Checks Triton matmuls in Triton's interpreter against the formula."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from pallas_kernels.fp8_matmul import fp8_matmul
-from pallas_kernels.int8_matmul import int8_matmul
-from pallas_kernels.ragged_matmul import triton as ragged_triton
-from pallas_kernels.scaled_matmul import reference, triton
-from pallas_kernels.scaled_matmul.cases import Case
-from pallas_kernels.triton import triton_call
-from tests.kernels import ragged_cases, triton_tools
-from tests.kernels.helpers import TOLERANCE, error, missed, same_bits
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+from pallas_kernels.fp8_matmul import fp8_matmul  # noqa: E402
+from pallas_kernels.int8_matmul import int8_matmul  # noqa: E402
+from pallas_kernels.ragged_matmul import triton as ragged_triton  # noqa: E402
+from pallas_kernels.scaled_matmul import reference, triton  # noqa: E402
+from pallas_kernels.scaled_matmul.cases import Case  # noqa: E402
+from pallas_kernels.triton import triton_call  # noqa: E402
+from tests.kernels import ragged_cases, triton_tools  # noqa: E402
+from tests.kernels.helpers import TOLERANCE, error, missed, same_bits  # noqa: E402
 
 CASES = (
     Case(1, 96, 96, "int8"),

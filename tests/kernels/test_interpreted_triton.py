@@ -1,5 +1,4 @@
-"""Checks Triton kernels in Triton's interpreter against the references. test_triton.py runs this file in a process of
-its own, as the interpreter has to be chosen before Triton is imported."""
+"""Checks Triton kernels of rows in Triton's interpreter against the references."""
 
 import importlib
 import sys
@@ -10,19 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows
-from pallas_kernels.norm_quant import cases as norm_cases
-from pallas_kernels.norm_quant import norm_quant, reference
-from pallas_kernels.norm_quant import xla as norm_xla
-from pallas_kernels.silu_mul_quant import cases as silu_cases
-from pallas_kernels.silu_mul_quant import reference as silu_reference
-from pallas_kernels.silu_mul_quant import silu_mul_quant
-from pallas_kernels.silu_mul_quant import xla as silu_xla
-from pallas_kernels.triton import rows_triton, triton_call
-from tests.kernels import triton_tools
-from tests.kernels.helpers import TOLERANCE, error, same_bits
-from tests.kernels.row_helpers import units_apart
-from tests.kernels.test_norm_quant import STEP, exact, numbers, tolerance
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+from pallas_kernels.formats.quantized_rows import dequantize_rows, quantize_rows  # noqa: E402
+from pallas_kernels.norm_quant import cases as norm_cases  # noqa: E402
+from pallas_kernels.norm_quant import norm_quant, reference  # noqa: E402
+from pallas_kernels.norm_quant import xla as norm_xla  # noqa: E402
+from pallas_kernels.silu_mul_quant import cases as silu_cases  # noqa: E402
+from pallas_kernels.silu_mul_quant import reference as silu_reference  # noqa: E402
+from pallas_kernels.silu_mul_quant import silu_mul_quant  # noqa: E402
+from pallas_kernels.silu_mul_quant import xla as silu_xla  # noqa: E402
+from pallas_kernels.triton import rows_triton, triton_call  # noqa: E402
+from tests.kernels import triton_tools  # noqa: E402
+from tests.kernels.helpers import TOLERANCE, error, same_bits  # noqa: E402
+from tests.kernels.row_helpers import units_apart  # noqa: E402
+from tests.kernels.test_norm_quant import STEP, exact, numbers, tolerance  # noqa: E402
 
 KINDS = (None, "int8", "fp8")
 NORMS = [case for case in norm_cases.CASES if case.dtype != "float32"]

@@ -1,5 +1,4 @@
-"""Checks Triton kernels over pages in Triton's interpreter against the references. test_triton_pages.py runs this file
-in a process of its own."""
+"""Checks Triton kernels over pages in Triton's interpreter against the references."""
 
 import dataclasses
 from functools import partial
@@ -9,25 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cache_update import cache_update, cache_update_fused
-from pallas_kernels.cache_update import reference as update_reference
-from pallas_kernels.cache_update import triton as update_triton
-from pallas_kernels.decode_attention import Segments, decode_attention
-from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.decode_attention import triton as decode_triton
-from pallas_kernels.decode_attention.cases import Case as Decode
-from pallas_kernels.formats import kv_formats
-from pallas_kernels.formats.kv_pages import KVPages, Pages
-from pallas_kernels.prefill_attention import plan, prefill_attention
-from pallas_kernels.prefill_attention import reference as prefill_reference
-from pallas_kernels.prefill_attention import triton as prefill_triton
-from pallas_kernels.triton import pages_triton, triton_call
-from tests.kernels import triton_tools
-from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales
-from tests.kernels.layers import caught, check_attention, check_update, expected_of, plant
-from tests.kernels.test_cache_update import storage_tolerance, written_rows
-from tests.kernels.test_segments import queries, words
-from tests.kernels.triton_cases import (
+pytest.importorskip("triton")  # of extras and development, for Linux alone
+
+from pallas_kernels.cache_update import cache_update, cache_update_fused  # noqa: E402
+from pallas_kernels.cache_update import reference as update_reference  # noqa: E402
+from pallas_kernels.cache_update import triton as update_triton  # noqa: E402
+from pallas_kernels.decode_attention import Segments, decode_attention  # noqa: E402
+from pallas_kernels.decode_attention import reference as decode_reference  # noqa: E402
+from pallas_kernels.decode_attention import triton as decode_triton  # noqa: E402
+from pallas_kernels.decode_attention.cases import Case as Decode  # noqa: E402
+from pallas_kernels.formats import kv_formats  # noqa: E402
+from pallas_kernels.formats.kv_pages import KVPages, Pages  # noqa: E402
+from pallas_kernels.prefill_attention import plan, prefill_attention  # noqa: E402
+from pallas_kernels.prefill_attention import reference as prefill_reference  # noqa: E402
+from pallas_kernels.prefill_attention import triton as prefill_triton  # noqa: E402
+from pallas_kernels.triton import pages_triton, triton_call  # noqa: E402
+from tests.kernels import triton_tools  # noqa: E402
+from tests.kernels.helpers import TOLERANCE, error, missed, same_bits, swap_entries, swap_scales  # noqa: E402
+from tests.kernels.layers import caught, check_attention, check_update, expected_of, plant  # noqa: E402
+from tests.kernels.test_cache_update import storage_tolerance, written_rows  # noqa: E402
+from tests.kernels.test_segments import queries, words  # noqa: E402
+from tests.kernels.triton_cases import (  # noqa: E402
     DECODE,
     PREFILLS,
     UPDATES,
