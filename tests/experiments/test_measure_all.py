@@ -156,8 +156,8 @@ def test_what_a_command_started_ends_with_it(group, tmp_path, monkeypatch):
     child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}]{group})"
     monkeypatch.setattr(measure_all, "LEAST", 0)
-    command = Command("slow", f"-S -c {shlex.quote(parent)}", 2)
-    assert run(command, tmp_path, deadline=time.monotonic() + 60) == "cut off after 2 s"
+    command = Command("slow", f"-S -c {shlex.quote(parent)}", 3)
+    assert run(command, tmp_path, deadline=time.monotonic() + 60) == "cut off after 3 s"
     with lock.open() as file:  # the child had begun
         for _ in range(100):
             try:

@@ -479,8 +479,8 @@ def test_a_script_that_takes_too_long_leaves_nothing_running(tmp_path):
         "open(__file__ + '.pid', 'w').write(str(child.pid))\n"
         "time.sleep(60)\n"
     )
-    (row,) = kernel_peers.run_script(tmp_path / "peer_torch.py", [], 2)
-    assert row["error"] == "took more than 2 s"
+    (row,) = kernel_peers.run_script(tmp_path / "peer_torch.py", [], 5)
+    assert row["error"] == "took more than 5 s"
     child = int((tmp_path / "peer_torch.py.pid").read_text())
     for _ in range(100):
         try:
