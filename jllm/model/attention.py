@@ -241,8 +241,8 @@ def _split_qkv(
 
 
 def _norms_each_head(config: LlamaConfig, backend: str | None) -> bool:
-    """Returns whether the cache's update may take norms of q and k along: of each head, not of a row's heads
-    together."""
+    """Returns whether the cache's update takes norms of q and k along. It has none of a row's heads together, and for a
+    deterministic backend on Hopper none at all: a kernel of norms adds in one order there."""
     return not config.qk_norm_whole and not (backend == DETERMINISTIC and on_hopper())
 
 

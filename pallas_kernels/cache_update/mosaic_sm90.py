@@ -1,12 +1,13 @@
 """Runs cache_update on Hopper: one pass over Q, K and V, from one fused array or three, into the pages in place.
 
-Memory bounds it, so there is no staging. A warpgroup loads the two halves of a few heads straight into registers,
-rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]. A quantization group is
-spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles. So does the rotation by
-a Hadamard matrix: whole heads are in a few lanes.
+Memory bounds it, so there is no staging. A warpgroup loads the two halves of a few heads straight into registers, norms
+them if asked, rotates, encodes, and stores. A half of D/2 values is laid out as [groups, threads, vector]. A
+quantization group is spread over neighbouring lanes (or lies in one), and its largest magnitude costs a few shuffles.
+So do norms and the rotation by a Hadamard matrix: whole heads are in a few lanes.
 
 Arithmetic is what XLA compiles from the xla backend. Divisions by a constant and by a group's scale become products
-with the reciprocal. A product may be contracted with the sum that takes it. Sums of a rotation have another order.
+with the reciprocal. A product may be contracted with the sum that takes it. Sums of norms and of a rotation have
+another order.
 """
 
 import math
@@ -244,6 +245,7 @@ def _norm(
     spread = plgpu.layout_cast(jax.lax.broadcast_in_dim(scale, halves[0].shape, (0,)), layout)
     found = []
     for x, gain in zip(halves, gains):
+        gain = gain if offset else gain.astype(dtype)
         y, gain = x * spread, _over_heads(gain.astype(jnp.float32), x, layout)
         y = y * (gain + offset) if offset else y.astype(dtype).astype(jnp.float32) * gain
         found.append(y.astype(dtype).astype(jnp.float32))

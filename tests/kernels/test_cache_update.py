@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.backends import TARGET
 from pallas_kernels.cache_update import cache_update, cache_update_fused, reference
 from pallas_kernels.cache_update.cases import BENCH_CASES, CASES
 from pallas_kernels.decode_attention import decode_attention
@@ -82,7 +83,7 @@ def test_float64_is_exact(case):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norms_of_heads_by_the_definition(offset):
+def test_norms_of_heads_by_the_definition(offset, monkeypatch):
     with jax.enable_x64(True):
         q, k, v, *rest = dataclasses.replace(CASES[2], dtype="float64").inputs()
         gains = np.random.default_rng(5).uniform(0.5, 2, (2, q.shape[-1]))
@@ -98,6 +99,9 @@ def test_norms_of_heads_by_the_definition(offset):
         assert error(*(written_rows(pages, *rest[3:])[0] for pages in (new, expected))) < storage_tolerance("int4", "f")
     with pytest.raises(ValueError, match="k_norm has shape"):
         cache_update_fused(qkv.reshape(len(q), -1), *rest, norms=norms._replace(k=gains[1][1:]))
+    monkeypatch.setenv(TARGET, "9.0")
+    with pytest.raises(NotImplementedError, match="sums of norms have no one order here"):
+        cache_update_fused(qkv.reshape(len(q), -1), *rest, norms=norms, backend="deterministic")
 
 
 def test_seeded_faults_are_caught():

@@ -131,6 +131,14 @@ def test_norms_of_heads_have_the_bits_of_a_pass_of_their_own(case, config, offse
     assert same_bits(out, cache_update_fused(qkv.reshape(len(qkv), -1), *rest, norms=norms, backend="xla"))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_gains_of_another_dtype_are_rounded_as_in_a_pass_of_their_own(offset):
+    qkv, rest, norms = normed(INTERPRETED[2][0], offset)
+    wide = norms._replace(q=norms.q.astype(jnp.float32) + 1e-3, k=norms.k.astype(jnp.float32) - 1e-3)
+    out = FUSED["mosaic"].run(qkv, INTERPRETED[2][0].heads[0], wide, *rest, interpret=INTERPRET)
+    assert same_bits(out, cache_update_fused(qkv.reshape(len(qkv), -1), *rest, norms=wide, backend="xla"))
+
+
 @pytest.mark.parametrize("fault", ["sums of one half", "gains exchanged", "no eps"])
 def test_seeded_faults_of_norms_are_caught(monkeypatch, fault):
     qkv, rest, norms = normed(INTERPRETED[3][0])
@@ -208,6 +216,18 @@ def test_every_kind_of_case_lowers_for_cuda(which):
     chosen = [(case, choose_config(case.rows, case.heads[1])) for case in some]
     for case, config in (*chosen, *INTERPRETED, *ROTATED)[which::2]:
         assert len(custom_calls(lower(jax.jit(partial(mosaic_sm90.cache_update, config=config)), *shapes(case)))) == 1
+
+
+@pytest.mark.parametrize("which", thinned(range(4), (0,)))
+def test_norms_of_heads_lower_for_cuda(which):
+    """Sums go over other lanes in each layout of registers."""
+
+    def run(config, q, k, v, *rest):
+        gains = (jnp.ones(q.shape[-1], q.dtype),) * 2
+        return mosaic_sm90.cache_update(q, k, v, *rest, gains=gains, eps=1e-5, gain_offset=which % 2, config=config)
+
+    for case, config in (*INTERPRETED, *ROTATED)[which::4]:
+        assert len(custom_calls(lower(jax.jit(partial(run, config)), *shapes(case)))) == 1
 
 
 LAYERS = 32
