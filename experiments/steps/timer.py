@@ -262,7 +262,8 @@ def compile_ahead[K: Hashable](recipes: Mapping[K, Recipe], threads: int) -> dic
     """Compiles programs in threads, and waits for all. For a GPU other processes trace steps, as when an engine starts.
     A program's error raises when its result is read."""
     steps = sum(recipe.step is not None for recipe in recipes.values())
-    compiler = Compiler(Compiled(), False, 0 if is_host() else min(usual_processes(), steps), False, threads)
+    processes = 0 if is_host() else min(usual_processes(), steps)
+    compiler = Compiler(Compiled(), progress=False, processes=processes, tells=False, threads=threads)
     try:
         found = {key: compiler.add(recipe) for key, recipe in recipes.items()}
         wait(found.values())

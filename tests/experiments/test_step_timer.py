@@ -1,6 +1,7 @@
 """The one timer of whole steps: what a step is given, what it leaves, and what it says where it goes wrong."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,17 @@ def test_steps_for_a_gpu_are_traced_in_other_processes(monkeypatch):
     made.renew()
     made.place(9)
     assert made.one(step, buffer, 2, 3, 1) > 0
+
+
+def test_an_interrupt_ends_the_threads_that_compile(monkeypatch):
+    def interrupted(jobs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timer, "wait", interrupted)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        compile_ahead({i: Recipe(jax.jit(lambda x: x).trace(i).lower) for i in range(3)}, 2)
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_step_that_cannot_be_traced_fails_alone():
