@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.accuracy.rows import PLAIN_KV
+from experiments.baselines import BASELINES
 from experiments.report.documents import Entry, Row, short
 from experiments.serving.workload import half_interval
 from experiments.steps.bars import of_own_kernels
@@ -186,6 +187,7 @@ def with_sustained(rows: list[Row], ceilings: Ceilings) -> list[Row]:
 # Requests per second
 
 SERVED = {"llama-2-7b": "LLaMA-2-7B", "llama-3.1-8b": "LLaMA-3.1-8B"}  # models on the QPS workload
+STEADY = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "good_share")  # what a steady load shows
 
 
 def requests_rows(results: Results, model: str = "llama-2-7b") -> list[Row]:
@@ -207,13 +209,17 @@ def requests_rows(results: Results, model: str = "llama-2-7b") -> list[Row]:
 
 
 def steady_rows(results: Results, model: str) -> Iterator[Row]:
-    """Yields each system's row at a steady load, in the newest job of each name."""
+    """Yields each system's row at a steady load, in the newest job of each name. Its figures are means of its runs. A
+    system without all of them is left out."""
     for entry in results.named(rf"qps_{re.escape(model)}_.*_rate[\d.]+"):
-        last = {row.get("peer", f"jllm {row.get('scheme', '')}").split("'")[0]: row for row in entry.rows}
-        for name, row in last.items():
-            if row.get("rate") is not None:
-                said = f"{name} {row.get('weights', 'bf16')}" if "peer" in row else name.replace("bfloat16", "bf16")
-                yield row | {"name": said, "device": short(entry.device), "file": entry.path}
+        found: dict[str, list[Row]] = {}
+        for row in entry.rows:
+            if row.get("rate") is not None and all(row.get(key) is not None for key in STEADY):
+                found.setdefault(_system(row), []).append(row)
+        for name, rows in found.items():
+            runs = [row for row in rows if row.get("repeat") == "mean"] or rows
+            means = {key: statistics.fmean(row[key] for row in runs) for key in STEADY}
+            yield means | {"name": name, "rate": rows[0]["rate"], "device": short(entry.device), "file": entry.path}
 
 
 def times_as_many(results: Results, name: str, other: str) -> float | None:
@@ -233,18 +239,22 @@ def _systems(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Returns rows of requests all at once, by the system that served them."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if counts(row):
-            peer, kv = row["peer"].split("'")[0], row.get("kv", "bf16")
-            name = ", ".join(filter(None, [f"{peer} {row.get('weights', 'bf16')}", f"KV {kv}", row.get("settings")]))
-            found.setdefault(name, []).append(row)
-        elif "peer" not in row and row.get("rate") is None and "change" not in row:
-            name = f"jllm {row['scheme']}, KV {row['kv']}".replace("bfloat16", "bf16")
-            name += f", {row['guided']:.0%} guided" if row.get("guided") is not None else ""
-            name += "" if of_own_kernels(row) else f", {row['backend']}"
-            name += f", {row['replicas']} replicas" if row.get("replicas", 1) > 1 else ""
-            name += f", {row['devices']} devices each" if "devices" in row else ""
-            found.setdefault(name, []).append(row)
+        if counts(row) or ("peer" not in row and row.get("rate") is None and "change" not in row):
+            found.setdefault(_system(row), []).append(row)
     return found
+
+
+def _system(row: Row) -> str:
+    """Returns the name of the system that served a row's requests."""
+    if "peer" in row:
+        peer, kv = row["peer"].split("'")[0], row.get("kv", "bf16")
+        return ", ".join(filter(None, [f"{peer} {row.get('weights', 'bf16')}", f"KV {kv}", row.get("settings")]))
+    name = f"jllm {row['scheme']}, KV {row['kv']}".replace("bfloat16", "bf16")
+    name += f", {row['guided']:.0%} guided" if row.get("guided") is not None else ""
+    name += "".join(f", {row[x]}" for x, choices in BASELINES.items() if row.get(x, choices[0]) != choices[0])
+    name += "" if of_own_kernels(row) else f", {row['backend']}"
+    name += f", {row['replicas']} replicas" if row.get("replicas", 1) > 1 else ""
+    return name + (f", {row['devices']} devices each" if "devices" in row else "")
 
 
 # Accuracy

@@ -83,11 +83,10 @@ def summary(results: Results) -> Iterator[str]:
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
     for on, (model, named) in _served(results):
-        rows = _systems(on, model)
         parts = [
-            f"{one} {rows[one]['qps']:.1f} vs. {other} {rows[other]['qps']:.1f} ({_more(rows[one], rows[other])})"
-            for one, other in PAIRS
-            if one in rows and other in rows
+            f"{one} {row['qps']:.1f} vs. {other} {vllm['qps']:.1f} ({_more(row, vllm)})"
+            for one, row, other, vllm in _pairs(on, model)
+            if vllm is not None
         ]
         if parts:
             lines.append(f"{named}, requests a second on one {on.device.split()[1]}: {', '.join(parts)}.")
@@ -152,15 +151,19 @@ def _of(decode: dict[str, list[Series]], formats: str, name: str) -> Series | No
 
 
 def _served(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
-    """Yields each device with requests served, and the name of a model, in files and in words."""
+    """Yields the devices whose requests are shown, and with each the name of a model in files and in words."""
     for device in dict.fromkeys((results.device, H200)):
         for model in SERVED.items():
             yield results.on(device), model
 
 
-def _systems(results: Results, model: str) -> dict[str, Row]:
+def _pairs(results: Results, model: str) -> Iterator[tuple[str, Row, str, Row | None]]:
+    """Yields jllm's rows, each with that of vLLM in as many bits, or None if no job served both."""
     rows = {row["name"]: row for row in requests_rows(results, model)}
-    return {short_name: rows[name] for short_name, name in SYSTEMS.items() if name in rows}
+    for one, other in PAIRS:
+        if (row := rows.get(SYSTEMS[one])) is not None:
+            vllm = rows.get(SYSTEMS[other])
+            yield one, row, other, vllm if vllm is not None and vllm["file"] == row["file"] else None
 
 
 def _more(row: Row, other: Row) -> str:
@@ -194,9 +197,10 @@ def decode(results: Results) -> Iterator[str]:
     cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
     yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
     sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
-    apart = "jllm's and PyTorch's steps follow each other without an engine. vLLM's are its engine's"
-    if of_engines(on):
-        apart = "PyTorch's steps follow each other without an engine. jllm's and vLLM's are their engines'"
+    alone = [] if of_engines(on) else ["jllm's"]
+    alone += ["PyTorch's"] if any(each.name == "PyTorch" for each in columns) else []
+    apart = f"{' and '.join(alone)} steps follow each other without an engine. " if alone else ""
+    apart += "jllm's and vLLM's are their engines'" if of_engines(on) else "vLLM's are its engine's"
     yield (
         f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "
         f"its fastest variant's. {apart}, with a few more tokens of K and V. PPL.LLM published its steps on an H800. "
@@ -222,29 +226,32 @@ def _both(share: tuple[float, float] | None, sustained: tuple[float, float] | No
 
 def requests(results: Results) -> Iterator[str]:
     """Yields requests per second on the QPS workload beside vLLM's, those of other systems, and a steady load."""
-    cells, others, steady = [], [], []
+    cells, steady = [], []
+    others: dict[str, list[str]] = {}
     for on, (model, named) in _served(results):
-        rows = _systems(on, model)
-        for one, other in PAIRS:
-            if one in rows:
-                vllm = rows[other] if other in rows and rows[other]["file"] == rows[one]["file"] else None
-                cells.append([f"{named}, {_gpu(rows[one])}", one.removeprefix("jllm "), *_beside(rows[one], vllm)])
-        told = {*SYSTEMS.values(), f"{SYSTEMS['jllm bf16']}, triton"}  # triton is told among what is behind
-        rest = [row for row in requests_rows(on, model) if row["name"] not in told and "guided" not in row["name"]]
-        others += [f"[{row['name']}](results/{row['file'].name}) on {_gpu(row)}s {_rate(row)}" for row in rest]
+        told = {f"{SYSTEMS['jllm bf16']}, triton"}  # among what is behind
+        for one, row, _, vllm in _pairs(on, model):
+            cells.append([f"{named}, {_gpu(row)}", one.removeprefix("jllm "), *_beside(row, vllm)])
+            told |= {each["name"] for each in (row, vllm) if each is not None}
+        for row in requests_rows(on, model):
+            if row["name"] not in told and "guided" not in row["name"]:
+                said = f"[{row['name']}](results/{row['file'].name}) on {_gpu(row)}s {_rate(row)}"
+                others.setdefault(named, []).append(said)
         steady += [_steady(row, named) for row in steady_rows(on, model)]
-    if not cells:
+    if not (cells or others or steady):
         return
     yield (
         "1,024 conversations arrive at once at one GPU. A figure is the mean of one job's runs, with its 95 % interval "
         "by Student's t. Both systems ran in one job. vLLM has as many bits, in bf16 or fp8. A start lasts until all "
-        "sizes of steps are compiled, with none stored.\n"
-        f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
+        "sizes of steps are compiled, with none stored. Only vLLM's includes its imports and making weights."
     )
+    if requests_rows(results):
+        yield f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     heads = ["model", "jllm's weights", "jllm, requests a second", "vLLM", "jllm over vLLM", "jllm's start, s"]
-    yield markdown([*heads, "vLLM's", "from"], cells)
-    if others:
-        yield f"LLaMA-2-7B in other ways, each replica with 1,024 of its own: {', '.join(others)}."
+    if cells:
+        yield markdown([*heads, "vLLM's", "from"], cells)
+    for named, ways in others.items():
+        yield f"{named} in other ways, each replica with 1,024 of its own: {', '.join(ways)}."
     if steady:
         heads = ["at a steady load", "requests a second", "first token, ms p50, p99", "between tokens, ms p50, p99"]
         yield markdown([*heads, "in time", "from"], steady)

@@ -192,6 +192,7 @@ def test_an_h200s_steps_are_shown_once_its_engines_were_timed_in_all_formats(tmp
     text = page(read(tmp_path))
     assert "## Decode steps, H200" in text
     assert "| 16 | 3.20 | 2.50 |" in text
+    assert "variant's. jllm's and vLLM's are their engines'" in text, "PyTorch was not timed there"
     assert text.count("kv-bf16-20261120-h200.json) | 75% |") == 1
     assert "kv-bf16-20261120-h100.json) |" not in text, "each model has one row"
 
@@ -243,12 +244,33 @@ def test_another_model_and_a_steady_load_have_rows_of_their_own(tmp_path):
     rows = [peer | {"qps": 48.0}, row | {"qps": 72.0}]
     write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=rows)
     times = {"rate": 30.0, "ttft_ms_p50": 41.2, "ttft_ms_p99": 95.8, "itl_ms_p50": 12.6, "itl_ms_p99": 33.0}
-    steady = [peer | times | {"good_share": 0.5}, row | times | {"good_share": 1.0}]
+    times |= {"good_share": 1.0}
+    steady = [peer | times | {"good_share": share} for share in (0.4, 0.6)]
+    steady += [row | times | {"good_share": 0.8}, row | times | {"repeat": "mean"}]
+    steady += [peer | {"peer": "transformers' continuous batching", "rate": 30.0, "ttft_ms_p50": 9.0}]
     write(tmp_path, f"{name}_rate30-20261120-h200", device="NVIDIA H200", rows=steady)
     text = page(read(tmp_path))
     assert "| LLaMA-3.1-8B, H200 | w8a8 | 72.0 | 48.0 | +50% |  | 100 | [1 run](" in text, "a start from files is none"
-    for said, share in (("vLLM fp8", "50%"), ("jllm w8a8", "100%")):
+    for said, share in (("vLLM fp8, KV fp8", "50%"), ("jllm w8a8, KV int8-g8", "100%")):
         assert f"| {said}, LLaMA-3.1-8B, H200 | 30 | 41, 96 | 13, 33 | {share} | [file](" in text
+    assert "transformers" not in text, "it has no times between tokens"
+
+
+def test_requests_that_no_job_served_beside_vllm_are_held_against_nothing(tmp_path):
+    row = {"scheme": "bfloat16", "kv": "bfloat16", "rate": None, "repeat": 0, "qps": 50.0}
+    vllm = {"peer": "vLLM", "weights": "bf16", "kv": "bf16", "qps": 40.0}
+    name = "qps_llama-3.1-8b_bfloat16"
+    write(tmp_path, f"{name}-vllm-20261120-h200", device="NVIDIA H200", rows=[vllm])
+    text = page(read(tmp_path))
+    assert "LLaMA-3.1-8B in other ways, each replica with 1,024 of its own: [vLLM bf16, KV bf16](" in text
+    assert "summary-requests.svg" not in text, "the picture is of another model"
+    write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=[row])
+    write(tmp_path, f"{name}_static-20261120-h200", device="NVIDIA H200", rows=[row | {"batching": "static"}] * 2)
+    text = page(read(tmp_path))
+    assert "| LLaMA-3.1-8B, H200 | bf16 | 50.0 |  |  |  |  | [1 run](" in text
+    assert text.index("LLaMA-3.1-8B in other ways") < text.index("[jllm bf16, KV bf16, static](")
+    assert "[vLLM bf16, KV bf16](" in text
+    assert "vs. vLLM" not in text
 
 
 def test_a_system_is_held_against_the_other_of_its_own_job(tmp_path):
