@@ -324,7 +324,8 @@ def test_gpu_matches_the_definition(case):
     for name, ours, theirs in zip(
         (case.k_format, case.v_format), *(written_rows(each, page, offset) for each in (pages, same))
     ):
-        assert error(ours, theirs) < 2 * storage_tolerance(name.removesuffix("-h"), case.dtype)
+        stored = 2 * storage_tolerance(name.removesuffix("-h"), case.dtype)
+        assert error(ours, theirs) < max(stored, TOLERANCE[case.dtype]), "a norm may be rounded to the other side first"
 
 
 @pytest.mark.gpu
