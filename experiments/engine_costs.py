@@ -86,7 +86,9 @@ def step_ms(engine: jllm.Engine, count: int, steps: int, repeats: int, **inputs:
 
 def determinism(params: Params, config: LlamaConfig, args: argparse.Namespace) -> Iterator[Row]:
     """Yields whole steps in one order of sums, and the forward that scores."""
-    lengths = [("decode", args.batch, 1024), *(("long", 1, each) for each in (8192, 32768))]
+    # Attention of a row begins afresh at 2,048 keys, so half of the slots also decode just past them.
+    lengths = [("decode", args.batch, 1024), ("decode", max(1, args.batch // 2), 2048)]
+    lengths += [("long", 1, each) for each in (8192, 32768)]
     cases: list[tuple[str, int, int, str | None]] = [
         (*case, kv) for case in lengths for kv in (None, "int8-g8") if case[2] + args.steps < config.context
     ]
