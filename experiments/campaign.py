@@ -194,15 +194,27 @@ FOUR_GPUS = (
 TWO_LARGE_GPUS = (experiment("two_70b", f"{ON_TWO_70B} --label two-70b", 240, gpus=2),)  # too large for 2 x 80 GB
 OF_SERVERS = "--peer-seconds 50 --peer-names vllm"
 ON_8B, ON_NEWER_8B = "--config configs/llama-3-8b.json", "--config configs/llama-3.1-8b.json"
+ON_1B = "--config configs/llama-3.2-1b.json"
 IN_8_BITS = "--quantize w8a8 --kv-cache int8-g8"
 TABLES = tuple(
     experiment(name, f"throughput {options} {TIMED}", seconds, peer_seconds=peer_seconds, of_peers="--peer-seconds 60")
     for name, options, seconds, peer_seconds in (
-        ("throughput", f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024", 130, 320),
-        ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 150, 320),
-        ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 100, 0),
-        ("throughput_8b", f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 512x8x256 64x1024x1024", 110, 0),
-        ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 100, 0),
+        ("throughput", f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024", 220, 320),
+        ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 240, 320),
+        ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 190, 0),
+        (
+            "throughput_8b",
+            f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 64x8x256 256x8x256 16x1024x1024",
+            200,
+            0,
+        ),
+        (
+            "throughput_1b",
+            f"{ON_1B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 64x8x256 256x8x256 16x1024x1024",
+            180,
+            0,
+        ),
+        ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 190, 0),
     )
 ) + tuple(
     experiment(name, f"qps {options}", seconds, peer_seconds=320, of_peers=OF_SERVERS)
