@@ -202,18 +202,8 @@ TABLES = tuple(
         ("throughput", f"--scheme bf16 --kv-cache bf16 --rows {FEW} 384x8x256 32x1024x1024", 220, 320),
         ("throughput_w8a8", f"--scheme w8a8 --kv-cache int8-g8 --rows {FEW} 512x8x256 64x1024x1024", 240, 320),
         ("throughput_kv", f"--scheme bf16 --kv-cache int8-g8 --rows {FEWEST} 512x8x256 64x1024x1024", 190, 0),
-        (
-            "throughput_8b",
-            f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 64x8x256 256x8x256 16x1024x1024",
-            200,
-            0,
-        ),
-        (
-            "throughput_1b",
-            f"{ON_1B} --scheme bf16 --kv-cache bf16 --rows {FEWEST} 64x8x256 256x8x256 16x1024x1024",
-            180,
-            0,
-        ),
+        ("throughput_8b", f"{ON_8B} --scheme bf16 --kv-cache bf16 --rows {FEW}", 210, 0),
+        ("throughput_1b", f"{ON_1B} --scheme bf16 --kv-cache bf16 --rows {FEW}", 190, 0),
         ("throughput_w4a16", f"--scheme w4a16-g128 --kv-cache bf16 --rows {FEWEST} 384x8x256 32x1024x1024", 190, 0),
     )
 ) + tuple(

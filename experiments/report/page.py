@@ -235,7 +235,7 @@ def requests(results: Results) -> Iterator[str]:
             told |= {each["name"] for each in (row, vllm) if each is not None}
         for row in requests_rows(on, model):
             if row["name"] not in told and "guided" not in row["name"]:
-                said = f"[{row['name']}](results/{row['file'].name}) on {_gpu(row)}s {_rate(row)}"
+                said = f"[{row['name']}](results/{row['file'].name}): {_rate(row)} ({_gpu(row)})."
                 others.setdefault(named, []).append(said)
         steady += [_steady(row, named) for row in steady_rows(on, model)]
     if not (cells or others or steady):
@@ -251,7 +251,8 @@ def requests(results: Results) -> Iterator[str]:
     if cells:
         yield markdown([*heads, "vLLM's", "from"], cells)
     for named, ways in others.items():
-        yield f"{named} in other ways, each replica with 1,024 of its own: {', '.join(ways)}."
+        each = "Each replica has 1,024 conversations of its own."
+        yield f"{named} in other ways serves these requests a second. {each} {' '.join(ways)}"
     if steady:
         heads = ["at a steady load", "requests a second", "first token, ms p50, p99", "between tokens, ms p50, p99"]
         yield markdown([*heads, "in time", "from"], steady)

@@ -262,7 +262,8 @@ def test_requests_that_no_job_served_beside_vllm_are_held_against_nothing(tmp_pa
     name = "qps_llama-3.1-8b_bfloat16"
     write(tmp_path, f"{name}-vllm-20261120-h200", device="NVIDIA H200", rows=[vllm])
     text = page(read(tmp_path))
-    assert "LLaMA-3.1-8B in other ways, each replica with 1,024 of its own: [vLLM bf16, KV bf16](" in text
+    assert "LLaMA-3.1-8B in other ways serves these" in text
+    assert "20261120-h200.json): 40.0 (H200)." in text
     assert "summary-requests.svg" not in text, "the picture is of another model"
     write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=[row])
     write(tmp_path, f"{name}_static-20261120-h200", device="NVIDIA H200", rows=[row | {"batching": "static"}] * 2)

@@ -1,7 +1,5 @@
 """Checks Triton matmuls in Triton's interpreter against the formula."""
 
-import dataclasses
-
 import jax
 import pytest
 
@@ -15,6 +13,7 @@ from pallas_kernels.scaled_matmul.cases import Case  # noqa: E402
 from pallas_kernels.triton import triton_call  # noqa: E402
 from tests.kernels import ragged_cases, triton_tools  # noqa: E402
 from tests.kernels.helpers import TOLERANCE, error, missed, same_bits  # noqa: E402
+from tests.kernels.triton_tools import launched_with  # noqa: E402
 
 CASES = (
     Case(1, 96, 96, "int8"),
@@ -80,41 +79,28 @@ def test_groups_of_rows_match_the_formula(kind, sizes, m, n, k, gated):
 
 
 @pytest.mark.parametrize("number", [2, 7])
-def test_seeded_faults_of_groups_are_caught(monkeypatch, number):
+def test_seeded_faults_of_groups_are_caught(number):
     arguments, expected = ragged_cases.arguments(*RAGGED[number])
-    launch = ragged_triton.launch
 
     def wrong(**fault):
-        def changed(*arguments):
-            made = launch(*arguments)
-            return dataclasses.replace(made, constants={**made.constants, **fault})
-
-        monkeypatch.setattr(ragged_triton, "launch", changed)
-        jax.clear_caches()
-        out = ragged_triton.ragged_matmul(*arguments)
-        return error(jax.numpy.nan_to_num(out), expected)
+        with launched_with(ragged_triton, **fault):
+            out = ragged_triton.ragged_matmul(*arguments)
+            return error(jax.numpy.nan_to_num(out), expected)
 
     assert wrong() < TOLERANCE["bfloat16"]
     faults = {name: wrong(**{name: value}) for name, value in {"HALVES": 1, "GROUPS": 1, "K": 64}.items()}
-    jax.clear_caches()
     assert not missed(faults, TOLERANCE["bfloat16"])
 
 
-def test_seeded_faults_are_caught(monkeypatch):
+def test_seeded_faults_are_caught():
     case = Case(33, 96, 160, "int8", bias=True, residual=True)
     arrays = case.inputs()
-    expected, launch = reference.scaled_matmul(*arrays), triton.launch
+    expected = reference.scaled_matmul(*arrays)
 
     def wrong(**fault):
-        def changed(*arguments):
-            made = launch(*arguments)
-            return dataclasses.replace(made, constants={**made.constants, **fault})
-
-        monkeypatch.setattr(triton, "launch", changed)
-        jax.clear_caches()
-        return error(run(case, arrays), expected)
+        with launched_with(triton, **fault):
+            return error(run(case, arrays), expected)
 
     assert wrong() < TOLERANCE[case.out_dtype]
     faults = {name: wrong(**{name: value}) for name, value in {"BIAS": False, "RESIDUAL": False, "K": 128}.items()}
-    jax.clear_caches()
     assert not missed(faults, TOLERANCE[case.out_dtype])

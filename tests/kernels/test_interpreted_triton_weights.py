@@ -1,7 +1,5 @@
 """Checks Triton matmuls by weights alone quantized in Triton's interpreter against the formula."""
 
-import dataclasses
-
 import jax
 import pytest
 
@@ -13,6 +11,7 @@ from pallas_kernels.weight_only_matmul import reference, triton  # noqa: E402
 from pallas_kernels.weight_only_matmul.cases import Case  # noqa: E402
 from tests.kernels import triton_tools  # noqa: E402
 from tests.kernels.helpers import missed, same_bits  # noqa: E402
+from tests.kernels.triton_tools import launched_with  # noqa: E402
 from tests.kernels.triton_weights_cases import allowed, run, within  # noqa: E402
 
 CASES = (
@@ -59,26 +58,19 @@ def test_matches_the_formula(case):
 def test_seeded_faults_are_caught(monkeypatch, rows):
     case = Case((rows,), 64, 128, "w4a16-g32-zp", bias=True, residual=True, out_dtype="float32")
     arrays = case.inputs()
-    expected, launch = reference.weight_only_matmul(*arrays), triton.launch
+    expected = reference.weight_only_matmul(*arrays)
 
     def wrong(**fault):
-        def changed(*arguments):
-            made = launch(*arguments)
-            return dataclasses.replace(made, constants={**made.constants, **fault})
-
-        monkeypatch.setattr(triton, "launch", changed)
-        jax.clear_caches()
-        return allowed(case, run(case, arrays), expected)
+        with launched_with(triton, **fault):
+            return allowed(case, run(case, arrays), expected)
 
     assert wrong() < 1
     broken = {"BIAS": False, "RESIDUAL": False, "ZEROS": False, "MIDDLE": 128, "K": 96, "STORED": 32, "GROUPED": False}
     faults = {name: wrong(**{name: value}) for name, value in broken.items()}
     swapped = tuple(-number for number in TABLES["nf4"])
-    monkeypatch.setattr(triton, "launch", launch)
     table_case = Case((rows,), 32, 64, "nf4")
     inputs = table_case.inputs()
     monkeypatch.setitem(triton.CODE_VALUES, "nf4", swapped)
-    jax.clear_caches()
     faults["table"] = allowed(table_case, run(table_case, inputs), reference.weight_only_matmul(*inputs))
     jax.clear_caches()
     assert not missed(faults, 1.0)

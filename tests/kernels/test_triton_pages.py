@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import choose
-from pallas_kernels.cache_update import cache_update, cache_update_fused
+from pallas_kernels.cache_update import cache_update_fused
 from pallas_kernels.cache_update import cases as update_cases
-from pallas_kernels.cache_update import reference as update_reference
 from pallas_kernels.decode_attention import api as decode_api
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
@@ -23,7 +22,6 @@ from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention.config import triton_config
 from pallas_kernels.triton import pages_triton
 from tests.kernels.helpers import TOLERANCE, error, same_bits
-from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.triton_tools import CAPABILITIES, SHARED_MEMORY, cases_of, compile_for, run_ptx
 
 pytest.importorskip("triton")  # of extras and development, for Linux alone
@@ -37,6 +35,7 @@ from tests.kernels.triton_cases import (  # noqa: E402
     decode_arguments,
     prefill_arguments,
     update_arguments,
+    updated,
 )
 
 LAYER = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -201,14 +200,7 @@ def test_gpu_decode_attention_matches_the_formula(case, rows, tree):
 def test_gpu_cache_update_matches_the_definition(case):
     arguments = update_arguments(case)
     q, k, v, cos, sin, pages, page, offset = arguments
-    expected_q, expected = update_reference.cache_update(*arguments)
-    rotated, new = cache_update(*arguments, backend="triton")
-    assert error(rotated, expected_q) < TOLERANCE[case.dtype]
-    assert same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))
-    for name, rows, wanted in zip(
-        (case.k_format, case.v_format), written_rows(new, page, offset), written_rows(expected, page, offset)
-    ):
-        assert error(rows, wanted) < storage_tolerance(name, case.dtype)
+    rotated, new = updated(case, arguments)
     fused = jnp.concatenate([x.reshape(case.rows, -1) for x in (q, k, v)], axis=1)
     run = partial(cache_update_fused, backend="triton")
     assert same_bits((rotated, new), run(fused, cos, sin, pages, page, offset))

@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cache_update import cache_update, reference
 from pallas_kernels.cache_update.cases import Case as Update
 from pallas_kernels.decode_attention import Segments
 from pallas_kernels.decode_attention.cases import Case as Decode
+from pallas_kernels.formats.kv_pages import KVPages
 from pallas_kernels.prefill_attention.cases import Case as Prefill
-from tests.kernels.helpers import poison, visible_slots
+from tests.kernels.helpers import TOLERANCE, error, poison, same_bits, visible_slots
+from tests.kernels.test_cache_update import storage_tolerance, written_rows
 from tests.kernels.test_segments import queries, random_trees
 
 SMALL_DECODE = Decode(
@@ -76,6 +80,20 @@ def update_arguments(case: Update) -> tuple:
     """Returns the case's inputs, with NaN in every slot."""
     *arrays, pages, page, offset = case.inputs()
     return *arrays, poison(pages, np.zeros((case.num_pages, case.page_size), bool)), page, offset
+
+
+def updated(case: Update, arguments: tuple) -> tuple[jax.Array, KVPages]:
+    """Returns what Triton's cache_update returns, which is near the definition."""
+    page, offset = arguments[-2:]
+    expected_q, expected = reference.cache_update(*arguments)
+    q, new = cache_update(*arguments, backend="triton")
+    assert error(q, expected_q) < TOLERANCE[case.dtype]
+    assert same_bits(new.v, jax.tree.map(jnp.asarray, expected.v))
+    for name, rows, wanted in zip(
+        (case.k_format, case.v_format), written_rows(new, page, offset), written_rows(expected, page, offset)
+    ):
+        assert error(rows, wanted) < storage_tolerance(name, case.dtype)
+    return q, new
 
 
 _CHUNKS = {"q_lens": (37, 0, 1, 5), "kv_lens": (150, 9, 129, 5), "unused": 5}

@@ -6,6 +6,7 @@ import io
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,6 +117,22 @@ def _interpreter() -> Iterator[None]:
             yield
     finally:
         scope.restore()
+
+
+@contextlib.contextmanager
+def launched_with(module: Any, **constants: Any) -> Iterator[None]:
+    """Launches a module's kernel with some other constants: a seeded fault."""
+    launch = module.launch
+
+    def changed(*arguments: Any) -> Launch:
+        made = launch(*arguments)
+        return replace(made, constants={**made.constants, **constants})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "launch", changed)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 @cache
