@@ -6,7 +6,7 @@ from typing import Any, Self
 from jllm.engine.plan import PlanParts, StepPlan
 from jllm.engine.scheduler import Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.programs.sizes import Limits
+from jllm.programs.sizes import NO_SIZES, Limits, StepSizes
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class StaticBatches(Scheduler):
     """Static batching, which continuous batching replaced. Up to max_slots sequences form a batch, which prefills and
     then decodes. It keeps a row for each member until the last one ends. Only then the next batch begins."""
 
-    def __init__(self, limits: Limits, *sizes: tuple[int, ...], **options: Any):
+    def __init__(self, limits: Limits, sizes: StepSizes = NO_SIZES, **options: Any):
         self.members = 0  # sequences of the batch
         self.joining = 0  # sequences of the batch that are not admitted yet
-        super().__init__(limits, *sizes, **options)
+        super().__init__(limits, sizes, **options)
 
     def schedule(self) -> StepPlan | None:
         if not self.running and not self.draining:
@@ -76,15 +76,9 @@ class PaddedPrefill(Scheduler):
     """Padded prompts, which ragged rows replaced. Each chunk of a step counts as if it were as long as the longest.
     Only the first chunk is cut to fit."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        prompt_sizes: tuple[int, ...] = (),
-        decode_sizes: tuple[int, ...] = (),
-        **options: Any,
-    ):
+    def __init__(self, limits: Limits, sizes: StepSizes = NO_SIZES, **options: Any):
         self.budget = 0  # rows for prompts in the step being planned
-        super().__init__(limits, (), decode_sizes, **options)
+        super().__init__(limits, StepSizes(decodes=sizes.decodes), **options)
 
     def schedule(self) -> StepPlan | None:
         plan = super().schedule()

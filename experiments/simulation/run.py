@@ -105,8 +105,7 @@ class Simulation:
         self.host_us = host_us  # simulated: per running sequence and step
         self.scheduler = scheduler(
             self.sizes.limits,
-            self.sizes.prompt_sizes,
-            self.sizes.decode_sizes,
+            self.sizes.steps,
             policy=options.make_policy(),
         )
         self.tally = Tally()

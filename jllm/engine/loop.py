@@ -73,8 +73,7 @@ class Loop:
         self.device, self.drafting = device, drafting_of(options, sizes.limits)
         self.scheduler = scheduler(
             sizes.limits,
-            sizes.prompt_sizes,
-            sizes.decode_sizes,
+            sizes.steps,
             policy=options.make_policy(),
             prefix_cache=options.prefix_cache,
             draft_rows=None if self.drafting is None else self.drafting.rows,

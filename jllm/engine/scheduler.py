@@ -36,20 +36,21 @@ from jllm.engine.plan import PlanParts, ScheduleCounts, StepPlan, next_chunk
 from jllm.engine.reuse import ReusedPrefix
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
-from jllm.programs.sizes import Limits
+from jllm.programs.sizes import NO_SIZES, Limits, StepSizes
+from jllm.step.buckets import FEW_SLOTS
 
 
 class Scheduler(PageTables):
     """Plans steps for one engine.
 
-    prompt_sizes, ascending, are numbers of prompt tokens that a step can hold without padding. They matter while at
-    least half of the slots decode. They also matter while pages are too few for all waiting prompts and free slots.
-    Then a step takes the largest size that prompts can fill. If they fill none, it waits for more prompts, up to
-    PATIENCE steps. Otherwise, and without sizes, it takes all prompt tokens that there are.
+    sizes are the compiled ones, of which a step takes a small one that it fills:
 
-    decode_sizes are numbers of rows that a step without prompts can compute. Slightly more sequences may decode than a
-    size holds, up to 1/EXCESS more. Then the extra ones skip this step, in turn. The delay costs less than padding to
-    the next size.
+    - Few sequences decode, or slots are few. Prompts are cut where that computes the fewest rows: two small steps may
+      have fewer than a large one, and decodes wait less.
+    - At least half of many slots decode, or pages are too few for all waiting prompts and free slots. A step takes the
+      largest full size that prompts can fill. If they fill none, it waits for more prompts, up to PATIENCE steps.
+    - No prompts come. Slightly more sequences may decode than a size holds, up to 1/EXCESS more. Then the extra ones
+      skip this step, in turn. The delay costs less than padding to the next size.
 
     policy is the KV policy (kv_policy.py); the default allocates pages as tokens come.
 
@@ -68,8 +69,7 @@ class Scheduler(PageTables):
     def __init__(
         self,
         limits: Limits,
-        prompt_sizes: tuple[int, ...] = (),
-        decode_sizes: tuple[int, ...] = (),
+        sizes: StepSizes = NO_SIZES,
         *,
         policy: Policy = PAGED,
         prefix_cache: bool = False,
@@ -78,7 +78,7 @@ class Scheduler(PageTables):
     ):
         super().__init__(limits, policy, prefix_cache)
         self.draft_rows, self.most_joining = draft_rows, most_joining
-        self.prompt_sizes, self.decode_sizes = prompt_sizes, decode_sizes
+        self.sizes = sizes
         self.turn = 0  # round-robin offset of decodes that skip a step
         self.held = 0  # steps for which prompts have waited for others to fill a step with
         self.waiting: deque[Sequence] = deque()  # in the order of priority and arrival, like `running`
@@ -253,18 +253,28 @@ class Scheduler(PageTables):
         if self.most_joining is not None and self._joins(prefills):
             return min(budget, self.most_joining)
         ready = sum(s.prefill_end - s.computed for s in prefills)
-        if not self.prompt_sizes or not (ready or (self.waiting and self.free_slots)):
+        if not self.sizes.mixed or not (ready or (self.waiting and self.free_slots)):
             return budget
         coming, short = self.policy.admissible(islice(self.waiting, len(self.free_slots)), self.running, budget - ready)
-        if not decodes or not ready + coming or (2 * decodes < self.limits.max_slots and not short):
-            self.held = 0  # a sequence whose prompt is all in shared pages is admitted anyway
+        tokens = min(ready + coming, budget)
+        if not tokens:  # a sequence whose prompt is all in shared pages is admitted anyway
+            self.held = 0
             return budget
-        full = [n for n in self.prompt_sizes if n <= min(ready + coming, budget)]
+        if not (decodes and self.sizes.full) or (2 * decodes < self.limits.max_slots and not short):
+            self.held = 0
+            return self._fewest_rows(decodes, tokens, budget)
+        full = [n for n in self.sizes.full if n <= tokens]
         self.held = 0 if full else self.held + 1
         if 0 < self.held <= self.PATIENCE:
             return 0
         self.held = 0
         return full[-1] if full else budget
+
+    def _fewest_rows(self, decodes: int, tokens: int, budget: int) -> int:
+        """Returns the prompt tokens of the next of the steps that compute these tokens with the fewest rows. Of equals
+        it takes the most tokens. FEW_SLOTS rows cost no more than one."""
+        fits = [(-(-tokens // c) * max(FEW_SLOTS, r + c), -c) for r, c in self.sizes.mixed if r >= decodes]
+        return min(budget, -min(fits)[1]) if fits else budget
 
     def _joins(self, prefills: list[Sequence]) -> bool:
         """Returns whether only sequences that come with their K and V prefill."""
@@ -273,7 +283,7 @@ class Scheduler(PageTables):
 
     def _trim(self, decodes: list[Sequence]) -> list[Sequence]:
         """Returns the decodes without the few that would make the step a size larger."""
-        fits = max((size for size in self.decode_sizes if size <= len(decodes)), default=0)
+        fits = max((size for size in self.sizes.decodes if size <= len(decodes)), default=0)
         excess = len(decodes) - fits
         if not 0 < excess <= fits // self.EXCESS:
             return decodes

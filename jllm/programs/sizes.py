@@ -47,6 +47,18 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class StepSizes:
+    """Holds the compiled sizes as the scheduler fills them. Without sizes it never cuts a step to one."""
+
+    mixed: tuple[tuple[int, int], ...] = ()  # (decode rows, prompt tokens) of steps with prompts
+    full: tuple[int, ...] = ()  # prompt tokens, ascending, of steps in which every slot may decode; none: few slots
+    decodes: tuple[int, ...] = ()  # decode rows, ascending, of steps without prompts, where a row costs something
+
+
+NO_SIZES = StepSizes()
+
+
+@dataclass(frozen=True)
 class EngineSizes:
     """Holds an engine's limits and compiled sizes."""
 
@@ -62,15 +74,9 @@ class EngineSizes:
         return min(context, self.limits.num_pages * self.limits.page_size + 1)
 
     @property
-    def prompt_sizes(self) -> tuple[int, ...]:
-        """Returns the numbers of prompt tokens, ascending, that fill a bucket on which every slot may decode. Returns
-        none where padding costs nothing."""
-        if self.limits.max_slots <= FEW_SLOTS:
-            return ()
-        return tuple(sorted({r.tokens for r in self.buckets if r.tokens and r.decodes >= self.limits.max_slots}))
-
-    @property
-    def decode_sizes(self) -> tuple[int, ...]:
-        """Returns the numbers of decode rows of buckets without prompt tokens. Leaves out sizes at which rows cost
-        nothing."""
-        return tuple(sorted({r.decodes for r in self.buckets if not r.tokens and r.decodes > FEW_SLOTS}))
+    def steps(self) -> StepSizes:
+        """Returns the sizes of steps that are worth filling."""
+        mixed = tuple(sorted({(r.decodes, r.tokens) for r in self.buckets if r.tokens}))
+        most, alone = self.limits.max_slots, {r.decodes for r in self.buckets if not r.tokens}
+        full = {tokens for decodes, tokens in mixed if decodes >= most > FEW_SLOTS}
+        return StepSizes(mixed, tuple(sorted(full)), tuple(sorted(n for n in alone if n > FEW_SLOTS)))

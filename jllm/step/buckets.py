@@ -18,19 +18,18 @@ class Bucket:
         return self.decodes * self.rows + self.tokens
 
 
-FINE = (2, 7, 18, 28, 40, 50, 64, 80, 96, 114, 128)  # decode rows in 128ths of the slots: see make_buckets
-
-
 FEW_SLOTS = 64  # up to here rows cost a GPU no more than one row: reading the weights takes longer
+ALONE = (2, 8, 16, 28, 40, 56, 72, 90, 110, 128)  # decode rows in 128ths of the slots: see make_buckets
 
 
 def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     """Returns at most 17 buckets, spaced so that their padding costs little.
 
-    With many slots, eleven have decode rows alone, since a full batch runs out row by row. Their spacing gives the
-    least waste on conversations (experiments.qps), by a scheduler that lets a few surplus rows wait. Six have prompt
-    tokens, which the scheduler fills up: all or a quarter of the tokens that fit a step in which every slot decodes.
-    All of them serve a batch that begins. A quarter serves steps with few decodes, or with too few pages for all slots.
+    With many slots, ten have decode rows alone, since a full batch runs out row by row. Seven have prompt tokens. Four
+    of these serve a load that leaves most slots free, where most prompts are short and must not delay the decodes. The
+    others serve a batch that begins, and full slots: all or a quarter of the tokens that fit a step in which every slot
+    decodes. Their spacing gives conversations (experiments.qps) the least delay at steady loads, and the least waste
+    when all come at once. The scheduler does its part: it cuts prompts to sizes, and lets a few surplus rows wait.
 
     With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
     factors of 2, 4 and 16, and one.
@@ -46,9 +45,10 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
         return min(max_slots, _eights(rows + tokens) - tokens), tokens
 
     if max_slots > FEW_SLOTS:
-        sizes = {size(part, 128, 0) for part in FINE}
-        sizes |= {size(part, 8, most) for part in (2, 5, 8)}
-        sizes |= {size(part, 16, quarter) for part in (1, 10, 16)}
+        few, more = min(quarter, FEW_SLOTS), min(quarter, 2 * FEW_SLOTS)
+        sizes = {size(part, 128, 0) for part in ALONE}
+        sizes |= {size(1, 8, few), size(1, 4, more), size(1, 2, more), size(1, 4, quarter)}
+        sizes |= {size(1, 1, quarter), size(3, 8, most), size(1, 1, most)}
     else:
         sizes = {size(1, n, c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))

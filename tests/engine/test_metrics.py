@@ -11,7 +11,8 @@ from jllm.engine.metrics import Histogram
 from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits, Scheduler
 from jllm.engine.sequence import Sequence
-from jllm.step.buckets import Bucket
+from jllm.programs.sizes import StepSizes
+from jllm.step.buckets import FEW_SLOTS, Bucket
 from tests.tiny import greedy, tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -137,9 +138,9 @@ def prompt_tokens(scheduler: Scheduler) -> int:
 
 
 def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
-    scheduler = Scheduler(Limits(4, 36, 32, 4, 4, 200, 40), (8, 32))
+    scheduler = Scheduler(Limits(4, 36, 32, 4, 4, 200, 40), StepSizes(((4, 8), (4, 32)), (8, 32)))
     fill(scheduler, [5, 5])
-    assert prompt_tokens(scheduler) == 10  # too few decode for rows to cost anything: all that there is
+    assert prompt_tokens(scheduler) == 10  # nothing decodes: one step, not two
     fill(scheduler, [21])
     assert prompt_tokens(scheduler) == 8
     assert prompt_tokens(scheduler) == 8
@@ -149,10 +150,35 @@ def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
     assert scheduler.held == 1
 
 
+@pytest.mark.parametrize("slots", [128, 64])
+def test_prompts_are_cut_where_that_computes_the_fewest_rows(slots):
+    """Thirty decode. Of the two smallest sizes the second has rows for them, and the first is as cheap."""
+    sizes = StepSizes(((8, 16), (32, 32), (32, 256), (128, 512)), (512,) if slots > FEW_SLOTS else ())
+    scheduler = Scheduler(Limits(slots, 640, 512, 64, 4, 4000, 400), sizes)
+    fill(scheduler, [1] * 30)
+    assert prompt_tokens(scheduler) == 30
+
+    def steps(*prompts: int) -> list[int]:
+        fill(scheduler, prompts, tokens=1)  # they end at once
+        found = []
+        while sum(found) < sum(prompts):
+            found.append(prompt_tokens(scheduler))
+        for seq in list(scheduler.running)[30:]:
+            scheduler.finish(seq, "length")
+        return found
+
+    assert steps(20) == [20]
+    assert steps(20, 50) == [32, 32, 6]  # 3 x 64 rows, not 288
+    assert steps(32 * 4) == [32] * 4  # 4 x 64 rows, not 288
+    assert steps(32 * 5) == [160]  # 288 rows, not 5 x 64
+    assert steps(400) == [256, 144], "576 rows, not 640"
+    assert steps(512) == [256, 256]
+
+
 def test_a_few_decodes_too_many_sit_out_in_turn():
     def decodes(slots: int, sizes: tuple[int, ...]) -> list[list[int]]:
         """Whose turn it is in each of 20 steps in which `slots` sequences want to decode."""
-        scheduler = Scheduler(Limits(slots, 64, 64, slots, 4, 400, 80), (), sizes)
+        scheduler = Scheduler(Limits(slots, 64, 64, slots, 4, 400, 80), StepSizes(decodes=sizes))
         fill(scheduler, [1] * slots)
         prompt_tokens(scheduler)
         steps = []
@@ -177,7 +203,7 @@ def test_a_few_decodes_too_many_sit_out_in_turn():
 
 def test_prompts_that_pages_do_not_admit_fill_no_step():
     """Six of twelve slots decode, with prompts for the others that the pool has no room for, but one at a time."""
-    scheduler = Scheduler(Limits(12, 44, 32, 12, 4, 16, 40), (16,))
+    scheduler = Scheduler(Limits(12, 44, 32, 12, 4, 16, 40), StepSizes(((12, 16), (12, 32)), (16,)))
     fill(scheduler, [1] * 6)
     assert prompt_tokens(scheduler) == 6
     fill(scheduler, [11] * 3)  # of 10 pages left, 6 stay available and 3 are the first one's
@@ -191,7 +217,7 @@ def test_prompts_that_pages_do_not_admit_fill_no_step():
 
 @pytest.mark.parametrize(("pages", "rows"), [(40, 16), (200, 18)])
 def test_who_pages_do_not_admit_keeps_no_decodes_in_a_larger_step(pages, rows):
-    scheduler = Scheduler(Limits(20, 64, 64, 20, 4, pages, 80), (), (8, 16, 32))
+    scheduler = Scheduler(Limits(20, 64, 64, 20, 4, pages, 80), StepSizes(decodes=(8, 16, 32)))
     fill(scheduler, [1] * 18)
     prompt_tokens(scheduler)
     fill(scheduler, [40])
